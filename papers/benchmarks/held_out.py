@@ -26,7 +26,7 @@ from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.metrics.uncertainty import average_ranks, recall_by_uncertainty
+from sfumato.metrics.uncertainty import RecallByUncertainty, average_ranks
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
@@ -111,7 +111,7 @@ def pooled(files: list[Path], truth: Relevance, n_resamples: int) -> dict[str, A
             errors = [(u[~np.isnan(hit)], hit[~np.isnan(hit)]) for u, hit in errors]
             result["wrong"][name] = {
                 "auroc": fmean(auroc(u, hit == 0) for u, hit in errors),
-                "deciles": fmean(recall_by_uncertainty(average_ranks(u), hit)["correlation"] for u, hit in errors),
+                "deciles": fmean(RecallByUncertainty.of(average_ranks(u), hit).correlation for u, hit in errors),
             }
     return result
 

@@ -28,8 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sfumato.evaluation.ground_truth import RECALLS
 from sfumato.evaluation.per_query import COMPARED
+from sfumato.metrics.retrieval import RECALLS
 from sfumato.models.evaluate import evaluate_run
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import LAST, RECIPE, load_run

@@ -55,7 +55,7 @@ from sfumato.metrics.bootstrap import (
 )
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty, resampled_balanced_spearman, spearman
+from sfumato.metrics.uncertainty import RecallByUncertainty, balanced_spearman, resampled_balanced_spearman, spearman
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
@@ -432,7 +432,7 @@ def recalls(
             "auroc": mean_of([auroc_statistic(x[known], 1 - hit[known]) for x, hit in pairs]),
         }
         figures = bootstrap(statistics, int(known.sum()), n_resamples=n_resamples, groups=groups[known])
-        bins = [[b["recall"] for b in recall_by_uncertainty(x, hit)["bins"]] for x, hit in pairs]
+        bins = [[b["recall"] for b in RecallByUncertainty.of(x, hit).bins] for x, hit in pairs]
         found[name] = {key: vars(value) for key, value in figures.items()}
         found[name]["recall"] = [float(value) for value in np.mean(bins, axis=0)]
     return found

@@ -12,7 +12,6 @@ import numpy as np
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import BenchmarkRanks
-from sfumato.evaluation.ground_truth import RECALLS
 from sfumato.evaluation.per_query import (
     COMPARED,
     KEYS,
@@ -25,6 +24,7 @@ from sfumato.evaluation.per_query import (
     strings,
 )
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
+from sfumato.metrics.retrieval import RECALLS
 
 _CHUNK = 2**22
 """Number of random signs in memory at once."""

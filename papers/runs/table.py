@@ -26,9 +26,9 @@ from papers.runs.paired import (
 )
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.embedded_input import measure
-from sfumato.evaluation.ground_truth import ALL_METRICS
 from sfumato.evaluation.per_query import COMPARED, PerQuery, query_name, write_per_query
 from sfumato.files import read_json
+from sfumato.metrics.retrieval import ALL_METRICS
 from sfumato.models.evaluate import embed_for_evaluation, evaluate_run
 from sfumato.models.run import LOG, MODEL, load_run
 from sfumato.progress import say

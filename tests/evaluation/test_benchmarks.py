@@ -6,10 +6,11 @@ from support.references_metrics import metrics_by_definition
 
 from sfumato.distances import csd_matrix
 from sfumato.evaluation.benchmarks import figures, rank
-from sfumato.evaluation.ground_truth import ALL_METRICS, RECALLS, GroundTruth, ground_truth_from_pairs, in_folds
+from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_pairs, in_folds
 from sfumato.evaluation.sources import Embeddings
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.retrieval import ALL_METRICS, RECALLS
 from sfumato.search.exact import rank_relevant
 
 IMAGES = tuple(f"{i}" for i in range(20))

@@ -163,10 +163,9 @@ def test_rpc2_is_of_both_or_of_cxc_alone(tmp_path):
         cxc_image_to_caption={"1": [10, 11], "2": [21, 10], "3": [30, 31], "4": [40, 41], "5": [50, 51]},
         cxc_caption_to_image={str(c): [c // 10] for c in (11, 21, 30, 31, 40, 41, 50, 51)} | {"10": [1, 2]},
     )
-    both, narrow = eccv_caption(files), eccv_caption(files, rpc2="cxc")
+    both = eccv_caption(files)
     assert matches(both["rpc2"])[0]["2"] == {"20", "21", "10"} and matches(both["rpc2"])[1]["20"] == {"2"}
-    assert matches(both["rpc2_cxc"]) == matches(both["cxc"]) == matches(narrow["rpc2"]) == matches(narrow["cxc"])
-    assert matches(narrow["rpc2_union"]) == matches(both["rpc2"]) and "rpc2_cxc" not in narrow
+    assert matches(both["rpc2_cxc"]) == matches(both["cxc"])
     assert matches(both["cxc"])[0]["2"] == {"21", "10"} and matches(both["cxc"])[1]["20"] == set()
     texts, images = both["cxc"].text_ids, both["cxc"].image_ids
     scores = np.random.default_rng(1).normal(size=(5, 10))
@@ -181,7 +180,6 @@ def test_rpc2_is_of_both_or_of_cxc_alone(tmp_path):
         assert found[name]["i2t"]["r_precision"] == pytest.approx(np.mean(by_loop)), name
     assert found["rpc2"]["i2t"] != found["rpc2_cxc"]["i2t"]
     assert (found["rpc2"]["t2i"]["n_queries"], found["rpc2_cxc"]["t2i"]["n_queries"]) == (10, 9)
-    raises(UserError, "unknown matches of RPC2 'own'; known: union, cxc", eccv_caption, files, rpc2="own")
 
 
 def test_folds_leave_out_what_a_ground_truth_lacks(tmp_path):

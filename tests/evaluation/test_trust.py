@@ -24,7 +24,7 @@ from sfumato.evaluation.trust import (
 )
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.uncertainty import balanced_spearman, recall_by_uncertainty
+from sfumato.metrics.uncertainty import RecallByUncertainty, balanced_spearman
 
 N, M, D = 41, 29, 4
 MATCHING = Matching("csd", 0.8, 1.0, direction="t2i")
@@ -73,7 +73,7 @@ def test_every_figure_of_every_estimator_by_loops():
         gain = (1 - hit.mean() - risks.mean()) / (1 - hit.mean() - result.risk_best.value)
         assert figures["wrong_gain"].value == pytest.approx(gain), name
         assert figures["risk_at_half"].value == pytest.approx(risks[int(np.ceil(len(hit) / 2)) - 1]), name
-        expected = recall_by_uncertainty(u, hit)
+        expected = vars(RecallByUncertainty.of(u, hit))
         assert figures["deciles"].value == pytest.approx(expected["correlation"]), name
         assert result.deciles[name] == pytest.approx([b["recall"] for b in expected["bins"]]), name
         counts = ground_truth[has].sum(1)

@@ -10,9 +10,9 @@ from support.raising import raises
 from sfumato.metrics import bootstrap as measures
 from sfumato.metrics.bootstrap import Interval, auroc, bootstrap, mean_statistic, on_all, percentile_interval
 from sfumato.metrics.uncertainty import (
+    RecallByUncertainty,
     _row_ranks,
     balanced_spearman,
-    recall_by_uncertainty,
     resampled_balanced_spearman,
     spearman,
 )
@@ -105,7 +105,7 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items():
     distinct = np.random.default_rng(1).permutation(len(x)).astype(float)
     risk = lambda u, e: risk_at_coverage(u, e, 0.3)
     rho = lambda a, b: scipy.stats.spearmanr(a, b).statistic
-    deciles = lambda u, h: recall_by_uncertainty(u, h)["correlation"]
+    deciles = lambda u, h: RecallByUncertainty.of(u, h).correlation
     shared = measures.risk_coverage_statistics(x, error)
     pairs = {
         "auroc": (measures.auroc_statistic(x, error), plain_statistic(auroc, x, error)),

@@ -10,7 +10,6 @@ from sfumato.metrics.uncertainty import (
     average_ranks,
     balanced_spearman,
     pearson,
-    recall_by_uncertainty,
     spearman,
 )
 
@@ -35,32 +34,26 @@ def test_undefined_correlations_are_nan():
 def test_bins_worked_by_hand():
     uncertainty = np.array([5.0, 1.0, 3.0, 2.0, 4.0, 9.0, 9.0])
     hit = np.array([0, 1, 0, 1, 1, 0, np.nan])
-    result = recall_by_uncertainty(uncertainty, hit, n_bins=3)
+    result = RecallByUncertainty.of(torch.from_numpy(uncertainty), hit, n_bins=3)
     # Without the NaN: in order 1 2 | 3 4 | 5 9, hits 1 1 | 0 1 | 0 0.
-    assert result["bins"] == [
+    assert result.bins == (
         {"uncertainty": 1.5, "recall": 1.0, "count": 2},
         {"uncertainty": 3.5, "recall": 0.5, "count": 2},
         {"uncertainty": 7.0, "recall": 0.0, "count": 2},
-    ]
-    assert result["correlation"] == pytest.approx(-1)
-    assert result["spearman"] == pytest.approx(scipy.stats.spearmanr(uncertainty[:6], hit[:6]).statistic)
+    )
+    assert result.correlation == pytest.approx(-1)
+    assert result.spearman == pytest.approx(scipy.stats.spearmanr(uncertainty[:6], hit[:6]).statistic)
+    assert result == RecallByUncertainty(**vars(result)) and "6 queries in 3 groups" in repr(result)
 
 
-def test_ten_bins_of_equal_size_and_the_sign_of_the_correlation():
+def test_ten_bins_of_equal_size_and_none_rather_than_nan():
     uncertainty = np.random.default_rng(0).permutation(1003) / 1003
-    falls = recall_by_uncertainty(uncertainty, (uncertainty < 0.55).astype(float))
-    assert [b["count"] for b in falls["bins"]] == [101] * 3 + [100] * 7
-    assert falls["correlation"] < -0.8
-    rises = recall_by_uncertainty(uncertainty, (uncertainty > 0.55).astype(float))
-    assert rises["correlation"] > 0.8
-
-
-def test_points_and_too_few_queries_give_none_rather_than_nan():
-    constant = recall_by_uncertainty(np.zeros(20), np.arange(20) % 2)
-    assert constant["correlation"] is None and constant["spearman"] is None
-    few = recall_by_uncertainty(np.array([1.0, 2.0]), np.array([1.0, 0.0]))
-    assert [b["count"] for b in few["bins"]] == [1, 1]
-    assert recall_by_uncertainty(np.empty(0), np.empty(0))["bins"] == []
+    rises = RecallByUncertainty.of(uncertainty, (uncertainty > 0.55).astype(float))
+    assert [b["count"] for b in rises.bins] == [101] * 3 + [100] * 7 and rises.correlation > 0.8
+    constant = RecallByUncertainty.of(np.zeros(20), np.arange(20) % 2)
+    assert constant.correlation is None and constant.spearman is None
+    few = RecallByUncertainty.of(np.array([1.0, 2.0]), np.array([1.0, 0.0]))
+    assert [b["count"] for b in few.bins] == [1, 1]
 
 
 def test_balanced_spearman_hears_the_rare_ambiguous_items():
@@ -87,23 +80,9 @@ def test_bad_input_is_named():
     raises(ValueError, "at least 1, got 0", balanced_spearman, np.zeros(2), np.array([0, 1]))
     raises(ValueError, "must be equal", balanced_spearman, np.zeros(2), np.array([1, 1, 2]))
     raises(ValueError, "per_bin", balanced_spearman, np.zeros(2), np.array([1, 2]), per_bin=0)
-    raises(ValueError, "must be equal", recall_by_uncertainty, np.zeros(2), np.zeros(3))
-    raises(ValueError, "n_bins", recall_by_uncertainty, np.zeros(2), np.zeros(2), n_bins=0)
-
-
-def test_the_groups_of_an_object_are_those_of_the_figures():
-    random = np.random.default_rng(5)
-    u, hit = random.random(23), random.integers(0, 2, 23).astype(float)
-    hit[3] = np.nan
-    found, expected = (
-        RecallByUncertainty.of(torch.from_numpy(u), hit, n_bins=4),
-        recall_by_uncertainty(u, hit, n_bins=4),
-    )
-    assert (list(found.bins), found.correlation, found.spearman) == tuple(expected.values())
-    assert found == RecallByUncertainty.of_figures(expected)
-    assert "22 queries in 4 groups" in repr(found)
-    raises(ValueError, "has no bins", RecallByUncertainty.of, np.empty(0), np.empty(0))
-    raises(ValueError, "give those of one direction", RecallByUncertainty.of_figures, {"t2i": {}, "i2t": {}})
+    raises(ValueError, "must be equal", RecallByUncertainty.of, np.zeros(2), np.zeros(3))
+    raises(ValueError, "n_bins", RecallByUncertainty.of, np.zeros(2), np.zeros(2), n_bins=0)
+    raises(ValueError, "no query that has a match", RecallByUncertainty.of, np.empty(0), np.empty(0))
 
 
 def test_the_figure_has_each_group_with_its_interval():

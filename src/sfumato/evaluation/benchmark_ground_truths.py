@@ -7,7 +7,6 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from sfumato.data.coco import coco_image_id, karpathy_entries
 from sfumato.data.emoji import Style, load_emoji
 from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import (
-    RECALLS,
     GroundTruth,
     distinct_keys,
     first_twice,
@@ -28,15 +26,13 @@ from sfumato.evaluation.ground_truth import (
 )
 from sfumato.files import read_json
 from sfumato.metrics.relevance import Relevance
-
-Rpc2 = Literal["union", "cxc"]
-"""The matches of RPC2: CxC's and COCO's own pairs, as in the paper, or CxC's alone."""
+from sfumato.metrics.retrieval import RECALLS
 
 _MAX_OUTSIDE = 0.01
 """Largest fraction of positives outside of the gallery; above it the files belong to another benchmark."""
 
 
-def eccv_caption(folder: str | Path | None = None, *, rpc2: Rpc2 = "union") -> dict[str, GroundTruth]:
+def eccv_caption(folder: str | Path | None = None) -> dict[str, GroundTruth]:
     """Read the ground truths of the ``eccv_caption`` package: COCO 5K and 1K, CxC, RPC2 and ECCV Caption.
 
     The package's files are read, but its code is never run. CxC has more positives than COCO and 24,972 text queries.
@@ -46,8 +42,6 @@ def eccv_caption(folder: str | Path | None = None, *, rpc2: Rpc2 = "union") -> d
     same fold count. ECCV Caption has 1,261 image queries and 1,332 text queries; two texts among its positives are not
     in the gallery, so they count as relevant but can never be found.
     """
-    if rpc2 not in get_args(Rpc2):
-        raise UserError(f"unknown matches of RPC2 {rpc2!r}; known: {', '.join(get_args(Rpc2))}")
     root = _installed() if folder is None else Path(folder)
     five = _coco_of_package(root)
     try:
@@ -55,8 +49,7 @@ def eccv_caption(folder: str | Path | None = None, *, rpc2: Rpc2 = "union") -> d
     except ValueError as error:
         raise UserError(f"{root / 'coco_test_ids.npy'}: {error}") from error
     cxc = _from_lists(root, "cxc", five, RECALLS)
-    both = {"union": _union(cxc, five), "cxc": cxc}
-    of_rpc2 = {"rpc2": both.pop(rpc2)} | {f"rpc2_{kind}": one for kind, one in both.items()}
+    of_rpc2 = {"rpc2": _union(cxc, five), "rpc2_cxc": cxc}
     of_rpc2 = {name: replace(one, name=name, metrics=("r_precision",)) for name, one in of_rpc2.items()}
     ground_truths |= {"cxc": cxc} | of_rpc2
     for name in ("cxc", *of_rpc2):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sfumato.data.coco import coco_image_id
 from sfumato.errors import UserError
-from sfumato.evaluation.ground_truth import RECALLS, GroundTruth
+from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import DIRECTIONS, Direction
 from sfumato.metrics import retrieval
@@ -90,8 +90,8 @@ def figures(ranks: BenchmarkRanks) -> dict[str, dict[str, Any]]:
     averages: dict[str, list[dict[str, Any]]] = {}
     for name, both in ranks.items():
         found: dict[str, Any] = {direction: of.metrics() for direction, of in both.items()}
-        if all(set(RECALLS) <= set(found[direction]) for direction in both):
-            found["rsum"] = sum(found[direction][recall] for direction in both for recall in RECALLS)
+        if all(set(retrieval.RECALLS) <= set(found[direction]) for direction in both):
+            found["rsum"] = sum(found[direction][recall] for direction in both for recall in retrieval.RECALLS)
         result[name] = found
         if (average := next(iter(both.values())).ground_truth.averaged_as) is not None:
             averages.setdefault(average, []).append(found)

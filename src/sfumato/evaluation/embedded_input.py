@@ -13,7 +13,6 @@ from sfumato.distances import Distance
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import (
     CUB_SPLITS,
-    Rpc2,
     cub_captions,
     cub_split,
     eccv_caption,
@@ -25,6 +24,7 @@ from sfumato.evaluation.benchmark_ground_truths import (
 from sfumato.evaluation.benchmarks import (
     BenchmarkRanks,
     EmbeddedSet,
+    Source,
     Subset,
     figures,
     keep_what_is_there,
@@ -37,7 +37,7 @@ from sfumato.files import read_json
 from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.retrieval import Better
-from sfumato.metrics.uncertainty import recall_by_uncertainty
+from sfumato.metrics.uncertainty import RecallByUncertainty
 from sfumato.progress import say
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
@@ -53,7 +53,6 @@ def read_ground_truths(
     classes: Path | None = None,
     split: str = "test",
     metrics: Sequence[str] = (),
-    rpc2: Rpc2 = "union",
 ) -> tuple[GroundTruth, ...]:
     """Read the ground truths of a benchmark, or a user's own.
 
@@ -67,7 +66,6 @@ def read_ground_truths(
         classes: cub: the folder of the public lists of classes, or a file of class names.
         split: of the benchmark.
         metrics: metrics to report; those of each ground truth if empty.
-        rpc2: coco: the matches of RPC2, "union" of CxC's and COCO's own pairs as in the paper, or "cxc".
 
     Returns:
         One or several ground truths with distinct names. The ids of COCO are the numbers of images and annotations.
@@ -83,14 +81,13 @@ def read_ground_truths(
     """
     if (benchmark is None) == (ground_truth is None):
         raise UserError(f"name the ground truth: either --truth FILE or --benchmark NAME ({', '.join(BENCHMARKS)})")
-    of_one = (("instances", "coco", instances), ("classes", "cub", classes), ("rpc2", "coco", rpc2 != "union"))
-    for option, of, given in of_one:
+    for option, of, given in (("instances", "coco", instances), ("classes", "cub", classes)):
         if given and benchmark != of:
             raise UserError(f"{option} belongs to the benchmark {of}; leave it out")
     if ground_truth is not None:
         found = [read_ground_truth(ground_truth)]
     elif benchmark == "coco":
-        found = _read_coco(annotations, instances, split, rpc2)
+        found = _read_coco(annotations, instances, split)
     elif benchmark == "emoji":
         found = [emoji(split)]
     elif benchmark in ("flickr30k", "flickr8k", "cub"):
@@ -122,7 +119,7 @@ def told_apart(benchmark: str | None, annotations: Sequence[Path]) -> dict[str, 
     return found
 
 
-def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str, rpc2: Rpc2) -> list[GroundTruth]:
+def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str) -> list[GroundTruth]:
     if annotations is not None and annotations.is_file():
         by_name = read_coco(annotations, split=split)
     elif split not in ("test", "testall"):  # The second name is that of SCAN's features.
@@ -132,7 +129,7 @@ def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str, 
             " val2014 does"
         )
     else:
-        by_name = eccv_caption(annotations, rpc2=rpc2)
+        by_name = eccv_caption(annotations)
     if instances:
         by_name |= pmrp(list(instances), by_name["coco_5k"], folded=by_name["coco_1k"])
     return list(by_name.values())
@@ -260,7 +257,8 @@ def _recall_by_uncertainty(ranks: BenchmarkRanks, values: dict[str, dict[str, fl
             if "recall@1" in of.ground_truth.metrics:
                 ids, single = of.per_query(["recall@1"])
                 uncertainty = np.array([values[direction][i] for i in ids])
-                found.setdefault(name, {})[direction] = recall_by_uncertainty(uncertainty, single["recall@1"])
+                own = RecallByUncertainty.of(uncertainty, single["recall@1"])
+                found.setdefault(name, {})[direction] = vars(own)
     return found
 
 
@@ -282,11 +280,26 @@ def measure_lists(
     for direction, lists in loaded.items():
         if not isinstance(lists, dict) or not all(isinstance(items, list) for items in lists.values()):
             raise UserError(f"{path}: {direction} is not an object of lists; {form}")
+    ids = _ids(ground_truths, image_ids, text_ids)
+    return _measured("lists", Lists(loaded["i2t"], loaded["t2i"]), ids, ground_truths, subset)
+
+
+_BothIds = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def _ids(ground_truths: Sequence[GroundTruth], image_ids: Path | None, text_ids: Path | None) -> _BothIds:
+    """The ids of images and texts, from files or as all ground truths have them."""
     images = _ids_of_ground_truths(ground_truths, "image") if image_ids is None else tuple(read_ids(image_ids))
-    texts = _ids_of_ground_truths(ground_truths, "text") if text_ids is None else tuple(read_ids(text_ids))
-    chosen, counts = keep_what_is_there(ground_truths, images, texts) if subset else (tuple(ground_truths), None)
-    ranks = rank(Lists(loaded["i2t"], loaded["t2i"]), images, texts, chosen)
-    return Measured("lists", len(images), len(texts), figures(ranks), ranks, subset=counts)
+    return images, _ids_of_ground_truths(ground_truths, "text") if text_ids is None else tuple(read_ids(text_ids))
+
+
+def _measured(
+    score: str, source: Source, ids: _BothIds, ground_truths: Sequence[GroundTruth], subset: bool
+) -> Measured:
+    """The figures of what is no embedding."""
+    chosen, counts = keep_what_is_there(ground_truths, *ids) if subset else (tuple(ground_truths), None)
+    ranks = rank(source, *ids, chosen)
+    return Measured(score, len(ids[0]), len(ids[1]), figures(ranks), ranks, subset=counts)
 
 
 def measure_scores(
@@ -312,10 +325,7 @@ def measure_scores(
     if not isinstance(scores, np.ndarray) or scores.ndim != 2 or scores.dtype.kind not in "fiu":
         what = f"shape {scores.shape} and type {scores.dtype}" if isinstance(scores, np.ndarray) else "several arrays"
         raise UserError(f"{path} has {what}; expected a matrix of numbers, images by texts")
-    images, texts = (
-        _ids_of_ground_truths(ground_truths, what) if own is None else tuple(read_ids(own))
-        for what, own in (("image", image_ids), ("text", text_ids))
-    )
+    images, texts = ids = _ids(ground_truths, image_ids, text_ids)
     if scores.shape != (len(images), len(texts)):
         turned = scores.shape == (len(texts), len(images))
         raise UserError(
@@ -325,18 +335,14 @@ def measure_scores(
             + (". The matrix is texts by images: write it transposed, np.save(FILE, scores.T)" if turned else "")
         )
     check_finite(path, scores)
-    chosen, counts = keep_what_is_there(ground_truths, images, texts) if subset else (tuple(ground_truths), None)
-    ranks = rank(Scores(scores, SCORES_ARE[scores_are]), images, texts, chosen)
-    if (place := _mean_place(ranks)) > _BACKWARDS:
+    measured = _measured(f"{scores_are} matrix", Scores(scores, SCORES_ARE[scores_are]), ids, ground_truths, subset)
+    if (place := _mean_place(measured.ranks)) > _BACKWARDS:
         other = next(kind for kind in SCORES_ARE if kind != scores_are)
         say(
             f"note: matches stand at {place:.0%} of the ranking on average, where a random order has 50%: are the"
             f" scores a {other}? --scores-are {other} ranks the other way round"
         )
-    return Measured(
-        f"{scores_are} matrix", len(images), len(texts), figures(ranks), ranks, subset=counts,
-        ids={"images": str(image_ids or _OF_TRUTH), "texts": str(text_ids or _OF_TRUTH)},
-    )  # fmt: skip
+    return replace(measured, ids={"images": str(image_ids or _OF_TRUTH), "texts": str(text_ids or _OF_TRUTH)})
 
 
 _BACKWARDS = 0.6

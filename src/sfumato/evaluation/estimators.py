@@ -11,10 +11,10 @@ and its slow loop to ``by_loops`` in tests/evaluation/test_estimators.py. Code o
 :func:`register_estimator` instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -74,23 +74,12 @@ class Block:
         return values, index
 
 
-class UncertaintyFunction(Protocol):
-    """The signature of the function of an estimator.
+UncertaintyFunction = Callable[[Block], Tensor]
+"""Computes (b,) uncertainties of the b queries of a block; higher is less certain.
 
-    It must compute each row of the block independently, because the size of a block depends on the memory budget. It
-    must not change the block. It may return infinities but no NaN.
-    """
-
-    def __call__(self, block: Block, /) -> Tensor:
-        """Compute the uncertainty of every query of a block.
-
-        Args:
-            block: b queries with their distances to the gallery.
-
-        Returns:
-            (b,) numbers; higher is less certain.
-        """
-        ...
+It must compute each row of the block independently, because the size of a block depends on the memory budget. It must
+not change the block. It may return infinities but no NaN.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,7 @@ class Estimator:
         formula: its formula in one line.
         kind: the kind of uncertainty that it is intended to measure.
         cost: number of operations beyond the distances of a search, in n queries, m items and d dimensions.
-        function: computes it; see :class:`UncertaintyFunction`.
+        function: computes it; see :data:`UncertaintyFunction`.
         needs_gallery: whether it uses the gallery.
         needs_variance: whether it is undefined for points, which have no variance.
     """

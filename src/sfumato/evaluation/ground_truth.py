@@ -18,13 +18,7 @@ from sfumato.data.pairs import PairData
 from sfumato.errors import UserError, expected_columns
 from sfumato.files import read_json
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.retrieval import check_metric
-
-RECALLS = ("recall@1", "recall@5", "recall@10")
-"""The metrics of every caption benchmark."""
-
-ALL_METRICS = (*RECALLS, "r_precision", "map@r", "median_rank", "mean_rank")
-"""The metrics of a benchmark that does not name its own."""
+from sfumato.metrics.retrieval import ALL_METRICS, check_metric
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import DIRECTIONS, Direction
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics, retrieval_metrics
-from sfumato.metrics.uncertainty import balanced_spearman, none_if_nan, recall_by_uncertainty, spearman
+from sfumato.metrics.uncertainty import RecallByUncertainty, balanced_spearman, none_if_nan, spearman
 from sfumato.search.exact import rank_relevant
 
 
@@ -188,7 +188,7 @@ def evaluate_retrieval(
     by_uncertainty: dict[str, Any] | None = None
     if any(v.min(initial=np.inf) < v.max(initial=-np.inf) for v in values.values()):
         hits = {d: per_query_metrics(ranks[d], q.relevance)["recall@1"] for d, q in sides.items()}
-        by_uncertainty = {d: recall_by_uncertainty(values[d], hits[d]) for d in sides}
+        by_uncertainty = {d: vars(RecallByUncertainty.of(values[d], hits[d])) for d in sides}
     has = other.counts > 0
     return Evaluation(
         distance=chosen.name,

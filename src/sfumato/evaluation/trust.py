@@ -32,9 +32,9 @@ from sfumato.metrics.bootstrap import (
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
 from sfumato.metrics.uncertainty import (
+    RecallByUncertainty,
     average_ranks,
     balanced_spearman,
-    recall_by_uncertainty,
     resampled_balanced_spearman,
 )
 from sfumato.search.exact import rank_relevant
@@ -202,7 +202,7 @@ def measure_trust(
     n_removed, removed = _of_removed_items(scene, informative)
     found |= removed
     figures = {n: {f: found[f"{n}/{f}"] for f in FIGURES if f"{n}/{f}" in found} for n in scores}
-    bins = {n: recall_by_uncertainty(average_ranks(u), scene.hit)["bins"] for n, u in informative.items()}
+    bins = {n: RecallByUncertainty.of(average_ranks(u), scene.hit).bins for n, u in informative.items()}
     return DirectionTrust(
         n_queries=len(kept),
         n_gallery=gallery.n,

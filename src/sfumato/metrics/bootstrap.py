@@ -248,7 +248,7 @@ def spearman_statistic(x: np.ndarray, y: np.ndarray) -> Statistic:
 def decile_statistic(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 10) -> Statistic:
     """Pearson correlation of bin number and recall as a statistic for the bootstrap.
 
-    See :func:`~sfumato.metrics.uncertainty.recall_by_uncertainty`.
+    See :class:`~sfumato.metrics.uncertainty.RecallByUncertainty`.
 
     uncertainty (n,), hit (n,).
     """

@@ -24,8 +24,16 @@ Better = Literal["larger", "smaller"]
 UNLISTED = np.iinfo(np.int64).max
 """The rank of an item that a ranked list does not reach."""
 
+RECALLS = ("recall@1", "recall@5", "recall@10")
+"""The metrics of every caption benchmark."""
+
+RANK_METRICS = ("median_rank", "mean_rank")
+"""Metrics that need the rank of the best relevant item, however far it is."""
+
+ALL_METRICS = (*RECALLS, "r_precision", "map@r", *RANK_METRICS)
+"""The metrics of a benchmark that does not name its own."""
+
 _COUNT_AT_MOST = 64  # Relevant items of a query: one sort of the gallery takes as long as counting for about as many.
-_ROUNDS_AT_MOST = 16  # The same on an accelerator.
 _CPU_CHUNK = 2**20
 _BUFFER = 2**20
 
@@ -67,15 +75,9 @@ def score_blocks(
     for start in range(0, n, rows):
         stop = min(start + rows, n)
         part = scores[start:stop] if queries == "rows" else scores[:, start:stop]
-        block = part if isinstance(part, Tensor) else _tensor(np.asarray(part))
-        if block.is_complex():
-            raise ValueError(f"score_blocks: scores are of type {block.dtype}; expected real numbers")
-        if block.is_floating_point():
-            block = block.float() if block.dtype in (torch.float16, torch.bfloat16) else block
-            block = -block if better == "larger" else block
-        else:
-            # ~x = -x - 1 reverses the order of all 64-bit integers; -x would not.
-            block = ~block.long() if better == "larger" else block.long()
+        block = part if isinstance(part, Tensor) and part.is_floating_point() else _tensor(np.asarray(part))
+        if better == "larger":  # ~x = -x - 1 reverses the order of all 64-bit integers; -x would not.
+            block = -block if block.is_floating_point() else ~block
         # A whole block is transposed several times faster than its parts.
         block = block if queries == "rows" else block.T.contiguous()
         yield start, block
@@ -98,21 +100,15 @@ def ranks_from_lists(
     if len(lists) != n:
         raise ValueError(f"ranks_from_lists: got {len(lists)} lists for {n} queries; give one for each")
     ranks, depth = np.full(len(relevance.indices), UNLISTED), np.zeros(n, np.int64)
-    position, steps = np.full(m, -1), np.arange(m + 1)
+    position = np.full(m, -1)
     for i, given in enumerate(lists):
-        row = np.asarray(given)
-        if row.ndim != 1 or not (row.size == 0 or row.dtype.kind in "iu"):
-            raise ValueError(
-                f"ranks_from_lists: the list of query {i} is of shape {row.shape} and type {row.dtype};"
-                " expected positions"
-            )
-        row = row.astype(np.int64, copy=False)
+        row = np.asarray(given, np.int64)
         if len(row) and not (row.min() >= 0 and row.max() < m):
             raise ValueError(
                 f"ranks_from_lists: the list of query {i} holds {row.min()}..{row.max()},"
                 f" but the gallery has positions 0..{m - 1}"
             )
-        own = steps[: len(row)] if len(row) <= m else np.arange(len(row))
+        own = np.arange(len(row))
         position[row] = own
         if (twice := position[row] != own).any():
             raise ValueError(f"ranks_from_lists: the list of query {i} holds position {row[twice][0]} more than once")
@@ -137,7 +133,7 @@ def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0)
     if distance.device.type == "cpu":
         step, ranks_of_few = max(1, _CPU_CHUNK // max(m, 1)), _ranks_on_host
     else:
-        step, ranks_of_few = max(1, 64 * _CPU_CHUNK // max(m, 1)), _ranks_on_device
+        step, ranks_of_few = max(1, 16 * _CPU_CHUNK // max(m, 1)), _ranks_on_device
     parts = [ranks_of_few(distance[s : s + step], relevance, first_query + s) for s in range(0, b, step)]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -206,45 +202,22 @@ def _ranks_from_sorted(row: np.ndarray, items: np.ndarray) -> np.ndarray:
 
 
 def _ranks_on_device(distance: Tensor, relevance: Relevance, first_query: int) -> np.ndarray:
-    """:func:`relevant_ranks` of a few rows on their device, an accelerator."""
+    """:func:`relevant_ranks` of a few rows on their device, an accelerator: the inverse of the order has every rank."""
     if torch.isnan(distance).any():
         raise ValueError("relevant_ranks: a distance is NaN; nothing can be ranked by it")
-    distance, device = distance.contiguous(), distance.device
-    b, m = distance.shape
-    start, stop = relevance.indptr[first_query], relevance.indptr[first_query + b]
-    items = torch.from_numpy(relevance.indices[start:stop]).to(device)
-    counts = np.diff(relevance.indptr[first_query : first_query + b + 1])
-    rows = torch.from_numpy(np.repeat(np.arange(b), counts)).to(device)
-    ranks = torch.empty(len(items), dtype=torch.int64, device=device)
-    many = torch.from_numpy(np.repeat(counts > _ROUNDS_AT_MOST, counts)).to(device)
-    if many.any():
-        # Many relevant items: sort these rows once; the inverse of the order holds every rank.
-        chosen, where = torch.unique(rows[many], return_inverse=True)
-        order = distance[chosen].argsort(dim=1, stable=True)
-        rank = torch.empty_like(order).scatter_(1, order, torch.arange(m, device=device).expand_as(order))
-        ranks[many] = rank[where, items[many]]
-    few = torch.nonzero(~many).squeeze(1)
-    # Few: for the k-th relevant item of all rows at once, count the items before it.
-    nth_on_host = np.arange(stop - start) - np.repeat(relevance.indptr[first_query : first_query + b] - start, counts)
-    nth = torch.from_numpy(nth_on_host).to(device)
-    for k in range(int(nth[few].max()) + 1 if len(few) else 0):
-        now = few[nth[few] == k]
-        block = distance if len(now) == b else distance[rows[now]]
-        own = block.gather(1, items[now].unsqueeze(1))
-        closer = torch.count_nonzero(block < own, dim=1)
-        if bool((torch.count_nonzero(block <= own, dim=1) > closer + 1).any()):
-            closer += ((block == own) & (torch.arange(m, device=device) < items[now].unsqueeze(1))).sum(1)
-        ranks[now] = closer
-    return np.asarray(ranks.cpu().numpy())
+    own = relevance.select_queries(np.arange(first_query, first_query + len(distance)))
+    order = distance.argsort(dim=1, stable=True)
+    place = torch.arange(distance.shape[1], device=distance.device).expand_as(order)
+    at = (torch.from_numpy(index).to(distance.device) for index in (own.query_of_item, own.indices))
+    return np.asarray(torch.empty_like(order).scatter_(1, order, place)[tuple(at)].cpu().numpy())
 
 
 def per_query_metrics(
     ranks: np.ndarray,
     relevance: Relevance,
-    ks: Sequence[int] = (1, 5, 10),
     *,
     depth: np.ndarray | None = None,
-    names: Sequence[str] | None = None,
+    names: Sequence[str] = (*RECALLS, "r_precision", "map@r", "best_rank"),
 ) -> dict[str, np.ndarray]:
     """Metrics of every query. ranks (p,), depth (n,) -> (n,)."""
     if len(ranks) != len(relevance.indices):
@@ -252,7 +225,6 @@ def per_query_metrics(
             f"per_query_metrics: got {len(ranks)} ranks for {len(relevance.indices)} relevant items;"
             " the numbers must be equal"
         )
-    names = [*(f"recall@{k}" for k in ks), "r_precision", "map@r", "best_rank"] if names is None else list(names)
     at = {name: _k_of(name) for name in names}
     n, counts, totals, query = relevance.n_queries, relevance.counts, relevance.totals, relevance.query_of_item
     has, found = totals > 0, counts > 0
@@ -305,7 +277,7 @@ _BY_CHANCE = 0.001
 
 def beats_chance(metrics: Mapping[str, float], by_chance: Mapping[str, float], n_independent: int) -> bool:
     """Whether recall@1, 5 or 10 is so high that a random order hardly ever reaches it."""
-    for name in ("recall@1", "recall@5", "recall@10"):
+    for name in RECALLS:
         if name in metrics and name in by_chance:
             hits = math.floor(metrics[name] * n_independent + 1e-9)
             # At least as many hits by chance = at most as many misses.
@@ -317,35 +289,29 @@ def beats_chance(metrics: Mapping[str, float], by_chance: Mapping[str, float], n
 def retrieval_metrics(
     ranks: np.ndarray,
     relevance: Relevance,
-    ks: Sequence[int] = (1, 5, 10),
     *,
     depth: np.ndarray | None = None,
-    names: Sequence[str] | None = None,
+    names: Sequence[str] = ALL_METRICS,
 ) -> dict[str, float]:
     """Metrics averaged over the queries that have a relevant item.
 
     Paper: Musgrave, Belongie and Lim, "A metric learning reality check", ECCV 2020 (mAP@R, R-Precision).
     """
-    wanted = [*(f"recall@{k}" for k in ks), "r_precision", "map@r", *RANK_METRICS] if names is None else list(names)
-    asked = dict.fromkeys("best_rank" if name in RANK_METRICS else name for name in wanted)
+    asked = dict.fromkeys("best_rank" if name in RANK_METRICS else name for name in names)
     has = relevance.totals > 0
     if not has.any():
         raise ValueError(
             "retrieval_metrics: no query has a relevant item; check that ids of images and texts fit together"
         )
-    single = per_query_metrics(ranks, relevance, ks, depth=depth, names=list(asked))
+    single = per_query_metrics(ranks, relevance, depth=depth, names=list(asked))
     result = {}
-    for name in wanted:
+    for name in names:
         if name in RANK_METRICS:
             best = single["best_rank"][has]
             result[name] = float(np.median(best) if name == "median_rank" else best.mean()) + 1
         else:
             result[name] = float(single[name][has].mean())
     return result | {"n_queries": int(has.sum()), "n_without_positives": int((~has).sum())}
-
-
-RANK_METRICS = ("median_rank", "mean_rank")
-"""Metrics that need the rank of the best relevant item, however far it is."""
 
 
 def check_metric(name: str) -> None:

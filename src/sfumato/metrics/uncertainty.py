@@ -121,34 +121,12 @@ def _row_pearson(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray(np.where(variances > 0, (a * b).sum(1) / np.sqrt(variances), np.nan), float)
 
 
-def recall_by_uncertainty(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 10) -> dict[str, Any]:
-    """Recall in bins of equal size, from the most to the least certain queries. uncertainty (n,), hit (n,)."""
-    if n_bins < 1:
-        raise ValueError(f"recall_by_uncertainty: n_bins must be at least 1, got {n_bins}")
-    uncertainty, hit = np.asarray(uncertainty, float), np.asarray(hit, float)
-    if uncertainty.shape != hit.shape:
-        raise ValueError(
-            f"recall_by_uncertainty: got {uncertainty.shape} uncertainties for {hit.shape} hits;"
-            " the shapes must be equal"
-        )
-    uncertainty, hit = uncertainty[~np.isnan(hit)], hit[~np.isnan(hit)]
-    order = np.argsort(uncertainty, kind="stable")
-    parts = [part for part in np.array_split(order, n_bins) if len(part)]
-    means = [float(uncertainty[p].mean()) for p in parts]
-    bins = [
-        {"uncertainty": mean if np.isfinite(mean) else None, "recall": float(hit[p].mean()), "count": len(p)}
-        for p, mean in zip(parts, means, strict=True)
-    ]
-    constant = len(uncertainty) < 2 or uncertainty.min() == uncertainty.max()
-    correlation = float("nan") if constant else pearson(np.arange(len(bins)), np.array([b["recall"] for b in bins]))
-    return {"bins": bins, "correlation": none_if_nan(correlation), "spearman": none_if_nan(spearman(uncertainty, hit))}
-
-
 @dataclass(frozen=True)
 class RecallByUncertainty:
     """Recall in groups of queries, from the most certain to the least, as in figure 3 of PCME++.
 
-    Make one with :meth:`of`, :meth:`of_figures` or :meth:`LoadedModel.recall_by_uncertainty`.
+    Make one with :meth:`of` or :meth:`LoadedModel.recall_by_uncertainty`, or of the figures that an evaluation has
+    counted: ``RecallByUncertainty(**evaluation.uncertainty["t2i"])``.
 
     Attributes:
         bins: a dictionary for each group, {"uncertainty": its mean, None if it is infinite, "recall": recall@1,
@@ -178,30 +156,25 @@ class RecallByUncertainty:
             ValueError: the shapes differ, n_bins is below 1, or there is no query.
         """
         who = "RecallByUncertainty.of"
+        if n_bins < 1:
+            raise ValueError(f"{who}: n_bins must be at least 1, got {n_bins}")
         u, y = (
             as_tensor(x, name, who).double().cpu().numpy() for x, name in ((uncertainty, "uncertainty"), (hit, "hit"))
         )
-        return cls.of_figures(recall_by_uncertainty(u, y, n_bins=n_bins))
-
-    @classmethod
-    def of_figures(cls, figures: Mapping[str, Any]) -> "RecallByUncertainty":
-        """The groups that an evaluation has counted.
-
-        Args:
-            figures: one direction of an evaluation's figures: ``evaluation.uncertainty["t2i"]`` of
-                :func:`evaluate_retrieval`, or ``json["uncertainty"]["t2i"]`` of a file that `sfumato evaluate` wrote.
-
-        Returns:
-            The groups.
-
-        Raises:
-            ValueError: figures has no groups.
-        """
-        if not figures.get("bins"):
-            raise ValueError(
-                "RecallByUncertainty: figures has no bins; give those of one direction, evaluation.uncertainty['t2i']"
-            )
-        return cls(tuple(figures["bins"]), figures.get("correlation"), figures.get("spearman"))
+        if u.shape != y.shape:
+            raise ValueError(f"{who}: got {u.shape} uncertainties for {y.shape} hits; the shapes must be equal")
+        u, y = u[~np.isnan(y)], y[~np.isnan(y)]
+        if not len(u):
+            raise ValueError(f"{who}: got no query that has a match")
+        parts = [part for part in np.array_split(np.argsort(u, kind="stable"), n_bins) if len(part)]
+        means = [float(u[p].mean()) for p in parts]
+        bins = tuple(
+            {"uncertainty": mean if np.isfinite(mean) else None, "recall": float(y[p].mean()), "count": len(p)}
+            for p, mean in zip(parts, means, strict=True)
+        )
+        constant = len(u) < 2 or u.min() == u.max()
+        correlation = float("nan") if constant else pearson(np.arange(len(bins)), np.array([b["recall"] for b in bins]))
+        return cls(bins, none_if_nan(correlation), none_if_nan(spearman(u, y)))
 
     def __repr__(self) -> str:
         n = sum(b["count"] for b in self.bins)
