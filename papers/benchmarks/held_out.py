@@ -111,7 +111,9 @@ def pooled(files: list[Path], truth: Relevance, n_resamples: int) -> dict[str, A
             errors = [(u[~np.isnan(hit)], hit[~np.isnan(hit)]) for u, hit in errors]
             result["wrong"][name] = {
                 "auroc": fmean(auroc(u, hit == 0) for u, hit in errors),
-                "deciles": fmean(RecallByUncertainty.of(average_ranks(u), hit).correlation for u, hit in errors),
+                "deciles": fmean(
+                    vars(RecallByUncertainty.of(average_ranks(u), hit))["correlation"] for u, hit in errors
+                ),
             }
     return result
 

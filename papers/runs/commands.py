@@ -158,7 +158,6 @@ def strategies(
     by_probability = any(one.distance == MATCH_PROBABILITY for one in chosen)
     embedded = embed_for_evaluation(
         opened.model, opened.data, opened.split, ground_truths=found.ground_truths if found else (),
-        subset=found is not None and found.subset,
     )  # fmt: skip
     results = evaluate_strategies(
         embedded, chosen, engine=engine, candidates=candidates, evaluation=EvaluationOptions(samples),

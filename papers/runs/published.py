@@ -17,11 +17,6 @@ def beside_published(file: Path, tables: Sequence[str] | None = None) -> tuple[l
     truths = values.get("truths") if isinstance(values, dict) else None
     if not isinstance(truths, dict):
         raise UserError(f"{file} has no figures of a benchmark; write it with `sfumato evaluate ... --benchmark NAME`")
-    if values.get("subset"):
-        raise UserError(
-            f"{file} has figures of a part of a benchmark, which are not comparable with published ones: recall is"
-            " higher in a smaller gallery; evaluate on the whole benchmark"
-        )
     of_variance = (values.get(name) for name in ("uncertainty", "total_variance"))
     own = own_figures(truths, *of_variance, measure=values.get("uncertainty_measure", "total_variance"))
     chosen = DEFAULT_TABLES if tables is None else tuple(tables)

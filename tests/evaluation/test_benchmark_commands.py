@@ -107,33 +107,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_embedded(work, sfumato,
         assert (status, out) == (2, "") and message in err
 
 
-def test_a_part_of_a_benchmark_is_a_smoke_test_and_says_so(work, sfumato):
-    loaded = json.loads((work / "dataset_flickr8k.json").read_text())
-    more = [{**entry, "filename": f"x{k}.png", "sentences": [{"sentid": 1000 + k, "raw": "x"}]}
-            for k, entry in enumerate(loaded["images"]) if entry["split"] == "test"]  # fmt: skip
-    (work / "larger.json").write_text(json.dumps({"images": loaded["images"] + more}))
-    wanted = ("evaluate", "run", work / "run", "--benchmark", "flickr8k", "--annotations", work / "larger.json")
-    status, _, err = sfumato(*wanted)
-    assert status == 2 and "12 of the 24 images" in folded(err) and "--subset" in err
-    status, out, err = sfumato(*wanted, "--subset", "--json", "--per-query", work / "q.csv")
-    assert status == 0, err
-    found, whole = json.loads(out), json.loads(sfumato(*wanted[:-1], work / "dataset_flickr8k.json", "--json")[1])
-    assert found["truths"] == {"flickr8k (subset)": whole["truths"]["flickr8k"]}
-    counts = {"images": 12, "of_images": 24, "texts": 24, "of_texts": 36}
-    assert found["subset"] == {"flickr8k (subset)": counts} and "subset" not in whole
-    assert {row["truth"] for row in csv.DictReader((work / "q.csv").open())} == {"flickr8k (subset)"}
-    assert json.loads((work / "run" / "benchmark-flickr8k-subset-test-csd.json").read_text())["subset"]
-    words = folded(sfumato(*wanted, "--subset")[1])
-    assert "SMOKE TEST on a part of the benchmark" in words and "12 of 24 images and 24 of 36 texts are there" in words
-    # The split of the benchmark may have another name than that of the data.
+def test_the_split_of_the_benchmark_may_have_another_name_than_that_of_the_data(work, sfumato):
     renamed = json.loads((work / "dataset_flickr8k.json").read_text())
     for entry in renamed["images"]:
         entry["split"] = {"test": "val", "val": "test"}.get(entry["split"], entry["split"])
     (work / "renamed.json").write_text(json.dumps(renamed))
-    as_val = (*wanted[:-1], work / "renamed.json", "--benchmark-split", "val", "--json")
-    assert json.loads(sfumato(*as_val)[1])["truths"] == whole["truths"]
-    status, _, err = sfumato("evaluate", "run", work / "run", "--subset")
-    assert status == 2 and "--subset belongs to a benchmark" in err
+    wanted = ("evaluate", "run", work / "run", "--json", "--benchmark", "flickr8k", "--annotations")
+    whole = json.loads(sfumato(*wanted, work / "dataset_flickr8k.json")[1])
+    assert (
+        json.loads(sfumato(*wanted, work / "renamed.json", "--benchmark-split", "val")[1])["truths"] == whole["truths"]
+    )
 
 
 def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato):

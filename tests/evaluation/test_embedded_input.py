@@ -9,7 +9,7 @@ from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists
 from support.raising import raises
 
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import EmbeddedSet, keep_what_is_there
+from sfumato.evaluation.benchmarks import EmbeddedSet
 from sfumato.evaluation.embedded_input import (
     Files,
     measure,
@@ -19,7 +19,7 @@ from sfumato.evaluation.embedded_input import (
     read_embedded_set,
     read_ground_truths,
 )
-from sfumato.evaluation.ground_truth import ground_truth_from_pairs, in_folds
+from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.per_query import per_query_table
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
@@ -178,47 +178,6 @@ def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
         raises(UserError, message, measure_files, Files(**wanted | more), score)
     only = Files(images="a.npy", texts="b.npy", scores_are="distance", ground_truth=folder / "truth.json")
     raises(UserError, "--scores-are belongs to a matrix of scores", measure_files, only)
-
-
-def test_a_part_of_a_ground_truth_is_marked_and_equals_the_truth_of_that_part(folder):
-    kept = [4, 1, 3]
-    texts = [j for i in kept for j in (2 * i, 2 * i + 1)][1:]  # One text of image 4 is missing.
-    np.save(folder / "some.npy", np.load(folder / "i.npy")[kept])
-    np.save(folder / "some_texts.npy", np.load(folder / "t.npy")[texts])
-    (folder / "some.txt").write_text("".join(f"i{i}\n" for i in kept))
-    (folder / "some_texts.txt").write_text("".join(f"t{j}\n" for j in texts))
-    pairs = [[f"i{j // 2}", f"t{j}"] for j in texts]
-    own = {"images": [f"i{i}" for i in sorted(kept)], "texts": [f"t{j}" for j in sorted(texts)], "pairs": pairs}
-    (folder / "own.json").write_text(json.dumps(own))
-    given = {
-        "images": f"{folder}/some.npy", "texts": f"{folder}/some_texts.npy",
-        "image_ids": folder / "some.txt", "text_ids": folder / "some_texts.txt",
-    }  # fmt: skip
-    raises(ValueError, "3 of the 6 images", measure_files, Files(**given, ground_truth=folder / "truth.json"))
-    part, _ = measure_files(Files(**given, ground_truth=folder / "truth.json", subset=True))
-    whole, _ = measure_files(Files(**given, ground_truth=folder / "own.json"))
-    assert part.figures == {"truth (subset)": whole.figures["own"]}
-    assert part.to_json()["subset"] == {"truth (subset)": {"images": 3, "of_images": 6, "texts": 5, "of_texts": 12}}
-    complete, _ = measure_files(Files(**given, ground_truth=folder / "own.json", subset=True))
-    assert complete.figures == whole.figures and "subset" not in complete.to_json()
-    (folder / "some.txt").write_text("x\ny\nz\n")
-    nothing = Files(**given, ground_truth=folder / "truth.json", subset=True)
-    raises(
-        UserError,
-        "no image of truth is there with one of its texts .0 of 6 images and 5 of 12 texts are.",
-        measure_files,
-        nothing,
-    )
-
-
-def test_folds_of_a_part_are_those_of_the_whole():
-    n = 10
-    whole = ground_truth_from_pairs("five", range(n), range(2 * n), [(j // 2, j) for j in range(2 * n)])
-    folded = in_folds(whole, 5, name="one")
-    part, counts = keep_what_is_there([folded], [str(i) for i in (0, 1, 7)], [str(j) for j in (1, 2, 14, 15, 19)])
-    assert counts == {"one (subset)": {"images": 3, "of_images": 10, "texts": 5, "of_texts": 20}}
-    names = [([part[0].image_ids[i] for i in f], [part[0].text_ids[t] for t in g]) for f, g in part[0].folds]
-    assert names == [(["0", "1"], ["1", "2"]), (["7"], ["14", "15"])]  # Text 19 lost its image, and its fold.
 
 
 def test_numbers_and_padded_file_names_of_coco_are_one_image():

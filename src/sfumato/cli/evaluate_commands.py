@@ -83,19 +83,13 @@ class BenchmarkFlags:
         " Default: that of --split, or test.",
         metavar="SPLIT",
     )
-    subset: bool = rare(
-        False,
-        "A smoke test where a part of the benchmark is there alone: evaluate on that, marked everywhere. The figures"
-        " are not those of the benchmark.",
-        "--subset",
-    )
 
     def read(self, split: str) -> "Benchmark | None":
         """The ground truths that a model is to be evaluated against; None for those of its split."""
         from sfumato.evaluation.embedded_input import Benchmark, read_ground_truths, told_apart
 
         given: dict[str, Any] = {"--annotations": self.annotations, "--metrics": self.metrics}
-        given |= {"--benchmark-split": self.benchmark_split, "--subset": self.subset}
+        given |= {"--benchmark-split": self.benchmark_split}
         if self.benchmark is None:
             if extra := next((name for name, value in given.items() if value), None):
                 raise UserError(f"{extra} belongs to a benchmark; add --benchmark NAME, or leave it out")
@@ -104,7 +98,7 @@ class BenchmarkFlags:
             self.benchmark, split=self.benchmark_split or split, metrics=parse_names(self.metrics or ""),
             **told_apart(self.benchmark, self.annotations or ()),
         )  # fmt: skip
-        return Benchmark(self.benchmark, found, self.subset)
+        return Benchmark(self.benchmark, found)
 
 
 @dataclass(frozen=True)
@@ -180,7 +174,7 @@ def files(
     _check_per_query(per_query)
     chosen = Files(
         images, texts, image_ids, text_ids, ranked, truth, given.benchmark, tuple(given.annotations or ()),
-        given.metrics, scores, scores_are, given.subset,
+        given.metrics, scores, scores_are,
     )  # fmt: skip
     measured, embedded = measure_files(chosen, score, split=given.benchmark_split or "test")
     if ranked is None and not (image_ids and text_ids):
@@ -284,7 +278,7 @@ def _evaluate(
     if flags.per_query or benchmark:
         embedded = embed_for_evaluation(
             opened.model, opened.data, opened.split, ground_truths=benchmark.ground_truths if benchmark else (),
-            process_group=group, subset=benchmark is not None and benchmark.subset,
+            process_group=group,
         )  # fmt: skip
     result: Evaluation | Measured | None = None
     name = f"evaluation-{opened.split}-{chosen.name}"
@@ -299,8 +293,7 @@ def _evaluate(
     if embedded is not None:
         measured = measure(embedded, chosen, options=options)
         if benchmark is not None:
-            part, result = "" if measured.subset is None else "subset-", measured
-            name = f"benchmark-{benchmark.name}-{part}{opened.split}-{measured.score}"
+            result, name = measured, f"benchmark-{benchmark.name}-{opened.split}-{measured.score}"
         if flags.per_query is not None:
             beside = _write_per_query(measured, embedded, flags.per_query)
     assert result is not None

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from sfumato.data.coco import coco_image_id
-from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import DIRECTIONS, Direction
@@ -222,7 +221,7 @@ class _Positions:
                 self.by_other_name.setdefault(other_name(identity), i)
         self.known: dict[tuple[str, ...], np.ndarray] = {}
 
-    def find(self, identity: str) -> int | None:
+    def _find(self, identity: str) -> int | None:
         """The position of an id, else of the same image under another of COCO's names."""
         if identity in self.position or self.other_name is None:
             return self.position.get(identity)
@@ -231,88 +230,19 @@ class _Positions:
     def of(self, ids: tuple[str, ...], ground_truth: GroundTruth) -> np.ndarray:
         """(k,) positions of the ids of a ground truth."""
         if ids not in self.known:
-            found = [self.find(identity) for identity in ids]
+            found = [self._find(identity) for identity in ids]
             if missing := [identity for identity, i in zip(ids, found, strict=True) if i is None]:
                 raise ValueError(
                     f"{len(missing):,} of the {len(ids):,} {self.what}s of the benchmark {ground_truth.name} are not"
                     f" among the {len(self.ids):,} {self.what}s that were embedded, e.g. {missing[0]!r}. The ids of"
                     f" both must agree; the first of the embedded {self.what}s has the id"
                     f" {next(iter(self.position), None)!r}. Evaluate on the images and texts of the benchmark, or give"
-                    " their ids as the benchmark has them; --subset makes a smoke test of what is there"
+                    " their ids as the benchmark has them"
                 )
             self.known[ids] = np.array(found, np.int64)
             if len(np.unique(self.known[ids])) != len(ids):
                 raise ValueError(f"benchmarks: two {self.what}s of {ground_truth.name} have the same {self.what}_id")
         return self.known[ids]
-
-
-# ---------------------------------------------------------------- smoke tests
-Subset = dict[str, dict[str, int]]
-"""How much of each ground truth is there, by its name: {"images", "of_images", "texts", "of_texts"}."""
-
-
-def keep_what_is_there(
-    ground_truths: Iterable[GroundTruth], image_ids: Sequence[str], text_ids: Sequence[str]
-) -> tuple[tuple[GroundTruth, ...], Subset | None]:
-    """The ground truths of the given items alone, under names that end with " (subset)"; None if nothing is missing.
-
-    Figures in a smaller gallery are higher, so no name or figure of the whole benchmark is left. Ground truths of which
-    no pair is there are left out.
-    """
-    images, texts = _Positions(image_ids, "image", coco_image_id), _Positions(text_ids, "text")
-    chosen = list(ground_truths)
-    kept = [
-        tuple(
-            np.array([i for i, one in enumerate(ids) if side.find(one) is not None], np.int64)
-            for ids, side in ((truth.image_ids, images), (truth.text_ids, texts))
-        )
-        for truth in chosen
-    ]
-    sizes = [(len(truth.image_ids), len(truth.text_ids)) for truth in chosen]
-    if all((len(i), len(t)) == size for (i, t), size in zip(kept, sizes, strict=True)):
-        return tuple(chosen), None
-    found, counts = list[GroundTruth](), Subset()
-    for truth, (i, t), (n, m) in zip(chosen, kept, sizes, strict=True):
-        part = _part(truth, i, t)
-        if len(part.i2t.indices) and len(part.t2i.indices) and bool(part.folds) == bool(truth.folds):
-            found.append(part)
-            counts[part.name] = {"images": len(i), "of_images": n, "texts": len(t), "of_texts": m}
-    if not found:
-        raise UserError(
-            f"--subset: no image of {truth.name} is there with one of its texts ({len(i)} of {n} images and {len(t)} of"
-            f" {m} texts are). The ids of both must agree; the benchmark has the image {truth.image_ids[0]!r} and the"
-            f" text {truth.text_ids[0]!r}, the data {images.ids[0]!r} and {texts.ids[0]!r}"
-        )
-    return tuple(found), counts
-
-
-_SUBSET = " (subset)"
-
-
-def _part(truth: GroundTruth, images: np.ndarray, texts: np.ndarray) -> GroundTruth:
-    """The ground truth of the images and texts at some positions."""
-    place = [np.full(len(ids), -1) for ids in (truth.image_ids, truth.text_ids)]
-    for of, kept in zip(place, (images, texts), strict=True):
-        of[kept] = np.arange(len(kept))
-    folds = [tuple((at := of[some])[at >= 0] for of, some in zip(place, fold, strict=True)) for fold in truth.folds]
-    i2t = truth.i2t.select_queries(images).select_gallery(texts)
-    t2i = truth.t2i.select_queries(texts).select_gallery(images)
-    usable = [
-        (i, t)
-        for i, t in folds
-        if len(i2t.select_queries(i).select_gallery(t).indices) and len(t2i.select_queries(t).select_gallery(i).indices)
-    ]
-    return GroundTruth(
-        f"{truth.name}{_SUBSET}",
-        tuple(truth.image_ids[i] for i in images),
-        tuple(truth.text_ids[t] for t in texts),
-        i2t,
-        t2i,
-        truth.metrics,
-        tuple(usable),
-        averaged_as=truth.averaged_as and f"{truth.averaged_as}{_SUBSET}",
-        source=truth.source,
-    )
 
 
 # ---------------------------------------------------------------- sources
@@ -369,7 +299,6 @@ class EmbeddedSet:
     text_ids: tuple[str, ...]  # m distinct ids
     ground_truths: tuple[GroundTruth, ...]  # with distinct names
     text_kinds: tuple[str, ...] | None = None  # (m,) kinds of the texts, if they have any
-    subset: Subset | None = None  # what of their benchmark is there; None for all of it
 
     def to(self, device: torch.device) -> "EmbeddedSet":
         """Move the embeddings to another device."""

