@@ -8,7 +8,6 @@ from .data.coco import read_karpathy as read_karpathy
 from .data.emoji import load_emoji as load_emoji
 from .data.feature_tables import read_embeddings as read_embeddings
 from .data.hub_datasets import read_dataset as read_dataset
-from .data.hub_datasets import write_dataset as write_dataset
 from .data.images import Problems as Problems
 from .data.manifest import read_image_folder as read_image_folder
 from .data.manifest import read_manifest as read_manifest

@@ -221,21 +221,6 @@ def test_the_source_and_its_keys(arrays):
         load_splits(DataConfig(**options, texts="texts.npy", path="none.csv"), Problems())
 
 
-def test_exchanged_columns_or_tables_are_named(arrays):
-    rows = [*some_pairs(), (3, M - 1)]
-    write_csv("swapped.csv", [(text, image) for image, text in rows], ("image", "text"))
-    with pytest.raises(UserError, match=r"With images and texts exchanged every row exists.*swapped\.csv"):
-        read(pairs="swapped.csv")
-    write_csv("pairs.csv", rows, ("image", "text"))
-    with pytest.raises(UserError, match=r"With images and texts exchanged every row exists"):
-        read_embedding_pairs("texts.npy", "images.npy", Problems(), pairs="pairs.csv")
-    # A row that no order of the columns has is no exchange.
-    write_csv("wrong.csv", [*rows, (M + 5, 0)], ("image", "text"))
-    with pytest.raises(UserError, match="is not a row number") as found:
-        read(pairs="wrong.csv")
-    assert "exchanged" not in str(found.value)
-
-
 def test_a_table_is_not_taken_for_pairs_and_near_columns_are_named(arrays):
     with pytest.raises(UserError, match="holds embeddings, not pairs; pairs are a .csv"):
         read(pairs="images.npy")

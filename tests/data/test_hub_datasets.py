@@ -1,4 +1,4 @@
-"""Data sets of the package datasets: written, read by the package, and read back.
+"""Data sets of the package datasets, read in their forms.
 
 The package is not among those of the tests; in an environment of its own:
 
@@ -8,39 +8,12 @@ The package is not among those of the tests; in an environment of its own:
 Run with datasets 5.2.0.
 """
 
-import json
-
-import numpy as np
 import pytest
 from support.pictures import png
 
-from sfumato import Problems, read_dataset, write_dataset
-from sfumato.data.images import FileImage, MemoryImage
-from sfumato.data.pairs import PairData
+from sfumato import Problems, read_dataset
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.errors import UserError
-
-
-def split_of(n, first=0):
-    """n images with one to three captions, the last of which all share; the ids need not be in order."""
-    images = tuple(MemoryImage(f"m{i}", png((first + i, 0, 0))) for i in range(n))
-    texts = [f"text {first}-{i}-{k}" for i in range(n) for k in range(i % 3)] + ["shared"]
-    pairs, position = [(i, len(texts) - 1) for i in range(n)], 0
-    for i in range(n):
-        for _ in range(i % 3):
-            pairs.append((i, position))
-            position += 1
-    ids = tuple(f"t{first}-{k}" for k in range(len(texts)))
-    named = tuple(f"folder/{first + i}.png" for i in range(n))
-    return PairData(named, images, ids, tuple(texts), ("caption",) * len(texts), np.array(pairs))
-
-
-def listed(data):
-    """Image id -> its bytes and its (id, text) pairs."""
-    found = {name: (image.read_bytes(), set()) for name, image in zip(data.image_ids, data.images, strict=True)}
-    for i, t in data.pairs:
-        found[data.image_ids[i]][1].add((data.text_ids[t], data.texts[t]))
-    return found
 
 
 @pytest.fixture
@@ -56,33 +29,26 @@ def read(path, **options):
     return read_dataset(path, problems, **options), problems
 
 
-def test_what_is_written_is_read_by_the_package_and_read_back(datasets, tmp_path):
-    splits = {"train": split_of(7), "val": split_of(3, 100), "test": split_of(2, 200)}
-    files = write_dataset(splits, tmp_path / "out", per_file=3)
-    assert [path.name for path in files][:4] == [
-        *(f"train-0000{k}-of-00003.parquet" for k in range(3)), "val-00000-of-00001.parquet",
+def test_images_with_captions_of_their_own_and_shared_ones(datasets, tmp_path):
+    """Rows of one image each, read from a folder of Parquet files and from one of save_to_disk."""
+    words, several = datasets.Value("string"), datasets.List(datasets.Value("string"))
+    kinds = {"image": datasets.Image(), "captions": several, "id": words, "caption_ids": several}
+    rows = [
+        {"image": {"bytes": png((i, 0, 0)), "path": None}, "captions": [f"text {i}", "shared"], "id": f"{i}.png",
+         "caption_ids": [f"t{i}", "s"]}
+        for i in range(3)
     ]  # fmt: skip
-    loaded = datasets.load_dataset(str(tmp_path / "out"))
-    assert {name: len(rows) for name, rows in loaded.items()} == {"train": 7, "val": 3, "test": 2}
-    assert loaded["train"][4]["image"].getpixel((0, 0)) == (4, 0, 0)
-    assert loaded["train"][4]["captions"] == ["text 0-4-0", "shared"]
-    loaded.save_to_disk(str(tmp_path / "saved"))
-    for place in ("out", "saved"):
-        found, problems = read(tmp_path / place)
-        assert not len(problems) and found.keys() == splits.keys()
-        for name, data in splits.items():
-            assert listed(found[name]) == listed(data) and found[name].image_ids == data.image_ids
-
-
-def test_the_schema_is_that_of_the_hub_without_the_package(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
-    [path] = write_dataset({"train": split_of(5)}, tmp_path / "out")
-    table = parquet.read_table(path)
-    assert table.column_names == ["image", "captions", "id", "caption_ids"] and table.num_rows == 5
-    known = json.loads(table.schema.metadata[b"huggingface"])["info"]["features"]
-    assert list(known) == table.column_names and known["image"] == {"_type": "Image"}
-    assert table["image"][2].as_py() == {"bytes": png((2, 0, 0)), "path": "2.png"}
-    assert table["captions"][2].as_py() == ["text 0-2-0", "text 0-2-1", "shared"]
+    table = datasets.Dataset.from_list(rows, datasets.Features(kinds))
+    (tmp_path / "parquet").mkdir()
+    table.to_parquet(str(tmp_path / "parquet" / "train.parquet"))
+    table.save_to_disk(str(tmp_path / "saved"))
+    for place in ("parquet", "saved"):
+        found, problems = read(tmp_path / place, val_fraction=0, test_fraction=0)
+        data = found["train"]
+        assert not len(problems) and data.image_ids == ("0.png", "1.png", "2.png")
+        assert data.images[2].read_bytes() == png((2, 0, 0))
+        assert data.text_ids == ("t0", "s", "t1", "t2") and data.texts[:2] == ("text 0", "shared")
+        assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 1], [1, 2], [2, 1], [2, 3]]
 
 
 def test_a_row_for_each_caption_and_a_column_of_splits(datasets, tmp_path):
@@ -145,22 +111,3 @@ def test_what_cannot_be_used_is_named(datasets, tmp_path):
     for missing in ("absent-folder", "nobody/nothing"):
         with pytest.raises(UserError, match="cannot read the data set"):
             read(missing)
-
-
-def test_nothing_half_is_written(tmp_path):
-    pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
-    data = split_of(2)
-    broken = PairData(data.image_ids, (data.images[0], FileImage(tmp_path / "gone.png")),
-                      data.text_ids, data.texts, data.text_kinds, data.pairs)  # fmt: skip
-    with pytest.raises(OSError):
-        write_dataset({"train": broken}, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    problems = Problems()
-    write_dataset({"train": broken}, tmp_path / "out", problems=problems)
-    assert "gone.png" in problems.summary()
-    with pytest.raises(UserError, match="not empty"):
-        write_dataset({"train": data}, tmp_path / "out")
-    with pytest.raises(UserError, match="a split is named 'a/b'"):
-        write_dataset({"a/b": data}, tmp_path / "new")
-    with pytest.raises(ValueError, match="per_file must be at least 1"):
-        write_dataset({"a": data}, tmp_path / "new", per_file=0)

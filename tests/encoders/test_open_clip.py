@@ -10,14 +10,14 @@ from PIL import Image
 from support.tiny_models import import_open_clip, taught_open_clip, tiny_open_clip, two_colours
 
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
-from sfumato.encoders.joint import is_open_clip, joint_image, joint_text
+from sfumato.encoders.joint import is_open_clip, joint_backbone
 from sfumato.errors import UserError
 from sfumato.workflows.adopt import adopt_encoders
 
 
 def test_features_are_those_of_open_clip(tmp_path):
     model, preprocess, tokenizer = tiny_open_clip(tmp_path / "model")
-    image, text = joint_image(str(tmp_path / "model")), joint_text(str(tmp_path / "model"))
+    image, text = joint_backbone(str(tmp_path / "model"), "image"), joint_backbone(str(tmp_path / "model"), "text")
     picture = Image.effect_noise((40, 30), 90).convert("RGB")
     file = io.BytesIO()
     picture.save(file, "PNG")
@@ -29,7 +29,7 @@ def test_features_are_those_of_open_clip(tmp_path):
     torch.testing.assert_close(torch.cat([torch.from_numpy(found) for found in text(captions)]), of_texts)
     assert image.fingerprint != text.fingerprint and "processor" in image.fingerprint
     assert text.pieces(["red", "photographically"])[0] == 1 < text.pieces(["photographically"])[0]
-    half = joint_text(str(tmp_path / "model"), precision="bfloat16")
+    half = joint_backbone(str(tmp_path / "model"), "text", precision="bfloat16")
     assert half.fingerprint != text.fingerprint
     torch.testing.assert_close(torch.tensor(half(captions)[0]), of_texts[:1], atol=0.05, rtol=0.05)
 
@@ -61,15 +61,15 @@ def test_models_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr("sfumato.encoders.joint.hub_reachable", lambda: False)
     for name in ("open_clip:ViT-B-32/laion2b_s34b_b79k", "hf-hub:nobody/nothing"):
         with pytest.raises(UserError, match="no connection to the hub.*Give a local folder"):
-            joint_image(name)
+            joint_backbone(name, "image")
     tiny_open_clip(tmp_path / "model")
     weights = tmp_path / "model" / "open_clip_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match="cannot load .*model"):
-        joint_text(str(tmp_path / "model"))
+        joint_backbone(str(tmp_path / "model"), "text")
     weights.rename(tmp_path / "model" / "open_clip_pytorch_model.bin")
     with pytest.raises(UserError, match="other weights are pickles"):
-        joint_text(str(tmp_path / "model"))
+        joint_backbone(str(tmp_path / "model"), "text")
 
 
 @pytest.mark.parametrize(
@@ -90,4 +90,4 @@ def test_a_missing_or_broken_package_is_named(monkeypatch, error, message):
     monkeypatch.delitem(sys.modules, "open_clip", raising=False)
     monkeypatch.setattr(builtins, "__import__", importing)
     with pytest.raises(UserError, match=message):
-        joint_image("open_clip:ViT-B-32/openai")
+        joint_backbone("open_clip:ViT-B-32/openai", "image")

@@ -11,7 +11,7 @@ from support.tiny_models import taught_clip, two_colours
 from sfumato.cli import app
 from sfumato.data.images import Problems
 from sfumato.encoders import package_weights
-from sfumato.encoders.joint import joint_image
+from sfumato.encoders.joint import joint_backbone
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.models.recipe import find_recipe, load_recipe, save_recipe
 from sfumato.models.run import load_run
@@ -91,7 +91,7 @@ def test_training_keeps_the_embeddings_of_the_model(taught, tmp_path, monkeypatc
         run = load_run(tmp_path / out)
         prepared = load_split(run.model, run.recipe.data, "test", Problems())
         images, _ = embed_split(run.model, prepared)
-        raw = joint_image(folder)([source.read_bytes() for source in prepared.data.images])
+        raw = joint_backbone(folder, "image")([source.read_bytes() for source in prepared.data.images])
         expected = torch.nn.functional.normalize(torch.from_numpy(np.concatenate(raw)), dim=1)
         torch.testing.assert_close(images.mean, expected)
         assert bool(images.log_var.isneginf().all()) == (out == "points")

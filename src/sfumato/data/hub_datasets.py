@@ -1,24 +1,20 @@
-"""Source "datasets": images with captions in the format of the Hugging Face package datasets, in and out.
+"""Source "datasets": images with captions in the format of the Hugging Face package datasets.
 
-In: a folder of ``save_to_disk``, a folder of Parquet files, or a name on the hub. Out: Parquet files that
-``datasets.load_dataset`` reads, with the images in them.
+A folder of ``save_to_disk``, a folder of Parquet files, or a name on the hub.
 """
 
 import itertools
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from sfumato.data.images import Problems, image_files
 from sfumato.data.manifest import canonical_split, splits_of_items, usable_captions
 from sfumato.data.pairs import PairData, SourceItem
 from sfumato.errors import UserError, expected_columns, first_line, need
-from sfumato.files import is_unused, new_folder
 
 _CAPTIONS = ("captions", "caption", "texts", "text", "sentences")
 _IDS = ("id", "image_id", "img_id", "imgid", "cocoid")
@@ -196,75 +192,3 @@ def _file_names(encoded: Any, start: int) -> list[str]:
     [column] = encoded.with_format("arrow")[start : start + _BLOCK].columns
     paths = pyarrow.compute.struct_field(column, "path").to_pylist()
     return [Path(path).name if path else "" for path in paths]
-
-
-def write_dataset(
-    splits: Mapping[str, PairData], folder: str | Path, *, per_file: int = 5_000, problems: Problems | None = None
-) -> list[Path]:
-    """Write splits as Parquet files that ``datasets.load_dataset(folder)`` reads, with the images in them.
-
-    A row is an image: ``image``, ``captions``, ``id``, ``caption_ids``. Images keep their bytes. The folder is written
-    completely or not at all.
-
-    Args:
-        splits: split -> data.
-        folder: a new or empty folder.
-        per_file: largest number of images in a file.
-        problems: receives images that cannot be read, which are left out; they raise if None.
-
-    Returns:
-        The files: data/SPLIT-00000-of-00001.parquet, ...
-
-    Raises:
-        UserError: the folder is not empty, a split has another name than letters and digits, or pyarrow is missing.
-        ValueError: per_file is less than 1.
-        OSError: an image cannot be read.
-    """
-    if per_file < 1:
-        raise ValueError(f"write_dataset: per_file must be at least 1, got {per_file}")
-    if wrong := [name for name in splits if not name.isalnum()]:
-        raise UserError(f"write_dataset: a split is named {wrong[0]!r}; the hub takes letters and digits alone")
-    if not is_unused(folder := Path(folder)):
-        raise UserError(f"cannot write to {folder}: it exists and is not empty; give a new folder, or remove it")
-    names: list[str] = []
-    with new_folder(folder) as unfinished:
-        (unfinished / "data").mkdir()
-        for split, data in splits.items():
-            starts = range(0, max(1, len(data.images)), per_file)
-            for number, start in enumerate(starts):
-                names.append(f"data/{split}-{number:05d}-of-{len(starts):05d}.parquet")
-                chosen = np.arange(start, min(start + per_file, len(data.images)))
-                _write_rows(unfinished / names[-1], data.keep_images(chosen), problems)
-    return [folder / name for name in names]
-
-
-def _write_rows(path: Path, data: PairData, problems: Problems | None) -> None:
-    with need("parquet", "Parquet files need pyarrow"):
-        import pyarrow
-        import pyarrow.parquet
-    string, strings = pyarrow.string(), pyarrow.list_(pyarrow.string())
-    image = pyarrow.struct({"bytes": pyarrow.binary(), "path": string})
-    schema = pyarrow.schema({"image": image, "captions": strings, "id": string, "caption_ids": strings})
-    words = {"dtype": "string", "_type": "Value"}
-    several = {"feature": words, "_type": "List"}
-    features = {"image": {"_type": "Image"}, "captions": several, "id": words, "caption_ids": several}
-    known = {"huggingface": json.dumps({"info": {"features": features}})}
-    with pyarrow.parquet.ParquetWriter(path, schema.with_metadata(known)) as writer:
-        rows = _rows(data, problems)
-        while part := list(itertools.islice(rows, 100)):
-            writer.write_table(pyarrow.Table.from_pylist(part, schema=schema))
-
-
-def _rows(data: PairData, problems: Problems | None) -> Iterator[dict[str, Any]]:
-    """The usable images with their captions."""
-    ends = np.bincount(data.pairs[:, 0], minlength=len(data.images)).cumsum()
-    for identity, source, own in zip(data.image_ids, data.images, np.split(data.pairs[:, 1], ends[:-1]), strict=True):
-        try:
-            image = {"bytes": source.read_bytes(), "path": Path(identity).name}
-        except (OSError, ValueError) as error:
-            if problems is None:
-                raise
-            problems.add(source.location, str(error))
-        else:
-            said = {"captions": [data.texts[t] for t in own], "caption_ids": [data.text_ids[t] for t in own]}
-            yield {"image": image, "id": identity, **said}

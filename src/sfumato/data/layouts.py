@@ -335,18 +335,10 @@ def _from_rows(path: Path, tables: _Tables, problems: Problems) -> tuple[_Tables
             captions.append(own[3])
     if not names:
         raise UserError(f"{path} names no usable pair:\n{problems.summary()}")
-    try:
-        columns = [
-            _positions([own[k] for own in names], named, side, locations)
-            for k, (side, named) in enumerate(zip(_SIDES, tables, strict=True))
-        ]
-    except UserError as error:
-        if not _fit_exchanged(names, tables, locations):
-            raise
-        raise UserError(
-            f"{error}. With images and texts exchanged every row exists: check that the columns image and text of"
-            f" {path} are not swapped, nor the tables {tables[0].table.name} and {tables[1].table.name}"
-        ) from error
+    columns = [
+        _positions([own[k] for own in names], named, side, locations)
+        for k, (side, named) in enumerate(zip(_SIDES, tables, strict=True))
+    ]
     if any(captions):
         wordings = list(tables[1].captions or [""] * tables[1].table.n)
         for text, caption in zip(reversed(columns[1]), reversed(captions), strict=True):
@@ -389,16 +381,6 @@ def _positions(values: Sequence[str], named: NamedTable, side: str, locations: S
             )
         rows[k] = row
     return rows
-
-
-def _fit_exchanged(names: Sequence[Sequence[str]], tables: _Tables, locations: Sequence[str]) -> bool:
-    """Whether every image is a row of the texts, and every text a row of the images."""
-    try:
-        for k, (side, named) in enumerate(zip(_SIDES, reversed(tables), strict=True)):
-            _positions([own[k] for own in names], named, side, locations)
-    except UserError:
-        return False
-    return True
 
 
 def _usable(tables: _Tables, listed: _Listed, problems: Problems) -> np.ndarray:

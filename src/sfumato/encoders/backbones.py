@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -196,28 +196,8 @@ def _transformers_image(name: str, size: int | None, grid: int | None, precision
     return Backbone(network, precision, known, prepare, embed, probe=white_image())
 
 
-class TextNetwork(Protocol):
-    """A text network with its tokenizer."""
-
-    model: Any
-    known: str  # hash of the weights
-    depth: int  # number of layers; layer 0 is the embeddings
-
-    def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, Tensor]:
-        """The (n, t) input_ids and attention_mask of texts; longer ones are cut."""
-        ...
-
-    def states(self, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
-        """The (n, t, c) outputs of layers."""
-        ...
-
-    def pieces(self, words: Sequence[str]) -> list[int]:
-        """The number of subword tokens of each word."""
-        ...
-
-
 class TransformersNetwork:
-    """Any text model of transformers, such as BERT or the text side of CLIP."""
+    """Any text model of transformers, such as BERT or the text side of CLIP, with its tokenizer."""
 
     def __init__(self, name: str) -> None:
         self._tokenizer = pretrained_tokenizer(name)
@@ -226,12 +206,14 @@ class TransformersNetwork:
         self.depth = int(self.model.config.num_hidden_layers)
 
     def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, Tensor]:
+        """The (n, t) input_ids and attention_mask of texts; longer ones are cut."""
         found: Mapping[str, Tensor] = self._tokenizer(
             texts, padding=True, truncation=True, max_length=max_tokens, return_tensors="pt"
         )
         return found
 
     def states(self, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
+        """The (n, t, c) outputs of layers; layer 0 is the embeddings."""
         found = self.model(**tokens, output_hidden_states=list(layers) != [self.depth])
         # The last layer is followed by a norm in some models, which hidden_states lacks.
         return [found.last_hidden_state if k == self.depth else found.hidden_states[k] for k in layers]
@@ -252,7 +234,7 @@ def text_backbone(
 
     The features of a text may differ between batches in the last digit of float16; the cache keeps the first ones.
     """
-    network: TextNetwork
+    network: TransformersNetwork | MiniLM
     if name in TEXT_BACKBONES:
         network = shared_minilm() if number_format(precision) == torch.float32 else MiniLM()
     else:

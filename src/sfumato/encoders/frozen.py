@@ -41,7 +41,7 @@ from sfumato.encoders.encoder_protocol import (
     TextEncoderConfig,
 )
 from sfumato.encoders.feature_rows import FeatureInput, Whiten
-from sfumato.encoders.joint import is_open_clip, joint_image, joint_text
+from sfumato.encoders.joint import is_open_clip, joint_backbone
 from sfumato.encoders.package_weights import (
     MiniLM,
     Precision,
@@ -167,7 +167,8 @@ class Deferred:
 def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
     """Build the image side of kind "frozen". Returns (processor, encoder)."""
     if config.projected:
-        return _built(partial(joint_image, config.backbone, precision=config.precision), 0, config.whiten, context)
+        load = partial(joint_backbone, config.backbone, "image", precision=config.precision)
+        return _built(load, 0, config.whiten, context)
     options: Any = config.model_dump(include={"size", "grid", "precision"})
     names = config.backbone.split("+")
     channels = CHANNELS * len(names) if set(names) <= set(IMAGE_BACKBONES) else 0
@@ -178,7 +179,8 @@ def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tupl
 def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
     """Build the text side of kind "frozen". Returns (processor, encoder)."""
     if config.projected:
-        return _built(partial(joint_text, config.backbone, precision=config.precision), 0, config.whiten, context)
+        load = partial(joint_backbone, config.backbone, "text", precision=config.precision)
+        return _built(load, 0, config.whiten, context)
     options: Any = config.model_dump(include={"max_tokens", "pooled", "layers", "precision"})
     channels = MiniLM.width * max(1, len(config.layers)) if config.backbone in TEXT_BACKBONES else 0
     return _built(partial(text_backbone, config.backbone, **options), channels, config.whiten, context)

@@ -47,14 +47,9 @@ PREFIXES = ("open_clip:", "hf-hub:")
 OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
-def joint_image(name: str, *, precision: Precision = "float32") -> FrozenBackbone:
-    """The image side of a CLIP or SigLIP model of transformers or of open_clip, as it is: one token an item."""
-    return (_joint_open_clip if is_open_clip(name) else _joint_transformers)(name, "image", precision)
-
-
-def joint_text(name: str, *, precision: Precision = "float32") -> FrozenBackbone:
-    """The text side of the model, see :func:`joint_image`; longer texts are cut."""
-    return (_joint_open_clip if is_open_clip(name) else _joint_transformers)(name, "text", precision)
+def joint_backbone(name: str, side: Side, *, precision: Precision = "float32") -> FrozenBackbone:
+    """One side of a CLIP or SigLIP model of transformers or of open_clip, as it is: one token an item."""
+    return (_joint_open_clip if is_open_clip(name) else _joint_transformers)(name, side, precision)
 
 
 def joint_name(name: str) -> str:
@@ -244,16 +239,16 @@ def save_model_object(model: Any, folder: Path) -> None:
         )
     tolerance = 1e-3 if next(network.parameters()).dtype == torch.float32 else 3e-2
     pixels = np.random.default_rng(0).integers(0, 256, (3, 50, 70), np.uint8)
-    sides: tuple[tuple[Side, Any, Any, Any], ...] = (
-        ("text", joint_text, _TEXT, _TEXT),
-        ("image", joint_image, encode_png(pixels), Image.fromarray(pixels.transpose(1, 2, 0))),
+    sides: tuple[tuple[Side, Any, Any], ...] = (
+        ("text", _TEXT, _TEXT),
+        ("image", encode_png(pixels), Image.fromarray(pixels.transpose(1, 2, 0))),
     )
     was_training = network.training
     network.eval()
-    for side, load, stored, held in sides:
+    for side, stored, held in sides:
         with torch.inference_mode():
             expected = np.ravel(embed[side](held))
-        loaded = np.ravel(load(str(folder))([stored])[0])
+        loaded = np.ravel(joint_backbone(str(folder), side)([stored])[0])
         error = np.abs(loaded - expected).max() / np.abs(expected).max() if loaded.shape == expected.shape else np.inf
         if not error < tolerance:
             raise UserError(

@@ -210,7 +210,7 @@ class _Network(nn.Module):
 
 
 class MiniLM:
-    """The network with its tokenizer; see :class:`~sfumato.encoders.backbones.TextNetwork`."""
+    """The network with its tokenizer; see :class:`~sfumato.encoders.backbones.TransformersNetwork`."""
 
     depth, width = _LAYERS, WIDTH
 

@@ -30,7 +30,7 @@ from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder, piece_counter
 from sfumato.encoders.encoder_registry import encoder_entry
-from sfumato.encoders.joint import is_joint, joint_image
+from sfumato.encoders.joint import is_joint, joint_backbone
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.errors import UserError, as_typed, first_line
 from sfumato.files import write_atomically, write_json
@@ -293,7 +293,8 @@ def _frozen(name: str, device: torch.device | str) -> Model:
     """A CLIP or SigLIP model as it is; nothing is calibrated."""
     backbone = str(Path(name).resolve()) if Path(name).exists() else name
     side = {"kind": "frozen", "backbone": backbone, "projected": True}
-    recipe = Recipe.model_validate({"name": "frozen", **frozen_sections(joint_image(backbone).channels, side)})
+    channels = joint_backbone(backbone, "image").channels
+    recipe = Recipe.model_validate({"name": "frozen", **frozen_sections(channels, side)})
     model, loss = build_model(recipe.model, Assets()), build_loss(recipe)
     scale, bias = loss.match_logits() or (1.0, 0.0)
     return Model(

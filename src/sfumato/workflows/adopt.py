@@ -21,8 +21,9 @@ from sfumato.data.hub_datasets import is_dataset_folder
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
+from sfumato.encoders.encoder_registry import ENCODERS
 from sfumato.encoders.feature_rows import described_by
-from sfumato.encoders.joint import joint_image, joint_text, save_model_object
+from sfumato.encoders.joint import joint_backbone, save_model_object
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
@@ -240,7 +241,7 @@ def adopt_encoders(
         if not named:
             save_model_object(model, folder / ENCODER)
         name = str(model) if named else str(folder / ENCODER)
-        channels = {joint_image(name).channels, joint_text(name).channels}
+        channels = {joint_backbone(name, side).channels for side in ENCODERS}
         if len(channels) > 1:
             raise UserError(f"{name} embeds images and texts with different numbers of channels; it has no joint space")
         known = str(Path(name).resolve()) if Path(name).is_dir() else name  # A local folder by its absolute path.
