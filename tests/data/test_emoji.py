@@ -149,15 +149,3 @@ def test_licences_lie_beside_the_data():
         assert len((FOLDER / "licences" / f"{name}.txt").read_text("utf-8")) > 500
     with (FOLDER / "pictures.zip").open("rb") as file, zipfile.ZipFile(file) as archive:
         assert {name.split("/")[0] for name in archive.namelist()} == {"noto", "twemoji", "fluent3d"}
-
-
-def test_the_set_agrees_with_its_source(shared, concepts):
-    source = shared / "data" / "emoji" / "metadata.json"
-    if not source.is_file():
-        pytest.skip(f"no {source}")
-    metadata = json.loads(source.read_text("utf-8"))
-    entries = metadata if isinstance(metadata, list) else metadata["concepts"]
-    assert {e["hexcode"] for e in entries} == set(concepts)
-    for entry in entries:
-        ours = concepts[entry["hexcode"]]
-        assert ours["label"] == entry["label"] and set(ours["tags"]) == set(entry["tags"])

@@ -47,14 +47,6 @@ def test_grades_are_the_loop(data):
     assert grades.max() > 0.3
 
 
-def test_cosines_are_those_of_scikit_learn():
-    feature_extraction = pytest.importorskip("sklearn.feature_extraction.text")
-    texts = [text for captions in CAPTIONS for text in captions]
-    data = make_pair_data([str(i) for i in range(7)], [FileImage("x")] * 7, [[text] for text in texts])
-    rows = feature_extraction.TfidfVectorizer().fit_transform(texts).toarray()
-    np.testing.assert_allclose(Grades(data)(np.arange(7), np.arange(7)), rows @ rows.T, atol=1e-6)
-
-
 def test_an_image_without_texts_has_nothing_to_share():
     data = PairData(("a", "b"), (FileImage("a"),) * 2, ("x",), ("some words",), ("caption",), [[0, 0]])
     assert Grades(data)(np.array([0, 1]), np.array([0])).tolist() == [[pytest.approx(1)], [0]]

@@ -9,7 +9,7 @@ from support.pairs import captions, many_to_many
 from support.pictures import write_tar
 
 from sfumato.data.images import FileImage, Problem, Problems, TarArchive, TarImage
-from sfumato.data.pairs import PairData, PairSampler, SourceItem, make_pair_data, make_splits
+from sfumato.data.pairs import PairData, PairSampler, make_pair_data
 from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError
 
@@ -237,16 +237,3 @@ def test_equally_worded_texts_become_one_that_matches_all_their_images():
     assert found == {"a": {"A red Dog", "one"}, "b": {"two", "A red Dog"}, "c": {"a red dog.", "one"}}
     assert merge_equal_texts(merged) is merged
     assert merged.image_ids == data.image_ids and merged.groups.tolist() == data.groups.tolist()
-
-
-def test_captions_with_one_id_are_one_text():
-    items = [
-        SourceItem("a", FileImage("x"), (("7", "p"), ("8", "q"))),
-        SourceItem("b", FileImage("x"), (("7", "p"), ("9", "r"))),
-    ]
-    (data,) = make_splits(items).values()
-    assert data.text_ids == ("7", "8", "9") and data.texts == ("p", "q", "r")
-    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [1, 2]]
-    data = make_pair_data(["a", "b", "c"], [FileImage(x) for x in "abc"], [["p", "q"], ["p"], ["r", "s", "t"]])
-    assert data.text_ids == ("a#0", "a#1", "b#0", "c#0", "c#1", "c#2") and data.texts == tuple("pqprst")
-    assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 2], [2, 3], [2, 4], [2, 5]]

@@ -1,7 +1,6 @@
 """Images decoded batch by batch: the same pixels as alone, for any number of threads, and errors with positions."""
 
 import io
-import threading
 import time
 
 import numpy as np
@@ -12,11 +11,7 @@ from support.pictures import encoded, noise
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import random_crop_box
-from sfumato.encoders.dual import DualEncoder, Tower
-from sfumato.encoders.encoder_protocol import Processor, Store
-from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import BilinearProcessor, ImageFileProcessor, ImageFileStore, PixelProcessor
-from sfumato.encoders.scratch import SmallImageEncoder
 
 DATA = [encoded(noise(20 + i, 17, seed=i)) for i in range(12)]
 ITEMS = [lambda d=d: d for d in DATA]
@@ -120,16 +115,6 @@ def test_the_reader_of_nothing_and_of_more_than_one_part():
     store, kept = processor.read(items, on_error=lambda i, e: told.append(i))
     assert told == sorted(bad) and kept.tolist() == [i for i in range(1300) if i not in bad]
     assert np.array_equal(store.batch(np.array([1295])).values[0].numpy(), decode_image(DATA[1298 % 12], 8))
-
-
-def test_it_serves_a_tower_and_leaves_no_threads():
-    processor: Processor = ImageFileProcessor(16)
-    tower = Tower(processor, SmallImageEncoder(4), GaussianHead(32, 6))
-    model = DualEncoder(tower, tower)
-    store: Store = processor.read(ITEMS)[0]
-    assert tower.embed(store, batch_size=5).mean.shape == (12, 6)
-    torch.testing.assert_close(model.embed_images(DATA[:3]).mean, tower.embed(store).mean[:3])
-    assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
 
 
 def bilinear_loops(picture, size):

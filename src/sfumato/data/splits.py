@@ -3,8 +3,7 @@
 Validation images are unknown to the model, and so are their captions. Someone who searches the images that the model
 was trained on has new words for known images: the split "wordings" holds such words. Noisy correspondence are training
 pairs with deliberately wrong images. The array of an index file has one entry for each pair: the position of its image.
-The pairs are ordered by text, then by image. For ordinary data, one image for each text, this is the `t2i_index` that
-NCR publishes.
+The pairs are ordered by text, then by image.
 """
 
 import dataclasses
@@ -129,34 +128,19 @@ def apply_noise(data: PairData, image_of_pair: np.ndarray) -> PairData:
     return noisy
 
 
-def noisy_pairs(clean: PairData, image_of_pair: np.ndarray) -> np.ndarray:
-    """(p,) bool in text order, True where a pair's image does not match its text in the clean data."""
-    image_of_pair = _checked(image_of_pair, clean, "noisy_pairs")
-    image, text = _in_text_order(clean)
-    noisy: np.ndarray = ~np.isin(_key(image_of_pair, text, clean), _key(image, text, clean))
-    return noisy
-
-
 def save_noise(path: str | Path, image_of_pair: np.ndarray) -> None:
     """Write an index file, atomically. image_of_pair (p,)."""
-    if image_of_pair.ndim != 1 or image_of_pair.dtype.kind not in "iu":
-        raise ValueError(
-            f"save_noise: expected (p,) integers, got shape {image_of_pair.shape} of {image_of_pair.dtype}"
-        )
     buffer = io.BytesIO()
     np.save(buffer, image_of_pair.astype(np.int64), allow_pickle=False)
     write_atomically(path, buffer.getvalue())
 
 
 def load_noise(path: str | Path, data: PairData) -> np.ndarray:
-    """Read an index file of :func:`save_noise` or of NCR. Returns (p,)."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no index of noisy pairs at {path}; write one with save_noise()")
+    """Read an index file of :func:`save_noise`. Returns (p,)."""
     try:
-        with Path(path).open("rb") as file:
-            array = np.lib.format.read_array(file, allow_pickle=False)
-    except (ValueError, EOFError, OSError, MemoryError, OverflowError) as error:
-        raise ValueError(f"{path}: not a .npy file of plain numbers ({error}); write one with save_noise()") from error
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"{path}: not the index of noisy pairs that the run wrote ({error})") from error
     return _checked(array, data, str(path))
 
 
