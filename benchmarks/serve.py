@@ -35,8 +35,7 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.models.run import load_model
 from sfumato.serve.app import create_app
 from sfumato.serve.server import run_app
-from sfumato.serve.settings import Settings
-from sfumato.serve.sources import Sources
+from sfumato.serve.settings import Settings, Sources
 
 BATCH, WINDOW = 32, 0.002
 

@@ -28,7 +28,7 @@ from sfumato.models.build import Assets, build_model
 from sfumato.models.sections import ModelConfig
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex
-from sfumato.serve.sources import ServedGallery, Sources
+from sfumato.serve.settings import ServedGallery, Sources
 
 WORDS = (
     "red", "green", "blue", "bird", "fish", "tree", "old", "small", "quick", "house", "on", "a", "the", "in", "water",

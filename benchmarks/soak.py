@@ -53,8 +53,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.serve.app import create_app
 from sfumato.serve.server import run_app
-from sfumato.serve.settings import Settings
-from sfumato.serve.sources import ServedGallery, Sources
+from sfumato.serve.settings import ServedGallery, Settings, Sources
 
 D, CLIENTS, OWN = 64, 8, 40
 WAIT, SLACK = 40.0, 20.0

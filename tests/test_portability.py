@@ -8,11 +8,11 @@ import sfumato
 SOURCE = Path(sfumato.__file__).parent
 
 # Modules and functions that are not everywhere; the value names the files that ask before they use one.
-MODULES = {"fcntl": "", "pwd": "", "grp": "", "pty": "", "termios": "", "resource": "serve/decode_worker.py"}
+MODULES = {"fcntl": "", "pwd": "", "grp": "", "pty": "", "termios": "", "resource": "serve/decoding.py"}
 FUNCTIONS = {
     "os.fork": "", "os.rename": "", "os.getuid": "", "os.mkfifo": "", "os.link": "", "os.symlink": "", "os.killpg": "",
     "os.sendfile": "", "signal.SIGALRM": "", "signal.SIGKILL": "", "signal.SIGHUP": "", "signal.alarm": "",
-    "os.nice": "serve/decode_worker.py",
+    "os.nice": "serve/decoding.py",
     "os.posix_fallocate": "files.py", "os.sched_getaffinity": "encoders/processors.py cli/__init__.py",
     "os.getloadavg": "cli/__init__.py",
 }  # fmt: skip

@@ -13,7 +13,7 @@ from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.errors import UserError
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model, load_run
-from sfumato.serve.sources import open_sources
+from sfumato.serve.settings import open_sources
 from sfumato.training.loop import fit
 
 N, PER_IMAGE = 80, 2

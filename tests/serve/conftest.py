@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 from support.serving import embedding_sources, make_collection, make_embedding_run, read_only, served
 
-from sfumato.serve.sources import open_sources
+from sfumato.serve.settings import open_sources
 
 
 @pytest.fixture(scope="session")

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from serve.test_faults import problem
 from support.raising import raises
-from support.serving import KEY, begun, by_image, guard_of, in_base64, picture, served, until
+from support.serving import KEY, begun, by_image, guard_of, in_base64, picture, problem, served, until
 
 from sfumato.encoders.dual import DualEncoder
 from sfumato.errors import UserError
-from sfumato.serve import bodies
+from sfumato.serve import guard
 from sfumato.serve.decoding import _Process
 from sfumato.serve.settings import Settings, parse_limits
 
@@ -70,7 +69,7 @@ def test_bodies_in_memory_have_a_budget(sources):
         budget = guard_of(client.app).bodies.bytes
         until(lambda: budget.used == 0)  # The answer may be here before its body is forgotten.
         with begun(client, "POST /v1/search", b" " * 300_000, 500_000):
-            until(lambda: budget.used == 300_000 - bodies.SMALL_BODY)
+            until(lambda: budget.used == 300_000 - guard.SMALL_BODY)
             refused = problem(client.post("/v1/search", **large), 503)
             assert "Too many large requests in memory" in refused["detail"]
             assert client.get("/v1/search?q=a").status_code == 200
@@ -81,8 +80,8 @@ def test_bodies_in_memory_have_a_budget(sources):
 
 def test_the_memory_of_large_bodies_goes_back(sources, monkeypatch):
     calls = []
-    monkeypatch.setattr(bodies, "_REST", 0.1)
-    monkeypatch.setattr(bodies, "_trim", lambda: calls.append(0))
+    monkeypatch.setattr(guard, "_REST", 0.1)
+    monkeypatch.setattr(guard, "_trim", lambda: calls.append(0))
     large = by_image(picture(size=(300, 300), format="BMP"))
     with served(sources, timeout=60) as client:
         assert client.get("/v1/search?q=a").status_code == 200
@@ -178,7 +177,7 @@ def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
         assert embedder.decoders._threads.pool._work_queue.qsize() == 0  # No bodies wait for a thread.
         slow.go.set()
         assert client.post("/v1/search", **by_image(picture())).status_code == 200
-        assert slow.begun == 2 and embedder.decoding == 0 and client.app.state.service.queries.pixels.used == 0
+        assert slow.begun == 2 and embedder.decoding == 0 and client.app.state.service.embedder.pixels.used == 0
 
 
 def test_lists_are_bounded(client):
@@ -215,24 +214,24 @@ def test_a_large_image_arrives_whole(sources, monkeypatch):
     file, pieces = io.BytesIO(), []
     noise = np.random.default_rng(0).integers(0, 256, (1000, 900, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file, "BMP")
-    take = bodies.Body.take
+    take = guard.Body.take
 
     def noted(body):
         pieces.append(len(piece := take(body)))
         return piece
 
-    monkeypatch.setattr(bodies.Body, "take", noted)
+    monkeypatch.setattr(guard.Body, "take", noted)
     with served(sources) as client:
         answer = client.post("/v1/search", **by_image(file.getvalue())).json()["answers"][0]
         limits = client.app.state.service.settings
-    assert len(pieces) == 4 and max(pieces) < 2 * bodies.PIECE < limits.max_body_bytes and answer["hits"]
+    assert len(pieces) == 4 and max(pieces) < 2 * guard.PIECE < limits.max_body_bytes and answer["hits"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone keeps memory")
 def test_threads_keep_no_memory_of_large_bodies():
     program = """
         import sys, threading
-        from sfumato.serve import bodies
+        from sfumato.serve import guard
 
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
@@ -247,14 +246,14 @@ def test_threads_keep_no_memory_of_large_bodies():
             together.wait()
 
         if sys.argv[1] == "now":
-            bodies.share_memory()
+            guard.share_memory()
         together, before = threading.Barrier(7), resident()
         threads = [threading.Thread(target=work) for _ in range(6)]
         for thread in threads:
             thread.start()
         together.wait()
         together.wait()
-        bodies._trim()
+        guard._trim()
         print(resident() - before)
         together.wait()
     """

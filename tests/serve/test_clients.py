@@ -17,7 +17,7 @@ from serve.test_guide import ADDRESS, GUIDE, section
 from support.serving import KEY, picture, served
 
 from sfumato.serve.app import route_of
-from sfumato.serve.sources import open_sources
+from sfumato.serve.settings import open_sources
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "build" / "clients"

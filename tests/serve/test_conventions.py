@@ -5,8 +5,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from serve.test_faults import problem
-from support.serving import add, by_image, remove
+from support.serving import add, by_image, problem, remove
 
 from sfumato.serve.problems import CODES
 

@@ -13,14 +13,14 @@ import time
 import numpy as np
 import pytest
 from PIL import Image
-from serve.test_faults import problem
-from support.serving import by_image, in_base64, many_scans, picture, served
+from support.serving import by_image, in_base64, many_scans, picture, problem, served
 
 from sfumato.data.image_decoding import REDUCED_FROM, decode_image
 from sfumato.encoders.processors import PixelProcessor
 from sfumato.models.embed import embedding_steps
-from sfumato.serve import decode_worker, decoding
-from sfumato.serve.decoding import HEADER, Decoders, Task, Threads, bytes_of, input_task
+from sfumato.serve import decoding
+from sfumato.serve.decoding import HEADER, Decoders, Task, Threads, bytes_of
+from sfumato.serve.embedding import input_task
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
 """Blurred when it is enlarged; no two pixels alike."""
@@ -117,21 +117,21 @@ SQUARE = Task("square", {"size": 16, "fit": "squash"}, bytes_of)
 
 @pytest.mark.parametrize(("own_time", "told"), [(True, "0.2 seconds of the processor to"), (False, "0.2 seconds to")])
 def test_what_takes_too_long_is_stopped_and_the_next_is_decoded(monkeypatch, own_time, told):
-    if own_time and not decode_worker.KNOWS_ITS_TIME:
+    if own_time and not decoding.KNOWS_ITS_TIME:
         pytest.skip("this system has no such limit")
     slow = many_scans(90, (4000, 4000))
     # Without a limit of its own time the process is stopped by the clock: it gets one that it does not reach.
-    monkeypatch.setattr(decode_worker, "KNOWS_ITS_TIME", own_time)
+    monkeypatch.setattr(decoding, "KNOWS_ITS_TIME", own_time)
     monkeypatch.setattr(decoding, "PATIENCE", 100.0)
 
     async def work(decoders):
         (process,) = decoders._processes
         await decoders.run(HEADER, picture())  # The process has started.
         process.seconds = 0.2
-        send = decode_worker.send
+        send = decoding.send
         if not own_time:
             without = lambda pipe, message: send(pipe, ({**message[0], "seconds": 0}, message[1]))
-            monkeypatch.setattr(decode_worker, "send", without)
+            monkeypatch.setattr(decoding, "send", without)
         with pytest.raises(ValueError, match=rf"takes more than {told} decode; send a smaller copy"):
             await decoders.run(SQUARE, slow)
         process.seconds = 20
@@ -145,7 +145,7 @@ def stopped(process):
     os.kill(process.child.pid, signal.SIGSTOP)
 
 
-own_time = pytest.mark.skipif(not decode_worker.KNOWS_ITS_TIME, reason="this system has no limit of processor time")
+own_time = pytest.mark.skipif(not decoding.KNOWS_ITS_TIME, reason="this system has no limit of processor time")
 
 
 @own_time
@@ -153,7 +153,7 @@ def test_the_limit_is_that_of_each_image(monkeypatch):
     monkeypatch.setattr(decoding, "PATIENCE", 100.0)
     file = many_scans(30, (1000, 1000))
     began = time.process_time()
-    decode_worker.done("square", SQUARE.options, file)
+    decoding.done("square", SQUARE.options, file)
     one = time.process_time() - began
 
     async def work(decoders):
@@ -216,13 +216,13 @@ def test_a_process_that_ends_is_replaced(monkeypatch):
 def test_all_requests_share_a_budget_of_pixels(sources):
     file = by_image(picture(size=(30, 30)))
     with served(sources, max_pixels=2000, pixel_budget=1000) as client:
-        pixels = client.app.state.service.queries.pixels
+        pixels = client.app.state.service.embedder.pixels
         assert client.post("/v1/search", **file).status_code == 200 and pixels.used == 0
         pixels.take(200)  # Another request.
         told = problem(busy := client.post("/v1/search", **file), 503)
         assert "Too many images to decode" in told["detail"] and busy.headers["retry-after"] == "1"
         assert client.get("/v1/search?q=a").status_code == 200
-        pixels.give_back(200)
+        pixels.take(-200)
         large = by_image(picture(size=(40, 40)))
         assert client.post("/v1/search", **large).status_code == 200  # Alone, whatever its size.
 

@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from sfumato.cli import app
-from sfumato.serve.metrics import Metrics
+from sfumato.serve.monitoring import Metrics
 from sfumato.serve.server import IDLE
 from sfumato.serve.settings import Settings
 

@@ -6,10 +6,8 @@ import importlib.util
 import io
 import itertools
 import json
-import os
 import random
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -30,6 +28,7 @@ from support.serving import (  # fmt: skip
     in_base64,
     new_item,
     picture,
+    problem,
     read_only,
     remove,
     served,
@@ -38,21 +37,11 @@ from support.serving import (  # fmt: skip
 
 from sfumato.data.images import POINTER, FolderImages, UploadedImages
 from sfumato.errors import UserError
-from sfumato.serve.decode_worker import shown, stored
-from sfumato.serve.embedding import Batcher, Closed, Full
-from sfumato.serve.problems import CODES, Refusal
-from sfumato.serve.sources import Sources
+from sfumato.serve.decoding import Unavailable, shown, stored
+from sfumato.serve.embedding import Batcher
+from sfumato.serve.problems import Refusal
+from sfumato.serve.settings import Sources
 from sfumato.serve.writing import Writer
-
-
-def problem(answer, status):
-    """The document, checked."""
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/problem+json"
-    told = answer.json()
-    assert told["status"] == status and told["title"] and told["detail"]
-    assert told["type"] == f"/docs#problem-{told['code']}" and CODES[told["code"]][0] == status
-    return told
 
 
 def test_pictures_that_are_none(client):
@@ -425,14 +414,14 @@ def test_batcher():
     async def go():
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             batcher = Batcher(double, pool, size=4, window=0.05, waiting=6)
-            with pytest.raises(Closed):
+            with pytest.raises(Unavailable, match="shutting down"):
                 await batcher.submit(["a"])
             batcher.start()
             found = await batcher.submit(["a", "odd", "b"])
             assert found[0] == "aa" and isinstance(found[1], ValueError) and found[2] == "bb" and sizes == [3]
             found = await batcher.submit(["a", "bad", "b"])
             assert found[0] == "aa" and isinstance(found[1], RuntimeError) and found[2] == "bb"
-            with pytest.raises(Full):
+            with pytest.raises(Unavailable, match="busy"):
                 await batcher.submit(["x"] * 7)
             left = asyncio.ensure_future(batcher.submit(["left"]))
             await asyncio.sleep(0)
@@ -442,7 +431,7 @@ def test_batcher():
             waiting = asyncio.ensure_future(batcher.submit(["d"]))
             await asyncio.sleep(0)
             await batcher.close()
-            assert isinstance((await waiting)[0], Closed) and len(batcher) == 0
+            assert isinstance((await waiting)[0], Unavailable) and len(batcher) == 0
 
     asyncio.run(go())
 
@@ -452,14 +441,7 @@ def test_refusals_can_always_be_said():
     assert len(response.body) < 20_000 and b"?" in response.body
 
 
-def test_it_says_what_to_install(monkeypatch):
-    from sfumato.serve import settings
-
-    monkeypatch.setattr(settings, "find_spec", lambda name: None)
-    raises(UserError, r"pip install 'sfumato\[serve\]'", settings.require_extra)
-    assert os.environ.get("SFUMATO_API_KEY") is None
-
-
-def test_settings_and_the_message_about_the_extra_need_no_extra():
-    without = "import sys; sys.modules['fastapi'] = None; import sfumato.serve.settings"
-    subprocess.run([sys.executable, "-c", without], check=True, timeout=60)
+def test_it_says_what_to_install(sfumato, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sfumato.serve.app", None)
+    status, out, err = sfumato("serve", "nothing")
+    assert status == 2 and "pip install 'sfumato[serve]'" in err and not out

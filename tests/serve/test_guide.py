@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -107,17 +106,11 @@ def test_the_commands_of_the_guide_about_vectors(vector_run, adopted, tmp_path, 
     copy_gallery(adopted.galleries["images"].gallery, tmp_path / "index").close()
     vectors = np.load(vector_run.parent / "texts.npy")
     np.save(home / "vector.npy", vectors[0])
-    np.save(home / "vectors.npy", vectors[:3])
     process = Process(tmp_path / "index")
     try:
         port = process.client.base_url.port
         info, searched = (json.loads(shell(command, home, port)) for command in commands(text))
         assert info["query_kinds"]["vector"] == {"text": 5, "image": 6} and searched["answers"][0]["hits"]
-        (block,) = re.findall(r"(?:^    .*\n|^\n)+", text[text.index("In Python") :], re.MULTILINE)[:1]
-        script = home / "script.py"
-        script.write_text("\n".join(line[4:] for line in block.splitlines()).replace(ADDRESS, f"127.0.0.1:{port}"))
-        printed = shell(shlex.join([sys.executable, str(script)]), home, port)
-        assert len(printed.splitlines()) == 3 and "photo-" in printed
     finally:
         process.end(signal.SIGTERM)
 

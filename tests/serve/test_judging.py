@@ -5,19 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from serve.conftest import SQUARES
-from serve.test_faults import problem
-from support.serving import KEY, served
+from support.serving import KEY, problem, search, served
 
 from sfumato import load_index
 from sfumato.evaluation.judgements import Judgement, ShownHit, judged_figures, read_judgements, write_judgements
-from sfumato.serve.sources import open_sources
+from sfumato.serve.settings import open_sources
 from sfumato.workflows.judgements import refine_index
 
 READER = "a-key-for-reading"
 
 
-def search(client, text):
-    (answer,) = client.post("/v1/search", json={"queries": [{"text": text}], "max_results": 24}).json()["answers"]
+def fitting(client, text):
+    """The hits of a text, by what fits it."""
+    (answer,) = search(client, {"text": text}, max_results=24)
     assert answer["target"] == "fits"
     return answer["hits"]
 
@@ -36,7 +36,7 @@ def use(client):
 
 
 def test_verdicts_are_kept_replaced_and_taken_back(judged):
-    ids = [hit["id"] for hit in search(judged, "red")]
+    ids = [hit["id"] for hit in fitting(judged, "red")]
     assert judged.get("/v1/judgements").json()["precision"] is None and not judged.file.exists()
     assert give(judged, ("red", ids[0], True, 0.9), ("red", ids[1], False)) == {"kept": 2, "removed": 0, "n": 2}
     weighed = {"query": "a red one", "id": ids[0], "yes": True, "weight": 2.5, "why": "probability 0.1-0.9"}
@@ -57,7 +57,7 @@ def test_verdicts_are_kept_replaced_and_taken_back(judged):
 
 
 def test_verdicts_are_counted_beside_what_was_said(judged):
-    ids = [hit["id"] for hit in search(judged, "red")]
+    ids = [hit["id"] for hit in fitting(judged, "red")]
     give(judged, ("red", ids[0], True, 0.9), ("red", ids[1], False, 0.3), ("red", ids[2], True), ("red", ids[3], None))
     drawn = {"query": "a red one", "id": ids[0], "yes": True, "probability": 0.5, "why": "probability 0.1-0.9"}
     assert judged.post("/v1/judgements", json={"judgements": [drawn]}).status_code == 200
@@ -69,7 +69,7 @@ def test_verdicts_are_counted_beside_what_was_said(judged):
 
 
 def test_the_summary_is_that_of_the_library(judged):
-    hits = {text: search(judged, text) for text in ("red", "a blue square", "yellow thing")}
+    hits = {text: fitting(judged, text) for text in ("red", "a blue square", "yellow thing")}
     verdicts = [(text, hit["id"], i % 3 == 0, hit["match_probability"]) for text in hits for i, hit in
                 enumerate(hits[text])]  # fmt: skip
     give(judged, *verdicts)
@@ -88,7 +88,7 @@ def test_the_summary_is_that_of_the_library(judged):
 
 
 def test_all_verdicts_of_a_request_are_kept_or_none(judged):
-    item = search(judged, "red")[0]["id"]
+    item = fitting(judged, "red")[0]["id"]
     told = give(judged, ("red", item, True), ("red", "nothing", True), status=422)
     assert told["errors"] == [{"where": "body.judgements.1.id", "message": "there is no item 'nothing'"}]
     assert not judged.file.exists()
@@ -110,7 +110,7 @@ def test_all_verdicts_of_a_request_are_kept_or_none(judged):
 
 
 def test_nothing_is_lost_when_many_judge_at_once(judged):
-    ids = [hit["id"] for hit in search(judged, "red")]
+    ids = [hit["id"] for hit in fitting(judged, "red")]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda i: give(judged, (f"query {i}", ids[i % 24], i % 2 == 0), judge=f"j{i % 3}"), range(48)))
     kept = read_judgements(judged.file)
@@ -121,20 +121,20 @@ def test_using_the_verdicts_changes_the_next_search_as_the_command_does(judged, 
     """Someone to whom everything fits: the probabilities rise."""
     assert "judge some results" in problem(use(judged), 422)["detail"]
     texts = [f"a plain {colour} square" for colour in SQUARES]
-    before = search(judged, texts[0])
+    before = fitting(judged, texts[0])
     give(judged, *((texts[0], hit["id"], True, hit["match_probability"]) for hit in before))
     few = use(judged).json()["used"]
     assert few["changed"] == [] and few["text"] == (
         "Nothing changed: there are 24 verdicts on 1 search, and it takes at least 5 searches."
     )
     for text in texts[1:]:
-        give(judged, *((text, hit["id"], True, hit["match_probability"]) for hit in search(judged, text)))
+        give(judged, *((text, hit["id"], True, hit["match_probability"]) for hit in fitting(judged, text)))
     done = use(judged).json()["used"]
     assert set(done["changed"]) == {"items with texts", "items without texts"} and done["n"] == 192
     assert done["after"]["value"] < done["before"]["value"] / 2
     said = f"off by {100 * done['before']['value']:.0f} percentage points as packaged, and are off by"
     assert done["text"].startswith("Used 192 verdicts on 8 searches: ") and said in done["text"]
-    after = search(judged, texts[0])
+    after = fitting(judged, texts[0])
     assert sum(hit["match_probability"] for hit in after) > sum(hit["match_probability"] for hit in before)
     again = use(judged).json()["used"]
     assert again == done, "it starts at the packaged constants"
@@ -187,13 +187,13 @@ def test_some_hits_of_an_answer_are_drawn_to_be_judged(judged, client):
     """At most ten of those with a probability of 10 % to 90 %, each with one over the probability that it was drawn."""
     seen = 0
     for text in ("a plain red square", "a square", "something blue or green"):
-        hits = search(judged, text)
+        hits = fitting(judged, text)
         asked = [hit for hit in hits if hit["to_judge"]]
         unsure = [hit for hit in hits if 0.1 <= hit["match_probability"] <= 0.9]
         assert len(asked) == min(10, len(unsure)) and all(hit in unsure for hit in asked)
         assert sum(hit["to_judge"]["weight"] for hit in asked) == pytest.approx(len(unsure))
         assert all(", probability 0." in hit["to_judge"]["why"] for hit in asked if len(asked) == len(unsure))
-        assert hits == search(judged, text), "the same each time"
+        assert hits == fitting(judged, text), "the same each time"
         seen += len(asked)
     assert seen > 3
     (answer,) = client.post("/v1/search", json={"queries": [{"text": "a red circle"}]}).json()["answers"]

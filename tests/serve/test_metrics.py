@@ -10,7 +10,7 @@ from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.run import load_run
-from sfumato.serve.sources import ServedGallery, Sources
+from sfumato.serve.settings import ServedGallery, Sources
 from sfumato.workflows.index import build_index
 
 

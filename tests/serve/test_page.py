@@ -8,16 +8,16 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from serve.conftest import SQUARES
-from serve.test_judging import search as fitting
+from serve.test_judging import fitting
 from support.lazy import Lazy
 from support.processes import short_folder
-from support.serving import KEY, make_collection, picture, read_only, served
+from support.serving import KEY, make_collection, picture, read_only, search, served
 
 from sfumato.evaluation.judgements import read_judgements
 from sfumato.search.answer import verdict
 from sfumato.search.collection import GaussianCollection
 from sfumato.serve.app import PAGE
-from sfumato.serve.sources import open_sources
+from sfumato.serve.settings import open_sources
 
 playwright = Lazy("playwright.sync_api", "needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -172,11 +172,9 @@ def unfolded():
         yield
 
 
-def ask(client, query, **options):
+def ask(client, query, max_results=24, **options):
     """What the API answers."""
-    answer = client.post("/v1/search", json={"queries": [query], "max_results": 24, **options})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["answers"][0]
+    return search(client, query, max_results=max_results, **options)[0]
 
 
 def enter(page, text):
@@ -220,6 +218,8 @@ def test_search_by_text(visit, service):
     expect(page.locator("#words")).to_be_hidden()  # About vectors, for a model without a text encoder.
     expect(page.locator("#q0")).to_have_attribute("placeholder", "Describe it, or drop an image here")
     expect(page.locator(".empty .pick")).to_have_count(6)  # a start for who does not know what is here
+    items = service.get("/v1/items?limit=6").json()["items"]
+    assert [pick.get_attribute("title") for pick in page.locator(".tile .pick").all()] == [one["id"] for one in items]
     page.get_by_role("searchbox", name="Search").fill("a red circle")
     page.keyboard.press("Enter")
     answer = ask(service, {"text": "a red circle"})
@@ -277,13 +277,6 @@ def test_the_expected_matches_are_of_the_whole_gallery(visit, service):
         which = "the 24 closest of 48 images" if shown == 24 else "all 48 images"
         expect(panel(page).locator("[data-count]")).to_have_text(f"These are {which}. {said}.")
     assert told[0] > 0, "a case with matches among the others"
-
-
-def test_some_items_are_a_start(visit, service):
-    items = service.get("/v1/items?limit=6").json()["items"]
-    picks = visit(service).locator(".tile .pick")
-    expect(picks).to_have_count(6)
-    assert [pick.get_attribute("title") for pick in picks.all()] == [item["id"] for item in items]
 
 
 def test_verdicts_differ_by_more_than_words(visit, service):
@@ -350,33 +343,6 @@ def test_the_second_answer_is_in_reach_on_a_phone(visit, service):
     panel(page).locator(".hit .pick").last.focus()  # results scroll sideways, inside their row
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     expect(panel(page).locator(".hit .pick").last).to_be_in_viewport()
-
-
-def test_the_start_page_weighs_at_most_100_kb(chromium, service):
-    """What goes over the wire at the first visit, and at the second one."""
-    context = chromium.new_context(base_url=str(service.base_url))
-    page = context.new_page()
-    session = context.new_cdp_session(page)
-    session.send("Network.enable")
-    asked, got = set(), {}
-    session.on("Network.requestWillBeSent", lambda event: asked.add(event["requestId"]))
-    session.on("Network.loadingFinished", lambda event: got.update({event["requestId"]: event["encodedDataLength"]}))
-    weights = []
-    for _ in range(2):
-        asked.clear()
-        got.clear()
-        page.goto("/")
-        expect(page.locator(".empty .pick")).to_have_count(6)
-        until(page, "[...document.images].every((image) => image.complete)")
-        for _ in range(400):
-            if asked <= set(got):
-                break
-            page.wait_for_timeout(20)
-        assert asked <= set(got)
-        weights.append(sum(got.values()))
-    context.close()
-    assert 10_000 < weights[0] < 100_000
-    assert weights[1] < weights[0] / 4  # the files of the page are kept
 
 
 def test_more_like_this_and_back(visit, service):
@@ -809,23 +775,6 @@ def test_nothing_sticks_out(visit, service, vectors):
         for width in (360, 768, 1440):
             page.set_viewport_size({"width": width, "height": 800})
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
-
-
-def test_scripts_of_the_documentation_reach_neither_the_key_nor_the_service(chromium, service):
-    script = """
-        window.SwaggerUIBundle = ({spec}) => {
-            let told = spec.info.title;
-            try { sessionStorage.getItem("sfumato-key"); told += ", the key"; } catch {}
-            const say = (found) => (document.title = `${told}, ${found}`);
-            fetch("/v1/info").then(() => say("the service"), () => say("no more"));
-        };
-        SwaggerUIBundle.presets = {}; SwaggerUIBundle.SwaggerUIStandalonePreset = {};"""
-    page = chromium.new_context(base_url=str(service.base_url)).new_page()
-    page.route("https://cdn.jsdelivr.net/**", lambda route: route.fulfill(body=script, content_type="text/javascript"))
-    page.goto("/")
-    page.get_by_role("link", name="HTTP interface").click()
-    expect(page).to_have_title("sfumato, no more")
-    page.context.close()
 
 
 def test_every_control_has_a_name(visit, service):

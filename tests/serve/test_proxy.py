@@ -16,7 +16,7 @@ from support.serving import Process, add, embedded, new_item, ready, served, unt
 from support.stores_contract import free_port
 
 from sfumato.models.run import load_run
-from sfumato.serve.sources import open_sources
+from sfumato.serve.settings import open_sources
 from sfumato.workflows.index import create_collection
 
 

@@ -4,16 +4,14 @@ import logging
 import time
 
 import pytest
-from serve.test_faults import problem
 from serve.test_sweep import aged
 from support.raising import raises
-from support.serving import KEY, by_image, new_item, picture, served, until
+from support.serving import KEY, by_image, new_item, picture, problem, served, until
 
 from sfumato.data.images import UploadedImages
 from sfumato.errors import UserError
 from sfumato.search.collection import UPLOADED_IMAGES
-from sfumato.serve.settings import Settings, read_keys
-from sfumato.serve.sources import open_sources
+from sfumato.serve.settings import Settings, open_sources, read_keys
 
 READER = "a-key-for-reading"
 WRITES = [

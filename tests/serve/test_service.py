@@ -26,6 +26,7 @@ from support.serving import (  # fmt: skip
     picture,
     ready,
     remove,
+    search,
     served,
     until,
 )
@@ -40,16 +41,9 @@ from sfumato.search.folder import writers_lock
 from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.app import PAGE, create_app, route_of
-from sfumato.serve.server import check_host, check_names, hosts_of, is_loopback, run_app
-from sfumato.serve.settings import Settings
-from sfumato.serve.sources import ServedGallery, Sources, open_sources
+from sfumato.serve.server import check_host, hosts_of, is_loopback, run_app
+from sfumato.serve.settings import ServedGallery, Settings, Sources, open_sources
 from sfumato.workflows.index import GalleryPart, build_index
-
-
-def search(client, *queries, status=200, **options):
-    answer = client.post("/v1/search", json={"queries": list(queries), **options})
-    assert answer.status_code == status, answer.text
-    return answer.json()["answers"] if status == 200 else answer.json()
 
 
 def same(answer, found):
@@ -441,11 +435,6 @@ def test_what_a_photograph_says_of_itself_becomes_its_fields(writable):
     assert b"EOS" not in writable.get("/v1/pictures/a").content
 
 
-def test_an_index_is_read_only_and_says_what_to_do(client):
-    for answer in (add(client, "a"), remove(client, "000.png")):
-        assert answer.status_code == 409 and "sfumato index RUN ... --out FOLDER" in answer.json()["detail"]
-
-
 def test_reading_goes_on_while_many_write(writable):
     stop, statuses = threading.Event(), []
 
@@ -527,14 +516,12 @@ def test_other_web_sites_are_kept_out(sources):
 def test_a_network_needs_a_key():
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
-    check_host("0.0.0.0", (KEY,), False)
-    check_host("0.0.0.0", (), True)
+    check_host("0.0.0.0", Settings(keys=(KEY,)), False)
+    check_host("0.0.0.0", Settings(hosts=hosts_of("0.0.0.0", ["a.example"])), True)
+    check_host("127.0.0.2", Settings(), False)
     assert hosts_of("0.0.0.0", []) == () and hosts_of("0.0.0.0", ["a.example"])[-1] == "a.example"
     assert "127.0.0.2" in hosts_of("127.0.0.2", []) and "192.0.2.1" in hosts_of("192.0.2.1", ["a.example"])
     assert hosts_of("::1", []) == hosts_of("localhost", []) == ("127.0.0.1", "localhost", "[::1]")
-    check_names("0.0.0.0", Settings(keys=(KEY,)))
-    check_names("0.0.0.0", Settings(hosts=hosts_of("0.0.0.0", ["a.example"])))
-    check_names("127.0.0.2", Settings())
 
 
 def test_sigterm_lets_requests_finish(collection):
@@ -609,15 +596,6 @@ def test_the_command_says_what_is_wrong(run, tmp_path, sfumato, monkeypatch):
     ):
         status, out, err = sfumato("serve", *arguments)
         assert status == 2 and message in err and not out and "Traceback" not in err, err
-
-
-def test_a_text_that_is_no_word_is_said_to_be_none(sources):
-    judged = replace(sources, unfamiliar=lambda texts: [text == "qxzvkw" for text in texts])
-    with served(judged) as client:
-        found = search(client, {"text": "qxzvkw"}, {"text": "a red circle"}, {"id": "000.png"})
-    kinds = [answer["verdict"] and answer["verdict"]["kind"] for answer in found]
-    assert kinds[0] == "unfamiliar" and kinds[1] not in (None, "unfamiliar") and kinds[2] is None
-    assert "hardly knows these words" in found[0]["verdict"]["text"] and found[0]["hits"]
 
 
 def test_idle_connections_are_kept_longer_than_proxies_keep_them(sources, monkeypatch):

@@ -9,8 +9,9 @@ import pytest
 from support.serving import new_item, ready, remove, served, until
 
 from sfumato.errors import UserError
-from sfumato.serve.health import StoreHealth
-from sfumato.serve.sources import open_sources
+from sfumato.search.candidates import ItemCount
+from sfumato.serve.monitoring import StoreHealth
+from sfumato.serve.settings import open_sources
 
 
 class FickleStore:
@@ -42,6 +43,7 @@ def fickle(collection, monkeypatch):
     sources = open_sources(collection)
     gallery = sources.galleries["images"].gallery
     gallery.store = store = FickleStore(gallery.store)
+    gallery.items = ItemCount(lambda: store.count())
     with served(sources) as client:
         yield client, store
         store.go.set()

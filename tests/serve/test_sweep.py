@@ -10,7 +10,7 @@ from support.serving import new_item, served, until
 from sfumato.data.images import UploadedImages
 from sfumato.files import remove_leftovers
 from sfumato.search.collection import UPLOADED_IMAGES
-from sfumato.serve.sources import open_sources
+from sfumato.serve.settings import open_sources
 from sfumato.serve.writing import KEPT, SAFE_AGE, find_orphans, sweep
 
 

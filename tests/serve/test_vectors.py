@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from serve.test_faults import problem
 from serve.test_service import same
 from support.serving import (
     by_image,
@@ -16,6 +15,8 @@ from support.serving import (
     make_embedding_run,
     npy_rows,
     picture,
+    problem,
+    search,
     served,
 )
 from support.toy import make_toy
@@ -25,7 +26,8 @@ from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.answer import QueryInfo
 from sfumato.search.index import copy_gallery
-from sfumato.serve.sources import ServedGallery, Sources, vector_sides
+from sfumato.serve.embedding import vector_sides
+from sfumato.serve.settings import ServedGallery, Sources
 from sfumato.training.loop import fit
 from sfumato.workflows.index import build_index
 
@@ -54,12 +56,6 @@ def points(tmp_path_factory):
 
 def query(vector, **rest):
     return {"vector": np.asarray(vector).tolist(), **rest}
-
-
-def search(client, *queries, status=200, **options):
-    answer = client.post("/v1/search", json={"queries": list(queries), **options})
-    assert answer.status_code == status, answer.text
-    return answer.json()["answers"] if status == 200 else problem(answer, status)
 
 
 def test_a_vector_finds_what_the_library_and_the_command_find(vectors, adopted, vector_run, texts, tmp_path, sfumato):

@@ -26,8 +26,8 @@ from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.serve.app import create_app
 from sfumato.serve.guard import Guard
-from sfumato.serve.settings import Settings
-from sfumato.serve.sources import ServedGallery, Sources
+from sfumato.serve.problems import CODES
+from sfumato.serve.settings import ServedGallery, Settings, Sources
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, build_index, create_collection
 from support.processes import Started, command
@@ -153,6 +153,23 @@ def add(client, *ids, **more):
 
 def remove(client, *ids, **more):
     return client.post("/v1/items/delete", json={"ids": list(ids), **more})
+
+
+def problem(answer, status):
+    """The document, checked."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    told = answer.json()
+    assert told["status"] == status and told["title"] and told["detail"]
+    assert told["type"] == f"/docs#problem-{told['code']}" and CODES[told["code"]][0] == status
+    return told
+
+
+def search(client, *queries, status=200, **options):
+    """The answers to queries, or the problem that they are."""
+    answer = client.post("/v1/search", json={"queries": list(queries), **options})
+    assert answer.status_code == status, answer.text
+    return answer.json()["answers"] if status == 200 else problem(answer, status)
 
 
 def by_image(data, **options):

@@ -20,7 +20,6 @@ from sfumato.cli.common import (
 )
 from sfumato.errors import UserError
 from sfumato.progress import say
-from sfumato.serve.settings import Settings, parse_limits, read_keys, require_extra
 
 if TYPE_CHECKING:
     from sfumato.models.model import Model
@@ -352,26 +351,25 @@ def serve(
 
     A collection of texts beside one of images is searched by image. Items can be added and deleted.
     """
-    require_extra()
+    from sfumato.errors import need
     from sfumato.models.run import choose_device
-    from sfumato.serve import server
-    from sfumato.serve.app import create_app
-    from sfumato.serve.sources import open_sources
     from sfumato.workflows.own_folder import move_sources
 
-    lines = server.log_format_of(log_format)
-    if otel:
-        server.require_otel()
+    with need("serve", "the service needs FastAPI, uvicorn and prometheus-client"):
+        from sfumato.serve import server
+        from sfumato.serve.app import create_app
+        from sfumato.serve.settings import Settings, open_sources, parse_limits, read_keys
+
+    server.formatter_of(log_format)
+    provider = server.tracer_provider() if otel else None
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
-    server.check_host(host, keys + reading_keys, no_key)
-    hosts = server.hosts_of(host, allowed_host or [])
     if judgements is not None:
         _check_judgements(judgements)
     settings = Settings(
-        **parse_limits(limits or []), keys=keys, reading_keys=reading_keys, read_only=read_only, hosts=hosts,
-        judgements=judgements,
+        **parse_limits(limits or []), keys=keys, reading_keys=reading_keys, read_only=read_only,
+        hosts=server.hosts_of(host, allowed_host or []), judgements=judgements,
     )  # fmt: skip
-    server.check_names(host, settings)
+    server.check_host(host, settings, no_key)
     server.check_address(host, port)
     if len(folders) > 2:
         raise UserError(f"got {len(folders)} folders to serve; give one collection, or one of images and one of texts")
@@ -380,9 +378,9 @@ def serve(
         say(f"the images of {folders[0]} are looked for in {', '.join(images)} from now on")
     sources = open_sources(*folders, run=run, store=store, device=choose_device())
     app = create_app(sources, settings)
-    if otel:
-        server.trace(app)
-    server.run_app(app, host=host, port=port, access_log=access_log, log_format=lines)
+    if provider is not None:
+        server.trace(app, provider)
+    server.run_app(app, host=host, port=port, access_log=access_log, log_format=log_format)
 
 
 def _check_judgements(path: Path) -> None:

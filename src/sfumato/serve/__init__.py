@@ -1,1 +1,1 @@
-"""A small HTTP service for a model and its galleries: search by text and image, with guarantees and a web page."""
+"""The HTTP service: a model and its galleries behind routes, with limits, keys and metrics. Needs the extra `serve`."""

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi import Path as PathParameter
@@ -24,33 +25,29 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from sfumato import __version__
 from sfumato.errors import UserError
-from sfumato.serve.answering import item_path
+from sfumato.serve.decoding import Unavailable
 from sfumato.serve.guard import RIGHTS, Guard
 from sfumato.serve.judging import WEB, JudgementsRequest, JudgementsResponse, JudgementsSummary, Judging
-from sfumato.serve.metrics import TEXT
-from sfumato.serve.openapi import COMMON, CREATED, IMAGE, INTRODUCTION, documented, problems
-from sfumato.serve.problems import Refusal, busy, invalid
-from sfumato.serve.queries import Asked, asked_by, asked_text, decoded
+from sfumato.serve.monitoring import TEXT
+from sfumato.serve.problems import COMMON, IMAGE, INTRODUCTION, Refusal, busy, documented, invalid, problems
 from sfumato.serve.schemas import (
     AddRequest,
     AddResponse,
     DeleteRequest,
     DeleteResponse,
-    GalleryName,
     Info,
     Item,
     ItemList,
-    NewItem,
-    RequestOptions,
+    SearchFields,
     SearchRequest,
     SearchResponse,
     State,
     TextSearch,
 )
+from sfumato.serve.searching import Asked, asked_by, asked_text
 from sfumato.serve.service import Service
-from sfumato.serve.settings import Settings
-from sfumato.serve.sources import Sources
-from sfumato.serve.writing import New, Writer
+from sfumato.serve.settings import GalleryName, Settings, Sources
+from sfumato.serve.writing import Writer
 
 JSON = "application/json"
 
@@ -127,6 +124,7 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     app = FastAPI(
         generate_unique_id_function=lambda route: route.name,
         title="sfumato",
+        summary="Probabilistic image-text search",
         version=__version__,
         description=INTRODUCTION,
         responses=problems(*COMMON),
@@ -158,6 +156,10 @@ def _handle_errors(app: FastAPI) -> None:
         _LOG.error("the store failed: %s", error)
         reason = "The store cannot be searched now; the log of the service has the reason"
         return busy(reason, 5, code="store-failed").response()
+
+    @app.exception_handler(Unavailable)
+    async def unavailable(request: Request, error: Unavailable) -> Response:
+        return busy(str(error), error.seconds, code=error.code).response()
 
     @app.exception_handler(RequestValidationError)
     async def wrong(request: Request, error: RequestValidationError) -> Response:
@@ -259,7 +261,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     async def search_by_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
         """Search by one text."""
         asked = asked_text(parameters.q, parameters.also, parameters.without, "query.q")
-        return await _answers(service, [asked], parameters.options())
+        return await _answers(service, [asked], parameters)
 
     @post("/v1/search")
     async def search(wanted: SearchRequest) -> Response:
@@ -269,7 +271,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
             return [asked_by(query, i) for i, query in enumerate(wanted.queries)]
 
         asked = (
-            await service.in_thread(read) if any(query.image or query.vector for query in wanted.queries) else read()
+            await service.threads.run(read) if any(query.image or query.vector for query in wanted.queries) else read()
         )
         return await _answers(service, asked, wanted)
 
@@ -305,11 +307,20 @@ def _add_views(app: FastAPI, service: Service) -> None:
         data, kind = await service.image(id, size)
         tag = f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
         # In a collection an image can be replaced, so browsers must revalidate.
-        lasting = "no-cache" if service.gallery("images").writable else "max-age=604800"
+        lasting = "no-cache" if service.sources.gallery("images").writable else "max-age=604800"
         headers = {"ETag": tag, "Cache-Control": f"private, {lasting}"}
         if tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(data, headers=headers, media_type=kind)
+
+
+CREATED: dict[int | str, dict[str, Any]] = {
+    201: {
+        "description": "at least one of the items is new; for a request with a single item, Location is its path",
+        "model": AddResponse,
+        "headers": {"Location": {"description": "path of the new item", "schema": {"type": "string"}}},
+    }
+}
 
 
 def _add_writes(app: FastAPI, service: Service, writer: Writer) -> None:
@@ -322,8 +333,14 @@ def _add_writes(app: FastAPI, service: Service, writer: Writer) -> None:
 
         The status is 201 if at least one item is new, and 200 if all existed.
         """
-        items = await service.in_thread(lambda: [_new(one, i) for i, one in enumerate(wanted.items)])
-        return _added(await writer.add(wanted.gallery, items), items)
+        done = await writer.add(wanted)
+        response = _json(done)
+        if done.created:
+            response.status_code = 201
+            if len(wanted.items) == 1:
+                gallery = "" if done.gallery == "images" else f"?gallery={done.gallery}"
+                response.headers["Location"] = f"/v1/items/{quote(wanted.items[0].id)}{gallery}"
+        return response
 
     @app.post("/v1/items/delete", response_model=DeleteResponse, **writes)
     async def delete_items(wanted: DeleteRequest) -> Response:
@@ -358,31 +375,15 @@ def _add_judgements(app: FastAPI, judging: Judging) -> None:
         return _json(await judging.keep(wanted))
 
 
-def _added(done: AddResponse, items: Sequence[New]) -> Response:
-    """The response of an addition: 201 if something is new, with its location if that is one item."""
-    response = _json(done)
-    if done.created:
-        response.status_code = 201
-        if len(items) == 1:
-            response.headers["Location"] = item_path(items[0].id, done.gallery)
-    return response
-
-
 _MANY_RESULTS = 200
 
 
-async def _answers(service: Service, asked: Sequence[Asked], options: RequestOptions) -> Response:
+async def _answers(service: Service, asked: Sequence[Asked], options: SearchFields) -> Response:
     """The response of a search; a large one is written in a thread, so that nobody waits for it."""
-    found = await service.search(asked, options)
+    found = await service.searches.search(asked, options)
     large = len(asked) * options.max_results > _MANY_RESULTS or options.coverage is not None
-    return await service.in_thread(_json, found) if large else _json(found)
+    return await service.threads.run(_json, found) if large else _json(found)
 
 
 def _json(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json")
-
-
-def _new(item: NewItem, i: int) -> New:
-    where = f"body.items.{i}"
-    image = None if item.image is None else decoded(item.image, f"{where}.image")
-    return New(item.id, where, image, item.text, item.payload)

@@ -1,33 +1,181 @@
-"""Images are decoded in processes of their own.
+"""Images are decoded in processes of their own: this module is both ends of their pipes.
 
 The processes have limits of time, memory and pixels; one that fails is replaced. They are plain subprocesses: a pool of
 `concurrent.futures` breaks as a whole when one process dies and cannot stop one that hangs, a spawned process of
 multiprocessing imports the program that runs the service, with torch, again, and both unpickle what comes back.
+
+A process answers one request after the other on its standard input. It imports numpy and Pillow, and nothing of the
+model or the service: this module must not either. A message is two lengths, a JSON object and bytes. Nothing is
+pickled: the service must not trust what comes back.
 """
 
 import asyncio
 import contextlib
+import io
+import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
+from PIL import Image, ImageOps
 
-from sfumato.encoders.dual import Tower
-from sfumato.encoders.frozen import FrozenProcessor
-from sfumato.encoders.processors import PixelProcessor
-from sfumato.serve import decode_worker
-from sfumato.serve.decode_worker import Message
-from sfumato.serve.problems import Refusal, busy
+from sfumato.data.image_decoding import Fit, decode_image, opened_image
+from sfumato.data.photographs import describe_image
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+MAX_SCANS = 100
+"""Scans of a progressive JPEG file; usual ones have ten. Each costs as much time as a whole image."""
+
+PATIENCE = 1.25
+"""Time by the clock that a task may take, in multiples of its processor time: other work may have the processor. So one
+image after another in the same process is refused before the time limit of requests."""
+
+KNOWS_ITS_TIME = hasattr(signal, "setitimer")
+"""Whether the system ends a process that has used the processor for too long; Windows does not."""
+
+Message = tuple[Mapping[str, Any], bytes]
+"""A JSON object and bytes."""
+
+_LENGTHS = struct.Struct(">IQ")
+_SHOWN = {
+    "PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif",
+    "AVIF": "image/avif",
+}  # fmt: skip
+"""Formats that browsers show; others are re-encoded."""
+
+_PHOTOGRAPHS = ("JPEG", "MPO", "HEIF", "AVIF", "TIFF")
+"""Formats that become a JPEG file, unless something is transparent; others become a PNG file."""
+
+
+def header(data: bytes) -> Message:
+    """Read the header of an image file; nothing is decoded."""
+    with opened_image(data, max_pixels=None) as image:
+        return {"format": str(image.format), "width": image.width, "height": image.height}, b""
+
+
+def square(data: bytes, size: int, fit: Fit) -> Message:
+    """Decode an image to a square, see :func:`~sfumato.data.image_decoding.decode_image`. Returns (3, size, size)."""
+    return {}, decode_image(data, size, fit=fit, reduced=True).tobytes()
+
+
+def rgb(data: bytes, side: int | None) -> Message:
+    """Decode an image of any format to one that is simple: upright, in RGB, uncompressed."""
+    if side is not None:
+        data = _drafted(data, side)
+    image = Image.fromarray(decode_image(data, None).transpose(1, 2, 0))
+    factor = 1 if side is None else min(image.size) // side
+    return {}, _encoded(image.reduce(factor) if factor > 1 else image, "BMP")
+
+
+def stored(data: bytes) -> Message:
+    """Re-encode an image file, upright and in RGB, without its metadata, and give some of these as payload fields.
+
+    The location of the camera is none of them.
+    """
+    with opened_image(data) as image:
+        format = "PNG" if image.format == "TIFF" or image.format not in _PHOTOGRAPHS else "JPEG"
+    pixels = np.ascontiguousarray(decode_image(data, None).transpose(1, 2, 0))
+    return {"fields": describe_image(data)}, _encoded(Image.fromarray(pixels), format)
+
+
+def shown(data: bytes, size: int | None) -> Message:
+    """Convert a stored image for a browser."""
+    with opened_image(data) as image:
+        kind = str(image.format)
+        if size is None and kind in _SHOWN:
+            return {"type": _SHOWN[kind]}, b""
+        if size is not None:
+            image.draft(None, (2 * size, 2 * size))
+        transparent = image.has_transparency_data
+        kind = "JPEG" if kind in _PHOTOGRAPHS and not transparent else "PNG"
+        if kind == "JPEG" and image.format not in ("JPEG", "MPO"):  # Scans of 16 bits, say.
+            upright = Image.fromarray(decode_image(data, None).transpose(1, 2, 0))
+        else:
+            upright = ImageOps.exif_transpose(image)
+        if size is not None:
+            upright.thumbnail((size, size), Image.Resampling.BICUBIC)
+        return {"type": _SHOWN[kind]}, _encoded(upright.convert("RGB" if kind == "JPEG" else "RGBA"), kind)
+
+
+TASKS: dict[str, Callable[..., Message]] = {
+    "header": header, "square": square, "rgb": rgb, "stored": stored, "shown": shown,
+}  # fmt: skip
+"""What the process can do with the bytes of an image file."""
+
+
+def done(task: str, options: Mapping[str, Any], data: bytes) -> Message:
+    """Do one task."""
+    try:
+        _check_scans(data)
+        return TASKS[task](data, **options)
+    except MemoryError:
+        return {"error": "takes too much memory to decode; send a smaller copy"}, b""
+    except ValueError as error:
+        return {"error": str(error)}, b""
+
+
+def send(pipe: IO[bytes], message: Message) -> None:
+    """Write a message."""
+    text, data = json.dumps(message[0]).encode(), message[1]
+    pipe.write(_LENGTHS.pack(len(text), len(data)) + text)
+    pipe.write(data)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> Message:
+    """Read a message."""
+    of_text, of_data = _LENGTHS.unpack(_exactly(pipe, _LENGTHS.size))
+    return json.loads(_exactly(pipe, of_text)), _exactly(pipe, of_data)
+
+
+def _exactly(pipe: IO[bytes], n: int) -> bytes:
+    data = pipe.read(n)
+    if len(data) < n:
+        raise EOFError
+    return data
+
+
+def _check_scans(data: bytes) -> None:
+    scans = data.count(b"\xff\xda") if data.startswith(b"\xff\xd8") else 0
+    if scans > MAX_SCANS:
+        raise ValueError(f"a JPEG file with {scans} scans, more than the limit of {MAX_SCANS}; save it again")
+
+
+def _drafted(data: bytes, side: int) -> bytes:
+    """A large JPEG file decoded at a half, a quarter or an eighth of its size; anything else as it is."""
+    with opened_image(data) as image:
+        if image.format not in ("JPEG", "MPO") or min(image.size) < 2 * side:
+            return data
+        image.draft(None, (side, side))
+        return _encoded(ImageOps.exif_transpose(image).convert("RGB"), "BMP")
+
+
+def _encoded(image: Image.Image, format: str) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, quality=90)
+    return file.getvalue()
+
+
+class Unavailable(Exception):
+    """The service cannot do this now; the caller should send the request again in a few seconds."""
+
+    def __init__(self, detail: str, seconds: int = 1, code: str = "busy") -> None:
+        super().__init__(detail)
+        self.seconds, self.code = seconds, code
+
+
+def closing() -> Unavailable:
+    """The error of what comes too late."""
+    return Unavailable("The service is shutting down", 5, "not-ready")
 
 
 class Threads:
@@ -39,42 +187,35 @@ class Threads:
 
     async def run(self, work: Callable[..., Result], *arguments: object) -> Result:
         """Run work in a thread; work that has begun continues if the caller stops waiting."""
+        loop = asyncio.get_running_loop()
+
+        def release(done: "Future[Result]") -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._free.release)
+
         await self._free.acquire()
         try:
-            running = asyncio.wrap_future(self.pool.submit(work, *arguments))
+            running = self.pool.submit(work, *arguments)
         except RuntimeError:
             self._free.release()
-            raise busy("The service is shutting down", 5) from None
-        # The thread is free when the work is done, whether or not the caller still waits then.
-        task = asyncio.ensure_future(self._until_free(running))
-        task.add_done_callback(_retrieve)
+            raise closing() from None
+        running.add_done_callback(release)  # The thread is free when the work is done, whoever still waits then.
         try:
-            return await asyncio.shield(task)
+            return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            if task.cancelled():  # By the shutdown, not by the caller.
-                raise busy("The service is shutting down", 5) from None
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # By the shutdown, not by the caller.
+                raise closing() from None
             raise
 
-    async def _until_free(self, running: "asyncio.Future[Result]") -> Result:
-        try:
-            return await running
-        finally:
-            self._free.release()
 
+@dataclass(frozen=True)
+class Task(Generic[Result]):
+    """What a process does with an image, see :data:`TASKS`."""
 
-def _retrieve(task: "asyncio.Task[Result]") -> None:
-    """Take the error of work whose caller has left; asyncio would write a traceback into the log."""
-    if not task.cancelled():
-        task.exception()
-
-
-_REDUCED_SIDE = 1536
-"""Side down to which images are reduced for a frozen backbone: four times the usual 384 pixels of its input."""
-
-
-PATIENCE = 1.25
-"""Time by the clock that a task may take, in multiples of its processor time: other work may have the processor. So one
-image after another in the same process is refused before the time limit of requests."""
+    name: str  # key in TASKS
+    options: Mapping[str, Any]  # of the task
+    finish: Callable[[Message], Result]  # converts the answer, in a thread of the service
 
 
 def message_of(answer: Message) -> Message:
@@ -87,29 +228,8 @@ def bytes_of(answer: Message) -> bytes:
     return answer[1]
 
 
-@dataclass(frozen=True)
-class Task(Generic[Result]):
-    """What a process does with an image, see :data:`~sfumato.serve.decode_worker.TASKS`."""
-
-    name: str  # key in TASKS
-    options: Mapping[str, Any]  # of the task
-    finish: Callable[[Message], Result]  # converts the answer, in a thread of the service
-
-
 HEADER = Task("header", {}, message_of)
 """Reads format, width and height."""
-
-
-def input_task(tower: Tower, prepare: Callable[[bytes], Any]) -> Task[Any]:
-    """The task that makes the input of an image tower."""
-    processor = tower.processor
-    if isinstance(processor, PixelProcessor) and hasattr(processor, "fit"):  # Others resize in ways of their own.
-        shape = (3, processor.size, processor.size)
-        options = {"size": processor.size, "fit": processor.fit}
-        return Task("square", options, lambda answer: np.frombuffer(answer[1], np.uint8).reshape(shape))
-    if isinstance(processor, FrozenProcessor):
-        return Task("rgb", {"side": _REDUCED_SIDE}, bytes_of)
-    return Task("rgb", {"side": None}, lambda answer: prepare(answer[1]))
 
 
 class Decoders:
@@ -126,11 +246,7 @@ class Decoders:
 
     async def all(self, task: Task[Result], images: Sequence[bytes]) -> list[Result | BaseException]:
         """Do a task with several images."""
-        found = await asyncio.gather(*(self.run(task, image) for image in images), return_exceptions=True)
-        for one in found:
-            if isinstance(one, Refusal):
-                raise one
-        return found
+        return await asyncio.gather(*(self.run(task, image) for image in images), return_exceptions=True)
 
     def close(self) -> None:
         """End the processes; running tasks fail."""
@@ -172,7 +288,7 @@ class _Process:
 
     def _ask(self, task: Task[Any], data: bytes) -> Message | None:
         """The answer; None if the process has ended without one."""
-        child, own_time = self._started(), decode_worker.KNOWS_ITS_TIME
+        child, own_time = self._started(), KNOWS_ITS_TIME
         late = threading.Event()
 
         def stop() -> None:
@@ -183,8 +299,8 @@ class _Process:
         timer.start()
         try:
             request = {"task": task.name, "options": dict(task.options), "seconds": self.seconds}
-            decode_worker.send(_pipe(child.stdin), (request, data))
-            return decode_worker.receive(_pipe(child.stdout))
+            send(_pipe(child.stdin), (request, data))
+            return receive(_pipe(child.stdout))
         except (OSError, EOFError, ValueError):
             self._end()
             if own_time and child.returncode == -signal.SIGPROF:
@@ -192,7 +308,9 @@ class _Process:
                     f"takes more than {self.seconds:g} seconds of the processor to decode; send a smaller copy"
                 ) from None
             if late.is_set() and own_time:
-                raise busy("The computer is too busy to decode an image; send the request again later", 5) from None
+                raise Unavailable(
+                    "The computer is too busy to decode an image; send the request again later", 5
+                ) from None
             if late.is_set():
                 raise ValueError(f"takes more than {self.seconds:g} seconds to decode; send a smaller copy") from None
             return None
@@ -203,12 +321,12 @@ class _Process:
         if self.child is None or self.child.poll() is not None:
             self._end()
             if self.closed:
-                raise busy("The service is shutting down", 5)
+                raise closing()
             # One thread; and memory that was freed goes back to the system (a GNU C library keeps it otherwise).
             alone = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
             lean = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
             self.child = subprocess.Popen(
-                [sys.executable, "-P", "-m", decode_worker.__name__, str(self.memory_bytes)],
+                [sys.executable, "-P", "-m", "sfumato.serve.decoding", str(self.memory_bytes)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 env={**os.environ, **alone, **lean},
             )  # fmt: skip
@@ -227,3 +345,44 @@ class _Process:
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None
     return pipe
+
+
+def _limit(memory_bytes: int) -> None:
+    """Leave the computer to others: little memory, low priority, and no interest in Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if KNOWS_ITS_TIME:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # Ends the process.
+    if hasattr(os, "nice"):
+        os.nice(10)
+    with contextlib.suppress(ImportError, OSError, ValueError):  # No such limit, or a stricter one holds already.
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def _end_after(seconds: float) -> None:
+    """End this process after so much time of the processor, where the system can; 0 for never."""
+    if KNOWS_ITS_TIME:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def main(memory_bytes: int) -> None:
+    """Answer requests until the service closes the pipe."""
+    _limit(memory_bytes)
+    Image.MAX_IMAGE_PIXELS = None  # The service decides by the header.
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # Nothing else may write there.
+        while True:
+            try:
+                request, data = receive(sys.stdin.buffer)
+            except EOFError:
+                return
+            _end_after(request["seconds"])
+            answer = done(request["task"], request["options"], data)
+            _end_after(0)
+            del data
+            send(answers, answer)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

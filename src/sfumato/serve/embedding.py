@@ -1,40 +1,42 @@
-"""Embeds queries and new items: requests share micro-batches, and no text waits for an image."""
+"""Embeds the texts, image files and vectors of requests: they share micro-batches, and no text waits for an image."""
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_args
 
+import numpy as np
 import torch
 
-from sfumato.encoders.dual import DualEncoder
+from sfumato.data.image_inputs import regions_to_bytes
+from sfumato.encoders.dual import DualEncoder, Tower
+from sfumato.encoders.feature_rows import EmbeddingProcessor
+from sfumato.encoders.frozen import FrozenProcessor
+from sfumato.encoders.processors import PixelProcessor
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embedding_steps
-from sfumato.serve.decoding import Decoders, input_task
-from sfumato.serve.metrics import Metrics
-from sfumato.serve.problems import Refusal, busy
-from sfumato.serve.settings import Settings
+from sfumato.serve.decoding import HEADER, Decoders, Task, Unavailable, bytes_of, closing
+from sfumato.serve.guard import Budget
+from sfumato.serve.monitoring import Metrics
+from sfumato.serve.problems import Refusal, wrong
+from sfumato.serve.schemas import Modality, QueryKinds
+from sfumato.serve.settings import Settings, Sources
 
-Item = TypeVar("Item")
+Given = TypeVar("Given")
 Result = TypeVar("Result")
 
-
-class Full(Exception):
-    """Too many items are waiting."""
+_FULL = "The service is busy; send the request again in a moment"
 
 
-class Closed(Exception):
-    """The service is shutting down."""
-
-
-class Batcher(Generic[Item, Result]):
+class Batcher(Generic[Given, Result]):
     """Collects items of several tasks and computes them together. Start it in a running event loop."""
 
     def __init__(
         self,
-        compute: Callable[[list[Item]], Sequence[Result | Exception]],
+        compute: Callable[[list[Given]], Sequence[Result]],
         executor: Executor,
         *,
         size: int,
@@ -45,7 +47,7 @@ class Batcher(Generic[Item, Result]):
     ) -> None:
         self.compute, self.executor, self.size, self.window, self.waiting = compute, executor, size, window, waiting
         self._observe, self._workers = observe, workers
-        self._queue: deque[tuple[Item, asyncio.Future[Result]]] = deque()
+        self._queue: deque[tuple[Given, asyncio.Future[Result]]] = deque()
         self._some, self._enough = asyncio.Event(), asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -58,12 +60,12 @@ class Batcher(Generic[Item, Result]):
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._work()) for _ in range(self._workers)]
 
-    async def submit(self, items: Sequence[Item]) -> list[Result | BaseException]:
+    async def submit(self, items: Sequence[Given]) -> list[Result | BaseException]:
         """Compute items. If the caller is cancelled, its waiting items are dropped."""
-        if not self._tasks or all(task.done() for task in self._tasks):
-            raise Closed
+        if all(task.done() for task in self._tasks):
+            raise closing()
         if len(self._queue) + len(items) > self.waiting:
-            raise Full
+            raise Unavailable(_FULL)
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Result]] = [loop.create_future() for _ in items]
         self._queue.extend(zip(items, futures, strict=True))
@@ -73,13 +75,11 @@ class Batcher(Generic[Item, Result]):
         return await asyncio.gather(*futures, return_exceptions=True)
 
     async def close(self) -> None:
-        """Stop; waiting items fail with Closed."""
+        """Stop; waiting items fail."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for _, future in self._queue:
-            if not future.done():
-                future.set_exception(Closed())
+        _fail(list(self._queue))
         self._queue.clear()
 
     async def _work(self) -> None:
@@ -95,9 +95,7 @@ class Batcher(Generic[Item, Result]):
             try:
                 results = await self._results([item for item, _ in batch])
             except BaseException:
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(Closed())
+                _fail(batch)
                 raise
             for (_, future), result in zip(batch, results, strict=True):
                 if future.done():  # The caller was cancelled.
@@ -107,9 +105,9 @@ class Batcher(Generic[Item, Result]):
                 else:
                     future.set_result(result)
 
-    def _next(self) -> list[tuple[Item, asyncio.Future[Result]]]:
+    def _next(self) -> list[tuple[Given, asyncio.Future[Result]]]:
         """The oldest items whose callers still wait."""
-        batch: list[tuple[Item, asyncio.Future[Result]]] = []
+        batch: list[tuple[Given, asyncio.Future[Result]]] = []
         while self._queue and len(batch) < self.size:
             item, future = self._queue.popleft()
             if not future.done():
@@ -120,12 +118,12 @@ class Batcher(Generic[Item, Result]):
             self._enough.clear()
         return batch
 
-    async def _results(self, items: list[Item]) -> list[Result | Exception]:
+    async def _results(self, items: list[Given]) -> list[Result | Exception]:
+        """The results of a batch; if it fails, of each item alone, so that a bad one fails alone."""
         loop = asyncio.get_running_loop()
         try:
-            results = list(await loop.run_in_executor(self.executor, self.compute, items))
-            if len(results) != len(items):
-                raise AssertionError(f"{len(results)} results of {len(items)} items")
+            results = list[Result | Exception](await loop.run_in_executor(self.executor, self.compute, items))
+            assert len(results) == len(items)
             return results
         except Exception as error:
             if len(items) == 1:
@@ -133,33 +131,37 @@ class Batcher(Generic[Item, Result]):
         return [result for item in items for result in await self._results([item])]
 
 
-Embedded = list[GaussianEmbedding | BaseException]
-"""For each item its embedding, or the exception."""
+def _fail(batch: Sequence[tuple[object, "asyncio.Future[Any]"]]) -> None:
+    for _, future in batch:
+        if not future.done():
+            future.set_exception(closing())
 
 
 class Embedder:
     """The model behind two queues, one for texts and one for images: no text waits for an image."""
 
-    def __init__(self, model: DualEncoder, settings: Settings, metrics: Metrics) -> None:
-        self.model = model
+    def __init__(self, sources: Sources, settings: Settings, metrics: Metrics) -> None:
+        self.model, self.settings = sources.model, settings
+        self.vector_sides = vector_sides(self.model, sources.d)
+        self.pixels = Budget(settings.pixel_budget, "images to decode")
         self._threads = [
             ThreadPoolExecutor(1, f"embed {side}", torch.set_num_threads, (settings.threads,))
             for side in ("texts", "images")
         ]
-        self.texts: Batcher[str | bytes, GaussianEmbedding] = Batcher(
-            self._embed_texts, self._threads[0], size=settings.batch_size, window=settings.batch_window_ms / 1000,
-            waiting=settings.queue, observe=metrics.batch("text"),
+        self.texts: Batcher[Any, GaussianEmbedding] = Batcher(
+            lambda texts: _rows(self.model.embed_texts(texts)), self._threads[0], size=settings.batch_size,
+            window=settings.batch_window_ms / 1000, waiting=settings.queue, observe=metrics.batch("text"),
         )  # fmt: skip
         # The same two steps as at ingestion: decode an image in a process, encode a batch in the thread of images.
-        self._prepare, self._encode = embedding_steps(model.image, "images")
-        self._task = None if model.image.processor.reads else input_task(model.image, self._prepare)
+        self._prepare, encode = embedding_steps(self.model.image, "images")
+        self._task = None if self.model.image.processor.reads else input_task(self.model.image, self._prepare)
         self.decoders = Decoders(
             settings.workers, seconds=settings.decode_timeout, memory_bytes=settings.decode_memory_mb * 1_000_000
         )
-        self.decoding, self._max_waiting = 0, settings.queue
+        self.decoding = 0
         self.images: Batcher[Any, GaussianEmbedding] = Batcher(
-            self._embed_images, self._threads[1], size=settings.batch_size, window=settings.batch_window_ms / 1000,
-            waiting=settings.queue, observe=metrics.batch("image"),
+            lambda images: _rows(encode(images)), self._threads[1], size=settings.batch_size,
+            window=settings.batch_window_ms / 1000, waiting=settings.queue, observe=metrics.batch("image"),
         )  # fmt: skip
 
     def start(self) -> None:
@@ -175,22 +177,40 @@ class Embedder:
             thread.shutdown(wait=False, cancel_futures=True)
         self.decoders.close()
 
-    async def embed_texts(self, texts: Sequence[str | bytes]) -> Embedded:
-        """Embed texts. Returns one (1, d) embedding of each."""
-        return await submitted(self.texts, texts)
+    def kinds(self) -> QueryKinds:
+        """The kinds of queries that the model can answer."""
+        return QueryKinds(
+            text=not self.model.text.processor.reads,
+            image=not self.model.image.processor.reads,
+            id=True,
+            vector={side.modality: side.channels for side in self.vector_sides.values() if side.channels is not None},
+        )
 
-    async def embed_images(self, images: Sequence[bytes]) -> Embedded:
-        """Decode and embed image files. Returns one (1, d) embedding of each."""
-        if self.decoding + len(self.images) + len(images) > self._max_waiting:
-            raise _full()
+    def refuse_features(self, side: Modality, where: Sequence[str]) -> None:
+        """Refuse the images or texts of a request if the model reads features instead of them."""
+        features = (self.model.image if side == "image" else self.model.text).processor.reads
+        if where and features:
+            kinds = self.kinds()
+            ways = [*["by text"] * kinds.text, *["by vector"] * bool(kinds.vector), "by item"]
+            reads = f"the model of this service reads {features}, not {side}s; search {' or '.join(ways)}"
+            raise Refusal(422, reason := f"{where[0]}: {reads}", errors=[(where[0], reason)])
+
+    async def embed_texts(self, texts: Sequence[str | bytes], where: Sequence[str]) -> list[GaussianEmbedding]:
+        """Embed texts. where: their places in the request. Returns one (1, d) embedding of each."""
+        return usable(await self.texts.submit(texts), where)
+
+    async def embed_images(self, images: Sequence[bytes], where: Sequence[str]) -> list[GaussianEmbedding]:
+        """Decode and embed image files. where: their places in the request. Returns one (1, d) embedding of each."""
+        if self.decoding + len(self.images) + len(images) > self.settings.queue:
+            raise Unavailable(_FULL)
         self.decoding += len(images)
         try:
             prepared = await self._prepared(images)
         finally:
             self.decoding -= len(images)
         decoded = [one for one in prepared if not isinstance(one, BaseException)]
-        rows = iter(await submitted(self.images, decoded) if decoded else ())
-        return [one if isinstance(one, BaseException) else next(rows) for one in prepared]
+        rows = iter(await self.images.submit(decoded) if decoded else ())
+        return usable([one if isinstance(one, BaseException) else next(rows) for one in prepared], where)
 
     async def _prepared(self, images: Sequence[bytes]) -> list[Any | BaseException]:
         """The input of the image tower for each file, or the exception."""
@@ -204,26 +224,126 @@ class Embedder:
                 found.append(error)
         return found
 
-    def _embed_texts(self, texts: list[Any]) -> list[GaussianEmbedding | Exception]:
-        return _rows(self.model.embed_texts(texts))
+    @contextlib.asynccontextmanager
+    async def checked_images(self, images: Sequence[bytes], where: Sequence[str]) -> AsyncIterator[None]:
+        """Check image files by their headers, and take their pixels from the budget of all requests."""
+        self.refuse_features("image", where)
+        for place, data in zip(where, images, strict=True):
+            if len(data) > (most := self.settings.max_upload_bytes):
+                raise Refusal(413, f"{place}: {len(data)} bytes are more than the limit of {most}")
+        headers = await self.decoders.all(HEADER, images)
+        total, limit = 0, self.settings.max_pixels
+        for place, (header, _) in zip(where, usable(headers, where), strict=True):
+            width, height = header["width"], header["height"]
+            total += width * height
+            if width * height > limit:
+                reason = f"{width} x {height} are more pixels than the limit of {limit}; send a smaller copy"
+                raise Refusal(413, f"{place}: {reason}")
+            if total > limit:
+                raise Refusal(
+                    413,
+                    f"{place}: with this image the request has {total} pixels, more than the limit of {limit} for all"
+                    " images of a request; send fewer at a time, or smaller copies",
+                )
+        with self.pixels.taken(total):
+            yield
 
-    def _embed_images(self, images: list[Any]) -> list[GaussianEmbedding | Exception]:
-        return _rows(self._encode(images))
+    async def embed_vectors(self, vectors: Sequence[tuple[Modality, np.ndarray, str]]) -> list[GaussianEmbedding]:
+        """Embed vectors: (modality, (c,) numbers, place in the request). Returns one (1, d) embedding of each."""
+        sides = [self.vector_sides[modality] for modality, _, _ in vectors]
+        found = [side.reason or side.error(vector) for side, (_, vector, _) in zip(sides, vectors, strict=True)]
+        if bad := [(where, error) for (_, _, where), error in zip(vectors, found, strict=True) if error]:
+            raise Refusal(422, f"{bad[0][0]}: {bad[0][1]}", errors=bad)
+        rows: dict[int, GaussianEmbedding] = {}
+        for modality, side in self.vector_sides.items():
+            chosen = [i for i, one in enumerate(sides) if one is side]
+            if chosen and side.reads:
+                files = [regions_to_bytes(vectors[i][1].reshape(1, -1)) for i in chosen]
+                embed = self.embed_texts if modality == "text" else self.embed_images
+                rows |= dict(zip(chosen, await embed(files, [vectors[i][2] for i in chosen]), strict=True))
+            elif chosen:
+                points = side.points([vectors[i][1] for i in chosen])
+                rows |= {i: points[k : k + 1] for k, i in enumerate(chosen)}
+        for i, (_, _, where) in enumerate(vectors):
+            if not (rows[i].mean.square().sum() + rows[i].total_variance).isfinite():
+                expected = "expected numbers like the model's data"
+                raise wrong(where, f"the embedding of this vector by the model is not finite; {expected}")
+        return [rows[i] for i in range(len(vectors))]
 
 
-def _rows(embeddings: GaussianEmbedding) -> list[GaussianEmbedding | Exception]:
+def _rows(embeddings: GaussianEmbedding) -> list[GaussianEmbedding]:
     return [embeddings[i : i + 1] for i in range(embeddings.n)]
 
 
-def _full() -> Refusal:
-    return busy("The service is busy; send the request again in a moment")
+def usable(found: Sequence[Result | BaseException], where: Sequence[str]) -> list[Result]:
+    """What was found of each part of a request; a part that cannot be read is refused with its place."""
+    bad = [(place, error) for place, error in zip(where, found, strict=True) if isinstance(error, BaseException)]
+    for _, error in bad:
+        if not isinstance(error, ValueError | OSError):
+            raise error
+    if bad:
+        raise Refusal(422, f"{bad[0][0]}: {bad[0][1]}", errors=[(place, str(error)) for place, error in bad])
+    return [one for one in found if not isinstance(one, BaseException)]
 
 
-async def submitted(batcher: Batcher[Item, Result], items: Sequence[Item]) -> list[Result | BaseException]:
-    """Submit items to a batcher."""
-    try:
-        return await batcher.submit(items)
-    except Full:
-        raise _full() from None
-    except Closed:
-        raise busy("The service is shutting down", 5) from None
+_REDUCED_SIDE = 1536
+"""Side down to which images are reduced for a frozen backbone: four times the usual 384 pixels of its input."""
+
+
+def input_task(tower: Tower, prepare: Callable[[bytes], Any]) -> Task[Any]:
+    """The task that makes the input of an image tower."""
+    processor = tower.processor
+    if isinstance(processor, PixelProcessor) and hasattr(processor, "fit"):  # Others resize in ways of their own.
+        shape = (3, processor.size, processor.size)
+        options = {"size": processor.size, "fit": processor.fit}
+        return Task("square", options, lambda answer: np.frombuffer(answer[1], np.uint8).reshape(shape))
+    if isinstance(processor, FrozenProcessor):
+        return Task("rgb", {"side": _REDUCED_SIDE}, bytes_of)
+    return Task("rgb", {"side": None}, lambda answer: prepare(answer[1]))
+
+
+@dataclass(frozen=True)
+class VectorSide:
+    """The vectors of one modality."""
+
+    modality: Modality  # what they are embeddings of
+    channels: int | None  # c numbers of a vector; None if the model cannot be searched by one
+    reads: bool = False
+    normalize: bool = False  # whether means are scaled to unit length, as the model does
+    reason: str = ""  # why the model cannot be searched by one; "" if it can
+
+    def error(self, vector: np.ndarray) -> str:
+        """What is wrong with a vector. vector (k,)."""
+        if len(vector) != self.channels:
+            what = "an image" if self.modality == "image" else "a text"
+            return f"has {len(vector)} numbers, expected the {self.channels} of an embedding of {what}"
+        if len(bad := np.flatnonzero(~np.isfinite(vector))):
+            return f"number {bad[0]} (from 0) is {vector[bad[0]]} in float32, expected finite numbers"
+        if not vector.any():
+            return "holds zeros alone, which have no direction; expected a number other than 0"
+        length = float(np.linalg.norm(vector.astype(np.float64)))
+        if not 1e-12 <= length <= 1e18:  # Within which float32 can scale it to unit length.
+            return f"has the Euclidean length {length:.3g}, expected 1e-12 to 1e+18"
+        return ""
+
+    def points(self, vectors: Sequence[np.ndarray]) -> GaussianEmbedding:
+        """Vectors as embeddings in the space of the gallery. Returns (n, d)."""
+        mean = torch.from_numpy(np.stack(vectors))
+        return GaussianEmbedding.point(torch.nn.functional.normalize(mean, dim=1) if self.normalize else mean)
+
+
+def vector_sides(model: DualEncoder, d: int) -> dict[Modality, VectorSide]:
+    """The vectors that a model can be searched by."""
+    towers = zip(get_args(Modality), (model.text, model.image), strict=True)
+    return {name: _side(tower, name, d) for name, tower in towers}
+
+
+def _side(tower: Tower, modality: Modality, d: int) -> VectorSide:
+    head = tower.head
+    if isinstance(tower.processor, EmbeddingProcessor):
+        return VectorSide(modality, tower.processor.channels, reads=True)
+    if head.log_var is None and head.offset is None and head.dim == d:
+        return VectorSide(modality, d, normalize=head.normalize)
+    more = "with a variance, which a vector has not" if head.log_var is not None else "as more than one vector"
+    reason = f"this model embeds each {modality} {more}; search by the {modality} itself, or by an item"
+    return VectorSide(modality, None, reason=reason)

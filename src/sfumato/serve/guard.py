@@ -1,21 +1,26 @@
-"""The middleware before every route: keys and their rights, limits, timeouts, security headers and metrics."""
+"""The middleware before every route: keys and their rights, limits, timeouts, security headers and metrics.
+
+It reads the bodies of requests within limits of size, time and memory, which requests share.
+"""
 
 import asyncio
 import contextlib
+import ctypes
 import hmac
 import logging
 import re
 import secrets
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sfumato.serve.bodies import Bodies, Body, Budget
-from sfumato.serve.metrics import Metrics
-from sfumato.serve.problems import Refusal
+from sfumato.serve.monitoring import Metrics
+from sfumato.serve.problems import Refusal, busy
 from sfumato.serve.settings import Rights, Settings
 
 HEADERS = {
@@ -47,6 +52,127 @@ _OPEN = ("/", "/healthz", "/readyz")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _WITHOUT_BODY = ("GET", "HEAD", "DELETE", "OPTIONS")
 _LOG = logging.getLogger("sfumato.serve")
+
+SMALL_BODY = 65_536
+"""Bytes of a body that count for no budget: requests without images never wait for those with."""
+
+PIECE = 1_000_000
+"""Bytes of a body that are handled at a time: the event loop and the other threads wait for no longer copy."""
+
+_REST = 2.0
+"""Seconds without large bodies after which their memory goes back to the system."""
+
+
+class Budget:
+    """An amount that requests share, such as pixels at work."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self.most, self.what, self.used = most, what, 0
+
+    def take(self, amount: int) -> None:
+        """Take some; a negative amount is given back."""
+        if self.used and amount > 0 and self.used + amount > self.most:
+            raise busy(f"Too many {self.what}; send the request again in a moment")
+        self.used += amount
+
+    @contextlib.contextmanager
+    def taken(self, amount: int) -> Iterator[None]:
+        """Take some for a while."""
+        self.take(amount)
+        try:
+            yield
+        finally:
+            self.take(-amount)
+
+
+class Body:
+    """A body in the parts in which it came. It keeps nothing of what was taken from it."""
+
+    def __init__(self) -> None:
+        self.parts = deque[bytes]()
+        self.size = self.charged = 0
+
+    def take(self) -> bytes:
+        """The next piece."""
+        taken, size = list[bytes](), 0
+        while self.parts and size < PIECE:
+            taken.append(self.parts.popleft())
+            size += len(taken[-1])
+        return b"".join(taken)
+
+
+class Bodies:
+    """Reads the bodies of requests within limits of size, time and memory."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.bytes = Budget(int(settings.byte_budget_mb * 1_000_000), "large requests in memory")
+        self._rest: asyncio.TimerHandle | None = None
+
+    @contextlib.asynccontextmanager
+    async def arrived(self, announced: int, receive: Receive) -> AsyncIterator[Body | None]:
+        """A body, which counts for the budget of bytes until the request is answered; None if the client has left."""
+        body = Body()
+        try:
+            yield body if await self._read(body, announced, receive) else None
+        finally:
+            self.bytes.take(-body.charged)
+            if body.charged and not self.bytes.used:
+                if self._rest is not None:
+                    self._rest.cancel()
+                self._rest = asyncio.get_running_loop().call_later(_REST, self._give_memory_back)
+
+    async def _read(self, body: Body, announced: int, receive: Receive) -> bool:
+        """Read a body; False if the client has left. Up to twice the limit is read, so that the refusal arrives."""
+        limit, seconds, more = self.settings.max_body_bytes, self.settings.timeout, True
+        large = Refusal(413, f"The request has more than {limit} bytes")
+        if announced > 2 * limit:
+            raise large
+        try:
+            async with asyncio.timeout(seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return False
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    body.size += len(part)
+                    if body.size > 2 * limit:
+                        raise large
+                    if body.size <= limit:
+                        charge = max(0, body.size - SMALL_BODY) - body.charged
+                        self.bytes.take(charge)
+                        body.charged += charge
+                        body.parts.append(part)
+        except TimeoutError:
+            raise Refusal(408, f"The request did not arrive within {seconds:g} seconds") from None
+        if body.size > limit:
+            raise large
+        return True
+
+    def _give_memory_back(self) -> None:
+        if not self.bytes.used:
+            asyncio.get_running_loop().run_in_executor(None, _trim)
+
+
+_ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1
+"""Parameters of glibc's mallopt."""
+
+
+def share_memory() -> None:
+    """Have all threads share one pool of memory, where the C library is glibc; call it before threads start.
+
+    Otherwise each of many pools keeps megabytes that :func:`_trim` cannot reach. In the pool the memory of a body is
+    used again for the next one; to return and take it anew each time was tried, and fewer images were answered.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        for parameter, value in ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 512 << 20)):
+            mallopt(parameter, value)
+
+
+def _trim() -> None:
+    """Give free memory back to the system; glibc alone keeps what large bodies took."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class Guard:
@@ -86,9 +212,8 @@ class Guard:
         finally:
             seconds, route = time.perf_counter() - started, self.route(scope["method"], scope["path"])
             self.metrics.request(scope["method"], route, reply.status, seconds)
-            said = scope["method"], route, reply.status, 1000 * seconds
-            extra = dict(zip(("method", "path", "status", "milliseconds"), said, strict=True))
-            _LOG.debug("%s %s %d %.1f ms", *said, extra={"request_id": request_id, **extra})
+            said = {"method": scope["method"], "path": route, "status": reply.status, "milliseconds": 1000 * seconds}
+            _LOG.debug("%s %s %d %.1f ms", *said.values(), extra={"request_id": request_id, **said})
 
     async def _answer(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
         headers = Headers(scope=scope)
@@ -101,37 +226,30 @@ class Guard:
         if method == "HEAD":  # Every path that takes GET takes HEAD; the reply has no body.
             scope = {**scope, "method": "GET"}
         if _announces_body(headers) and not (method == "POST" and path.startswith("/v1/")):
-            await self._answer_unread(scope, reply)
+            reply.close = True  # The body is not awaited.
+            if method in _WITHOUT_BODY:
+                raise Refusal(413, f"{method} takes no body here; GET /docs lists the paths that do")
+            await self.app(scope, _no_body, reply)  # There is no such route: 404 or 405.
             return
-        async with self.bodies.arrived(headers.get("content-length", "0"), receive) as body:
+        reply.close = True  # Until the body is there.
+        async with self.bodies.arrived(int(headers.get("content-length", 0)), receive) as body:
+            reply.close = False
             if body is None:
                 return
             with self._slots.taken(1) if path.startswith("/v1/") else contextlib.nullcontext():
                 await self._within_time(scope, body, receive, reply)
-
-    async def _answer_unread(self, scope: Scope, reply: "_Reply") -> None:
-        """Answer a request with an unexpected body, without waiting for the body."""
-        reply.close = True
-        if scope["method"] in _WITHOUT_BODY:
-            raise Refusal(413, f"{scope['method']} takes no body here; GET /docs lists the paths that do")
-        empty: Message = {"type": "http.request", "body": b"", "more_body": False}
-
-        async def nothing() -> Message:
-            return empty
-
-        await self.app(scope, nothing, reply)  # There is no such route: 404 or 405.
 
     async def _within_time(self, scope: Scope, body: Body, receive: Receive, reply: "_Reply") -> None:
         """Run the application until it has answered, the time limit is over, or the client has left."""
         gone = asyncio.ensure_future(receive())
 
         async def replay() -> Message:
-            if not body:
+            if not body.parts:
                 return await asyncio.shield(gone)
             piece = body.take()
-            return {"type": "http.request", "body": piece, "more_body": bool(body)}
+            return {"type": "http.request", "body": piece, "more_body": bool(body.parts)}
 
-        answering = asyncio.ensure_future(self._application(scope, replay, reply))
+        answering = asyncio.ensure_future(self.app(scope, replay, reply))
         try:
             await asyncio.wait({answering, gone}, timeout=self.settings.timeout, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done() and gone.done() and reply.started:
@@ -148,9 +266,6 @@ class Guard:
             for task in (answering, gone):
                 task.cancel()
             await asyncio.gather(answering, gone, return_exceptions=True)
-
-    async def _application(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
-        await self.app(scope, receive, reply)
 
     def _check_names(self, method: str, headers: Headers) -> None:
         """Refuse browser requests of other web sites: those with an unknown Host name, and cross-site forms."""
@@ -188,6 +303,10 @@ class Guard:
             return Refusal(403, "This service takes no writes: it was started with --read-only", code="read-only")
         detail = "This key permits searching and reading alone; to write, send a key with the right to write"
         return Refusal(403, detail, code="no-right-to-write")
+
+
+async def _no_body() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
 
 
 class _Gone(Exception):

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
@@ -21,13 +20,11 @@ from sfumato.evaluation.judgements import (
     qrels_of,
     read_judgements,
 )
-from sfumato.metrics.bootstrap import Interval
 from sfumato.search.answer import Target
 from sfumato.serve.problems import WORD, Model, Refusal, busy
 from sfumato.serve.schemas import ItemId, Text
 from sfumato.serve.service import Service
-from sfumato.serve.settings import MOST
-from sfumato.serve.sources import ServedGallery
+from sfumato.serve.settings import MOST, ServedGallery
 from sfumato.workflows.judgements import NotRefinedError, Refined, refine
 
 Done = TypeVar("Done")
@@ -82,6 +79,8 @@ class JudgementsRequest(Model):
 class Figure(Model):
     """A figure with its 95 % interval over queries."""
 
+    model_config = ConfigDict(from_attributes=True)  # It is that of the library.
+
     value: float | None = Field(description="the figure")
     low: float | None = Field(description="lower end of the interval; null if it cannot be computed")
     high: float | None = Field(description="upper end of the interval; null if it cannot be computed")
@@ -132,9 +131,8 @@ class Judging:
 
     async def keep(self, wanted: JudgementsRequest) -> JudgementsResponse:
         """Keep verdicts, all or none, and take others back. When it returns, they survive the death of the process."""
-        path, served = self._path(), self.service.gallery("images")
 
-        def keep() -> JudgementsResponse:
+        def keep(path: Path, served: ServedGallery) -> JudgementsResponse:
             _check_ids(served, wanted)
             own = {(one.query, one.id): one for one in wanted.judgements}
             new = [
@@ -160,36 +158,31 @@ class Judging:
 
     async def summary(self, query: str | None, judge: str) -> JudgementsSummary:
         """What the verdicts say, and those of a judge on a query."""
-        path, served = self._path(), self.service.gallery("images")
 
-        def read() -> JudgementsSummary:
+        def read(path: Path, served: ServedGallery) -> JudgementsSummary:
             own = merged(_of_target(path, _target(served)))
             given = {one.id: bool(one.yes) for one in own if one.query == query and one.judge == judge}
             shown = {one.pair: ShownHit(*one.pair, 0, one.probability) for one in own if one.probability is not None}
             figures = judged_figures(list(shown.values()), own) if shown else None
+            measured = "precision", "said", "calibration_error", "calibration_error_by_chance"
             return JudgementsSummary(
                 n=len(own),
                 judges=len({one.judge for one in own}),
                 queries=len({one.query for one in own}),
-                precision=None if figures is None else _figure(figures.precision),
-                said=None if figures is None else _figure(figures.said),
-                calibration_error=None if figures is None else _figure(figures.calibration_error),
-                calibration_error_by_chance=None if figures is None else figures.calibration_error_by_chance,
                 given=given,
+                **{name: getattr(figures, name, None) for name in measured},
             )
 
         return await self._run(read)
 
     async def qrels(self) -> str:
         """The verdicts as TREC qrels."""
-        path, target = self._path(), _target(self.service.gallery("images"))
-        return await self._run(lambda: qrels_of(_of_target(path, target)))
+        return await self._run(lambda path, served: qrels_of(_of_target(path, _target(served))))
 
     async def _use(self) -> JudgementsUsed:
         """Refine the probabilities by all verdicts; searches use the result at once."""
-        path, served = self._path(), self.service.gallery("images")
 
-        def refined() -> JudgementsUsed:
+        def refined(path: Path, served: ServedGallery) -> JudgementsUsed:
             verdicts = _of_target(path, _target(served))
             if not verdicts:
                 raise Refusal(422, "There are no verdicts to use yet; judge some results first")
@@ -203,26 +196,25 @@ class Judging:
                 n=found.n,
                 queries=found.n_queries,
                 not_found=found.not_found,
-                before=_figure(found.before.calibration_error),
-                after=_figure(found.after.calibration_error),
+                before=Figure.model_validate(found.before.calibration_error),
+                after=Figure.model_validate(found.after.calibration_error),
                 text=_in_words(found),
             )
 
         return await self._run(refined)
 
-    def _path(self) -> Path:
-        if (path := self.service.settings.judgements) is None:
+    async def _run(self, work: Callable[[Path, ServedGallery], Done]) -> Done:
+        """Run work on the file of verdicts and the gallery, in a thread."""
+        path, served = self.service.settings.judgements, self.service.sources.gallery("images")
+        if path is None:
             raise Refusal(
                 409,
                 "This service keeps no verdicts: it was started without --judgements; start it with --judgements FILE",
                 code="no-judgements",
             )
-        return path
-
-    async def _run(self, work: Callable[[], Done]) -> Done:
         async with self._lock:
             try:
-                return await self.service.in_thread(work)
+                return await self.service.threads.run(work, path, served)
             except (UserError, OSError) as error:
                 _LOG.error("verdicts could not be read or written: %s", error)
                 raise busy(
@@ -239,10 +231,6 @@ def _target(served: ServedGallery) -> Target:
 
 def _of_target(path: Path, target: Target) -> list[Judgement]:
     return [one for one in read_judgements(path) if one.target == target] if path.exists() else []
-
-
-def _figure(value: Interval) -> Figure:
-    return Figure(**asdict(value))
 
 
 def _check_ids(served: ServedGallery, wanted: JudgementsRequest) -> None:

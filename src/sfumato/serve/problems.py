@@ -1,10 +1,11 @@
-"""Problem documents (RFC 9457): the codes, and the refusals that become them."""
+"""Problem documents (RFC 9457): the codes, the refusals that become them, and the OpenAPI document that lists them."""
 
 import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import FastAPI
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
@@ -113,6 +114,11 @@ def busy(detail: str, seconds: int = 1, *, code: str = "busy") -> Refusal:
     return Refusal(503, detail, headers={"Retry-After": str(seconds)}, code=code)
 
 
+def wrong(where: str, reason: str, *, status: int = 422) -> Refusal:
+    """The refusal of a request because of one place in it."""
+    return Refusal(status, f"{where}: {reason}", errors=[(where, reason)])
+
+
 def invalid(errors: Sequence[Any]) -> Refusal:
     """The refusal of a request that pydantic finds invalid."""
     if len(errors) > _TOO_WRONG:
@@ -137,3 +143,70 @@ def _clean(text: str) -> str:
     """A text shortened, and without characters that UTF-8 cannot encode."""
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
+
+
+INTRODUCTION = (
+    "Search among images and texts with match probabilities. Every error is a problem document (RFC 9457) with a"
+    " `code`. Every path that takes GET takes HEAD. Where the service has keys, send one as"
+    " `Authorization: Bearer KEY` or `X-API-Key: KEY`.\n\n| code | status | what happened |\n| --- | --- | --- |\n"
+    + "".join(f"| `{code}` | {status} | {text} |\n" for code, (status, text) in CODES.items())
+)
+
+_REF = "#/components/schemas/{model}"
+
+COMMON = (400, 401, 403, 408, 413, 500, 503)
+"""Statuses of problems that every route may return."""
+
+IMAGE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "an image", "content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
+    304: {"description": "the image has not changed since the request named by If-None-Match"},
+}
+"""Responses of a route that returns an image."""
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Descriptions of problem documents, for the `responses` of a route."""
+    content = {PROBLEM: {"schema": {"$ref": _REF.format(model="Problem")}}}
+    return {status: {"description": _why(status), "content": content} for status in statuses}
+
+
+def _why(status: int) -> str:
+    """The problems of a status."""
+    return "; ".join(f"`{code}`: {text}" for code, (of, text) in CODES.items() if of == status)
+
+
+def documented(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document of the application: FastAPI's, with the problem documents and the ways to send a key."""
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    document = FastAPI.openapi(app)
+    described = Problem.model_json_schema(ref_template=_REF, mode="serialization")
+    document["components"]["schemas"] |= {**described.pop("$defs"), "Problem": described}
+    document["components"]["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    }
+    document["security"] = [{}, {"bearer": []}, {"header": []}]
+    kinds = app.state.service.embedder.kinds()
+    _fit_example(document, {} if kinds.text else kinds.vector)
+    _type_values(document["components"]["schemas"])
+    return document
+
+
+def _type_values(schema: Any) -> None:
+    """Write `patternProperties`, which let other keys pass and generators of clients ignore, as types of all values."""
+    if isinstance(schema, dict):
+        for pattern, values in schema.pop("patternProperties", {}).items():
+            schema["additionalProperties"] = values
+            schema["propertyNames"] = {**schema.get("propertyNames", {}), "pattern": pattern}
+        schema = list(schema.values())
+    for inner in schema if isinstance(schema, list) else ():
+        _type_values(inner)
+
+
+def _fit_example(document: dict[str, Any], vector: Mapping[str, int]) -> None:
+    """Give a search of a model without texts an example of a vector of the right length, so that it works."""
+    schema = document["components"]["schemas"]["SearchRequest"]
+    for modality, length in list(vector.items())[:1]:
+        (example,) = schema["examples"]
+        schema["examples"] = [{**example, "queries": [{"vector": [0.1] * length, "modality": modality}]}]

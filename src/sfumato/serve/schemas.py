@@ -1,5 +1,6 @@
 """Requests, responses and problems (RFC 9457) as pydantic models; the API documentation is made from them."""
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, model_validator
@@ -8,10 +9,10 @@ from sfumato.ids import id_error
 from sfumato.search.answer import SearchOptions
 from sfumato.search.stores.protocol import Filter, parse_where
 from sfumato.serve.problems import NO_NUL, WORD, Model, Refusal
-from sfumato.serve.settings import MOST, Rights
+from sfumato.serve.settings import MOST, GalleryName, Rights
 
-GalleryName = Literal["images", "texts"]
 Modality = Literal["text", "image"]
+QueryKind = Literal["text", "image", "id"]
 
 ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=NO_NUL, description="id of an item")]
 
@@ -84,8 +85,8 @@ class ItemFilter(Model):
     max_total_variance: float | None = _MOST_VARIANCE
 
 
-class _Options(Model):
-    """Options that JSON and links have in common."""
+class SearchFields(Model):
+    """Options of a search that JSON and links have in common."""
 
     gallery: GalleryName = Field("images", description="gallery to search")
     max_results: int = Field(
@@ -114,30 +115,33 @@ class _Options(Model):
         "fits", description="fits: texts of items are evidence in a search by text; listed: the distance alone"
     )
 
+    def accepted(self) -> Filter:
+        """Which items the search may find."""
+        raise NotImplementedError
 
-class RequestOptions(_Options):
-    """Options of every search."""
-
-    filter: ItemFilter | None = Field(None, description="which items the search may find; all if null")
-
-    def of_search(self, max_set: int | None = None) -> SearchOptions:
-        """The same for the library."""
-        given, found = self.filter, None
-        if given is not None and (given.where or given.ranges or given.max_total_variance is not None):
-            if hidden := sorted(name for name in (*given.where, *given.ranges) if name.startswith("_")):
-                raise Refusal(422, f"a filter of {hidden[0]!r}: fields that begin with _ are hidden; leave it out")
-            where = {name: tuple(values) for name, values in given.where.items()}
-            found = Filter(where, given.max_total_variance, given.ranges)
+    def of_search(self, max_set: int) -> SearchOptions:
+        """The options of the library."""
+        accepted = self.accepted()
+        if hidden := sorted(name for name in (*accepted.where, *accepted.ranges) if name.startswith("_")):
+            raise Refusal(422, f"a filter of {hidden[0]!r}: fields that begin with _ are hidden; leave it out")
         same = {name: getattr(self, name) for name in ("min_probability", "coverage", "duplicates", "order", "target")}
-        return SearchOptions(**same, max_risk=self.abstain, max_set=max_set, filter=found)
+        chosen = None if accepted == Filter() else accepted
+        return SearchOptions(**same, max_risk=self.abstain, max_set=max_set, filter=chosen)
 
 
-class SearchRequest(RequestOptions):
+class SearchRequest(SearchFields):
     """One or several queries, searched together."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"queries": [{"text": "a red bird"}], "max_results": 5}]})
 
+    filter: ItemFilter | None = Field(None, description="which items the search may find; all if null")
     queries: list[Query] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
+
+    def accepted(self) -> Filter:
+        """See :meth:`SearchFields.accepted`."""
+        given = self.filter or ItemFilter()
+        where = {name: tuple(values) for name, values in given.where.items()}
+        return Filter(where, given.max_total_variance, given.ranges)
 
 
 class Drawn(Model):
@@ -191,7 +195,7 @@ class Answer(Model):
     """The answer to one query."""
 
     query: str = Field(description="the text, the name of the image file or of the vector, or the id")
-    kind: Literal["text", "image", "id"] = Field(description="of a vector, its modality")
+    kind: QueryKind = Field(description="of a vector, its modality")
     distance: str = Field(description="name of the distance, e.g. csd")
     target: Literal["listed", "fits"] = Field(
         "listed",
@@ -361,35 +365,20 @@ def _conditions(texts: list[str]) -> list[str]:
     return texts
 
 
-_CONDITION, _CONDITIONS = AfterValidator(lambda text: _conditions([text])[0]), AfterValidator(_conditions)
+class TextSearch(SearchFields):
+    """One text and the options of a search, as query parameters, which cannot be nested."""
 
-
-class SearchParameters(_Options):
-    """The options of a search as query parameters, which cannot be nested."""
-
-    where: Annotated[list[Annotated[str, Field(max_length=2101, pattern=NO_NUL), _CONDITION]], _CONDITIONS] = Field(
+    where: Annotated[list[Annotated[str, Field(max_length=2101, pattern=NO_NUL)]], AfterValidator(_conditions)] = Field(
         [],
         max_length=100,
         description="FIELD=VALUE that the payload must have, also with >=, <=, > and <, or FIELD:VALUE (exactly); may"
         " be repeated. Of the field date a part stands for its whole: date=2024-06",
     )
     max_total_variance: float | None = _MOST_VARIANCE
-
-    def options(self) -> RequestOptions:
-        """The same options as in JSON."""
-        wanted = None
-        if self.where or self.max_total_variance is not None:
-            read = parse_where(self.where)
-            where = {name: list(values) for name, values in read.where.items()}
-            wanted = ItemFilter(where=where, ranges=read.ranges, max_total_variance=self.max_total_variance)
-        own = {"where", "max_total_variance", "q", "also", "without"}
-        flat = self.model_dump(exclude=own, exclude_unset=True)
-        return RequestOptions(**flat, filter=wanted)
-
-
-class TextSearch(SearchParameters):
-    """One text and the options of a search."""
-
     q: Text = Field(description="the text to search by", examples=["a red bird"])
     also: list[Text] = _ALSO
     without: list[Text] = _WITHOUT
+
+    def accepted(self) -> Filter:
+        """See :meth:`SearchFields.accepted`."""
+        return replace(parse_where(self.where), max_uncertainty=self.max_total_variance)

@@ -18,21 +18,20 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from importlib.util import find_spec
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, need
 from sfumato.serve.app import route_of
-from sfumato.serve.bodies import share_memory
+from sfumato.serve.guard import share_memory
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
     from opentelemetry.trace import Span
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -54,21 +53,20 @@ def hosts_of(host: str, more: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*LOOPBACK, own, *given))) if is_loopback(host) or given else ()
 
 
-def check_host(host: str, keys: tuple[str, ...], no_key: bool) -> None:
-    """Refuse to listen to a network without a key, unless the user asks for it."""
-    if not is_loopback(host) and not keys and not no_key:
+def check_host(host: str, settings: Settings, no_key: bool) -> None:
+    """Refuse to listen to a network without a key, unless the user asks for it; then clients must know its name.
+
+    Else a web site could point a name of its own at this address and send requests through the browsers of its
+    visitors.
+    """
+    if is_loopback(host) or settings.all_keys:
+        return
+    if not no_key:
         raise UserError(
             f"--host {host}: others could use the service without a key; give --api-key-file FILE (or"
             " SFUMATO_API_KEY), or --no-key if a proxy in front of it controls access"
         )
-
-
-def check_names(host: str, settings: Settings) -> None:
-    """Refuse to answer a network under any name without a key.
-
-    A web site could point a name of its own at this address and send requests through the browsers of its visitors.
-    """
-    if not is_loopback(host) and not settings.all_keys and not settings.hosts:
+    if not settings.hosts:
         raise UserError(
             f"--host {host} --no-key: any web site could use the service through a visitor's browser; give its own"
             " name with --allowed-host NAME (may be repeated), or give --api-key-file FILE"
@@ -81,18 +79,6 @@ def check_address(host: str, port: int) -> None:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         raise UserError(f"cannot serve at {host}:{port} ({error.strerror}); choose another --host or --port") from error
-
-
-LogFormat = Literal["text", "json"]
-"""How the lines of the log look."""
-
-
-def log_format_of(name: str) -> LogFormat:
-    """The format of a name."""
-    for one in get_args(LogFormat):
-        if one == name:
-            return cast(LogFormat, one)
-    raise UserError(f"--log-format must be {' or '.join(get_args(LogFormat))}, got {name!r}")
 
 
 _FIELDS = ("request_id", "method", "path", "status", "milliseconds")
@@ -120,43 +106,40 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def log_to_stderr(format: LogFormat, *, access_log: bool) -> None:
+def formatter_of(name: str) -> logging.Formatter:
+    """How the lines of a log look, by the name of the format."""
+    known = {"text": logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"), "json": JsonFormatter()}
+    if name not in known:
+        raise UserError(f"--log-format must be {' or '.join(known)}, got {name!r}")
+    return known[name]
+
+
+def log_to_stderr(formatter: logging.Formatter, *, access_log: bool) -> None:
     """Log to standard error unless logging is set up already; with a line for every request if that is wanted."""
     handler = logging.StreamHandler()
-    lines = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if format == "json" else lines)
+    handler.setFormatter(formatter)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("sfumato.serve").setLevel(logging.DEBUG if access_log else logging.INFO)
 
 
-_PACKAGES = {
-    "opentelemetry-sdk": "opentelemetry.sdk",
-    "opentelemetry-instrumentation-fastapi": "opentelemetry.instrumentation.fastapi",
-    "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
-}
-_PLACES = {"http.target": "{}", "url.path": "{}", "http.url": "{}", "url.full": "{}", "url.query": "", "http.query": ""}
-"""Attributes of a span that would hold the path or the query, and what they hold instead."""
-
-
-def require_otel() -> None:
-    """Check that the packages of the extra `otel` are installed, before a model is loaded."""
-    if missing := [name for name, module in _PACKAGES.items() if not _there(module)]:
-        raise UserError(
-            f"--otel needs the extra otel, of which {' and '.join(missing)} is missing: pip install 'sfumato[otel]'"
-        )
-
-
-def trace(app: FastAPI, processor: "SpanProcessor | None" = None) -> FastAPI:
-    """Trace the requests to an application, and return it; to the exporter of OTLP unless a processor is given."""
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
-    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
+def tracer_provider(processor: "SpanProcessor | None" = None) -> "TracerProvider":
+    """What collects traces, for :func:`trace`; for the exporter of OTLP unless a processor is given."""
+    with need("otel", "--otel needs OpenTelemetry"):
+        import opentelemetry.instrumentation.fastapi  # noqa: F401
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
     named = Resource({SERVICE_NAME: "sfumato"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=named)
     provider.add_span_processor(processor or BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def trace(app: FastAPI, provider: "TracerProvider") -> None:
+    """Trace the requests to an application."""
+    from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+
     FastAPIInstrumentor.instrument_app(
         app,
         server_request_hook=partial(_without_queries, app),
@@ -164,7 +147,10 @@ def trace(app: FastAPI, processor: "SpanProcessor | None" = None) -> FastAPI:
         excluded_urls="/healthz,/readyz,/metrics",
         exclude_spans=["receive", "send"],
     )
-    return app
+
+
+_PLACES = {"http.target": "{}", "url.path": "{}", "http.url": "{}", "url.full": "{}", "url.query": "", "http.query": ""}
+"""Attributes of a span that would hold the path or the query, and what they hold instead."""
 
 
 def _without_queries(app: FastAPI, span: "Span", scope: dict[str, Any]) -> None:
@@ -176,22 +162,15 @@ def _without_queries(app: FastAPI, span: "Span", scope: dict[str, Any]) -> None:
             span.set_attribute(name, held.format(route))
 
 
-def _there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # A package above it is missing.
-        return False
-
-
 class Server(uvicorn.Server):
     """Prints its address when it is ready, ends if warming up fails, and is not ready once it is asked to stop.
 
     After SIGTERM it goes on answering for `drain` seconds, so that a proxy that asks for /readyz can leave it in time.
     """
 
-    def __init__(self, config: uvicorn.Config, drain: float = 0.0) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self._drain, self._ends = drain, math.inf
+        self._service, self._ends = service, math.inf
 
     async def startup(self, sockets: list | None = None) -> None:  # type: ignore[type-arg]
         """See :meth:`uvicorn.Server.startup`."""
@@ -201,9 +180,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See :meth:`uvicorn.Server.handle_exit`."""
-        service = self._service
-        if sig == signal.SIGTERM and self._drain and service.ready.is_set():
-            service.draining, self._ends = True, time.monotonic() + self._drain
+        service, drain = self._service, self._service.settings.drain
+        if sig == signal.SIGTERM and drain and service.ready.is_set():
+            service.draining, self._ends = True, time.monotonic() + drain
         else:
             super().handle_exit(sig, frame)
         service.ready.clear()
@@ -212,14 +191,6 @@ class Server(uvicorn.Server):
         """See :meth:`uvicorn.Server.on_tick`."""
         self.should_exit = self.should_exit or time.monotonic() >= self._ends
         return await super().on_tick(counter)
-
-    @property
-    def _service(self) -> Service:
-        app = self.config.app
-        assert isinstance(app, FastAPI)
-        service = app.state.service
-        assert isinstance(service, Service)
-        return service
 
     async def _announce(self) -> None:
         await self._service.warmed()
@@ -236,23 +207,15 @@ IDLE = 75
 The side that closes first must be theirs, or a request that is on its way finds a closed connection."""
 
 
-def run_app(
-    app: FastAPI,
-    *,
-    host: str,
-    port: int,
-    access_log: bool = False,
-    log_format: LogFormat = "text",
-) -> None:
+def run_app(app: FastAPI, *, host: str, port: int, access_log: bool = False, log_format: str = "text") -> None:
     """Serve until SIGTERM or SIGINT.
 
     After SIGTERM the service answers for `drain` seconds of its settings more, or until a second signal. Running
     requests then have `grace` seconds.
     """
-    settings = app.state.service.settings
-    check_names(host, settings)
+    service: Service = app.state.service
     share_memory()
-    log_to_stderr(log_format, access_log=access_log)
+    log_to_stderr(formatter_of(log_format), access_log=access_log)
     config = uvicorn.Config(
         app,
         host=host,
@@ -265,17 +228,17 @@ def run_app(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=IDLE,
-        timeout_graceful_shutdown=settings.grace,
+        timeout_graceful_shutdown=service.settings.grace,
     )
     # uvicorn raises the signal again at its end, so a normal shutdown would have the status of a killed process.
     before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
-        Server(config, settings.drain).run()
+        Server(config, service).run()
     except SystemExit as error:
         raise UserError(f"cannot serve at {host}:{port}; the port may be in use, choose another --port") from error
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)
-    if failed := app.state.service.failed:
-        print(f"the service cannot answer: {failed}", file=sys.stderr)
+    if service.failed:
+        print(f"the service cannot answer: {service.failed}", file=sys.stderr)
         raise SystemExit(1)

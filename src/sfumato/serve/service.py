@@ -1,4 +1,4 @@
-"""The service behind its routes: searches and look-ups in threads, and refusals of invalid requests.
+"""The service behind its routes: its start and end, its state, and its items and images.
 
 Reads continue during a write.
 """
@@ -6,53 +6,35 @@ Reads continue during a write.
 import asyncio
 import base64
 import io
-import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeVar
 
 import torch
 from PIL import Image
 
 from sfumato import __version__
+from sfumato.calibration.query_scores import NEAR
 from sfumato.data.images import handed_out
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.candidates import GalleryRecords
 from sfumato.search.stores.protocol import StoreBase
-from sfumato.serve.answering import (
-    Search,
-    calibrated_probability,
-    check_payloads,
-    image_path,
-    info_of,
-    refuse_guarantees,
-    search_together,
-    with_questions,
-)
 from sfumato.serve.decoding import Task, Threads, message_of
-from sfumato.serve.embedding import Batcher, submitted
-from sfumato.serve.health import StoreHealth
-from sfumato.serve.metrics import Metrics
-from sfumato.serve.problems import Refusal
-from sfumato.serve.queries import Asked, Queries, checked
-from sfumato.serve.schemas import (
-    Answer,
-    GalleryInfo,
-    GalleryName,
-    Info,
-    Item,
-    ItemList,
-    Limits,
-    RequestOptions,
-    SearchResponse,
-)
-from sfumato.serve.settings import Rights, Settings
-from sfumato.serve.sources import ServedGallery, Sources
-
-Done = TypeVar("Done")
+from sfumato.serve.embedding import Embedder
+from sfumato.serve.monitoring import Metrics, StoreHealth
+from sfumato.serve.problems import Refusal, wrong
+from sfumato.serve.schemas import GalleryInfo, Info, Item, ItemList, Limits
+from sfumato.serve.searching import Searches, check_payloads, image_path
+from sfumato.serve.settings import GalleryName, Rights, ServedGallery, Settings, Sources
 
 _LOG = logging.getLogger("sfumato.serve")
+
+RISKS, COVERAGES = (0.5, 0.3, 0.2, 0.1, 0.05), (0.5, 0.8, 0.9, 0.95)
+"""Usual values. The service reports which of them the calibration can guarantee."""
+
+N_LOOKED_AT = 200
+"""Items that stand for a gallery, for the fields that it has."""
 
 
 class Service:
@@ -60,16 +42,12 @@ class Service:
 
     def __init__(self, sources: Sources, settings: Settings) -> None:
         self.sources, self.settings, self.metrics = sources, settings, Metrics()
-        self.queries = Queries(sources, settings, self.metrics)
-        self.embedder = self.queries.embedder
         self.ready = asyncio.Event()
         self.failed: str | None = None
         self.draining = False  # It was asked to stop, and answers what still comes for a while.
-        self._threads = Threads(settings.workers, "search", partial(torch.set_num_threads, settings.threads))
-        self.searches: Batcher[Search, Answer] = Batcher(
-            self._search, self._threads.pool, size=settings.batch_size, window=0.0, workers=settings.workers,
-            waiting=settings.max_requests * settings.max_batch, observe=self.metrics.batch("search"),
-        )  # fmt: skip
+        self.threads = Threads(settings.workers, "search", partial(torch.set_num_threads, settings.threads))
+        self.embedder = Embedder(sources, settings, self.metrics)
+        self.searches = Searches(sources, settings, self.metrics, self.embedder, self.threads)
         self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
         self._warming: asyncio.Task[None] | None = None
         collections = {name: served.writable for name, served in sources.galleries.items()}
@@ -86,7 +64,7 @@ class Service:
     async def start(self) -> None:
         """Start the queues; warming up continues in the background."""
         self.embedder.start()
-        self.searches.start()
+        self.searches.waiting.start()
         self._warming = asyncio.get_running_loop().create_task(self._warm_up())
 
     async def warmed(self) -> None:
@@ -102,62 +80,15 @@ class Service:
         for health in self._stores.values():
             health.stop()
         await self.embedder.close()
-        await self.searches.close()
-        await asyncio.get_running_loop().run_in_executor(None, self._threads.pool.shutdown)
+        await self.searches.waiting.close()
+        await asyncio.get_running_loop().run_in_executor(None, self.threads.pool.shutdown)
         self.sources.close()
-
-    async def in_thread(self, work: Callable[..., Done], *arguments: object) -> Done:
-        """Run work in a thread beside the event loop; it continues if the caller stops waiting."""
-        return await self._threads.run(work, *arguments)
-
-    def gallery(self, name: GalleryName) -> ServedGallery:
-        """A gallery by name."""
-        if name not in self.sources.galleries:
-            raise Refusal(404, f"This service has no gallery of {name}; it has {', '.join(self.sources.galleries)}")
-        return self.sources.galleries[name]
-
-    async def search(self, asked: Sequence[Asked], options: RequestOptions) -> SearchResponse:
-        """Search by queries."""
-        served, limits = self.gallery(options.gallery), self.settings
-        if len(asked) > limits.max_batch:
-            raise Refusal(
-                422, f"{len(asked)} queries are more than the limit of {limits.max_batch}; send fewer at a time"
-            )
-        if "max_results" not in options.model_fields_set:
-            options = options.model_copy(update={"max_results": min(options.max_results, limits.max_results)})
-        if options.max_results > limits.max_results:
-            reason = f"{options.max_results} is more than the limit of {limits.max_results}; ask for fewer"
-            raise Refusal(422, f"max_results: {reason}", errors=[("max_results", reason)])
-        how = options.of_search(self._max_set(len(asked), options))
-        if not options.abstain is options.coverage is options.min_probability is None:
-            await self.in_thread(refuse_guarantees, served, asked, options)
-        rows = await self.queries.embedded(asked, served.gallery, self.in_thread)
-        name, k = options.gallery, options.max_results
-        searches = [Search(one.light, row, name, k, how) for one, row in zip(asked, rows, strict=True)]
-        found = await submitted(self.searches, searches)
-        answers = []
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
-            answers.append(one)
-        sets = [one.conformal_set.hits for one in answers if one.conformal_set is not None]
-        hits = itertools.chain.from_iterable([*(one.hits for one in answers), *sets])
-        check_payloads((hit.payload for hit in hits), limits.max_response_bytes)
-        return SearchResponse(gallery=options.gallery, answers=answers)
-
-    def _max_set(self, n: int, options: RequestOptions) -> int:
-        """Largest conformal set of each of n queries, so that the response stays within its number of items."""
-        most, left = self.settings.max_records, self.settings.max_records - n * options.max_results
-        if left < 0:
-            reason = f"{n} queries with {options.max_results} results each are more than the limit of {most} in all"
-            raise Refusal(422, f"max_results: {reason}; send fewer at a time", errors=[("max_results", reason)])
-        return min(self.settings.max_results, max(1, left // n))
 
     async def image(self, id: str, size: int | None) -> tuple[bytes, str]:
         """The image of an item. Returns (bytes, media type)."""
 
         def read() -> bytes:
-            served = self.gallery("images")
+            served = self.sources.gallery("images")
             data: bytes | None = None
             for _ in range(2):  # The image may be replaced between reading the record and the file.
                 found = self._items(served, [id])
@@ -167,7 +98,7 @@ class Service:
                 raise Refusal(404, "There is no such item, or it has no image")
             return data
 
-        data = await self.in_thread(read)
+        data = await self.threads.run(read)
         try:
             answer, smaller = await self.embedder.decoders.run(Task("shown", {"size": size}, message_of), data)
         except ValueError as error:
@@ -176,8 +107,8 @@ class Service:
 
     async def item(self, id: str, gallery: GalleryName) -> Item:
         """An item by id."""
-        served = self.gallery(gallery)
-        items = await self.in_thread(self._items, served, [id])
+        served = self.sources.gallery(gallery)
+        items = await self.threads.run(self._items, served, [id])
         if not items.ids:
             raise Refusal(404, f"There is no item {id!r} among the {gallery}")
         (item,) = _as_items(served, items)
@@ -185,7 +116,7 @@ class Service:
 
     async def items(self, gallery: GalleryName, cursor: str | None, limit: int) -> ItemList:
         """Items in the order of their ids."""
-        served, after = self.gallery(gallery), "" if cursor is None else _id_of(cursor)
+        served, after = self.sources.gallery(gallery), "" if cursor is None else _id_of(cursor)
 
         def read() -> ItemList:
             ids = served.gallery.ids_after(after, limit + 1)
@@ -198,7 +129,7 @@ class Service:
                 next_cursor=_cursor_of(ids[limit - 1]) if more else None,
             )
 
-        return await self.in_thread(read)
+        return await self.threads.run(read)
 
     async def info(self, rights: Rights) -> Info:
         """Describe the service."""
@@ -207,9 +138,9 @@ class Service:
             model=self.sources.name,
             distance=self.sources.distance,
             dimensions=self.sources.d,
-            query_kinds=self.queries.kinds(),
+            query_kinds=self.embedder.kinds(),
             rights=rights,
-            galleries={name: await self.in_thread(self._info_of, name, rights) for name in self.sources.galleries},
+            galleries={name: await self.threads.run(self._info_of, name, rights) for name in self.sources.galleries},
             judgements=self.settings.judgements is not None and rights == "write",
             limits=Limits(**{name: getattr(self.settings, name) for name in Limits.model_fields}),
         )
@@ -220,7 +151,7 @@ class Service:
         waiting = {
             "text": len(self.embedder.texts),
             "image": self.embedder.decoding + len(self.embedder.images),
-            "search": len(self.searches),
+            "search": len(self.searches.waiting),
         }
         stores: dict[str, bool] = {name: not health.problem for name, health in self._stores.items()}
         items: dict[str, int] = {name: served.gallery.size for name, served in galleries.items()}
@@ -236,7 +167,7 @@ class Service:
         served.written += items
 
     def _info_of(self, name: GalleryName, rights: Rights) -> GalleryInfo:
-        served = self.gallery(name)
+        served = self.sources.gallery(name)
         kept = self._infos.get(name)
         if kept is None or kept[0] != served.version:
             self._infos[name] = kept = served.version, info_of(served)
@@ -246,25 +177,6 @@ class Service:
     def _items(served: ServedGallery, ids: list[str]) -> GalleryRecords:
         return served.gallery.get([i for i in ids if 0 < len(i) <= 512 and "\0" not in i])
 
-    def _search(self, searches: list[Search]) -> list[Answer | Exception]:
-        answers = search_together(searches, self.sources)
-        for i, (one, answer) in enumerate(zip(searches, answers, strict=True)):
-            if isinstance(answer, Answer):
-                self._count(one, answer)
-                if one.asked.text and answer.target == "fits" and self.settings.judgements is not None:
-                    answers[i] = with_questions(answer)
-        return answers
-
-    def _count(self, search: Search, answer: Answer) -> None:
-        """Count an abstention, and what is said of a first hit among all items."""
-        options = search.options
-        if answer.abstained is not None:
-            self.metrics.abstention(search.gallery, answer.abstained)
-        by_probability = answer.target == "listed" or options.order == "fits"
-        first = answer.hits[0].match_probability if answer.calibrated and answer.hits and by_probability else None
-        if first is not None and options.min_probability is None and options.filter is None:
-            self.metrics.first_hit(search.gallery, answer.target, first)
-
     async def _warm_up(self) -> None:
         """Embed one text and one image and make one search; then the service is ready."""
         file = io.BytesIO()
@@ -272,18 +184,18 @@ class Service:
         try:
             model = self.sources.model
             for health in self._stores.values():
-                await self.in_thread(health.start)
-            queries = await self.embedder.embed_images([model.image.processor.blank() or file.getvalue()])
-            queries += await self.embedder.embed_texts([model.text.processor.blank() or "ready"])
-            rows = GaussianEmbedding.cat(checked(queries, ["image", "text"]))
+                await self.threads.run(health.start)
+            queries = await self.embedder.embed_images([model.image.processor.blank() or file.getvalue()], ["image"])
+            queries += await self.embedder.embed_texts([model.text.processor.blank() or "ready"], ["text"])
+            rows = GaussianEmbedding.cat(queries)
             if rows.d != self.sources.d:
                 raise ValueError(
                     f"the model has {rows.d} dimensions and the galleries have {self.sources.d}; they were built with"
                     " another model"
                 )
             for served in self.sources.galleries.values():
-                await self.in_thread(served.gallery.search, rows, 1)
-                await self.in_thread(served.gallery.expected_matches, rows)
+                await self.threads.run(served.gallery.search, rows, 1)
+                await self.threads.run(served.gallery.expected_matches, rows)
             self.ready.set()
         except Exception as error:
             self.failed = str(error) or type(error).__name__
@@ -308,6 +220,36 @@ def _id_of(cursor: str) -> str:
     except ValueError:
         id = ""
     if not id or "\0" in id:
-        reason = "is no cursor of this service; send the next_cursor of an answer, or none to begin"
-        raise Refusal(422, f"query.cursor: {reason}", errors=[("query.cursor", reason)])
+        raise wrong("query.cursor", "is no cursor of this service; send the next_cursor of an answer, or none to begin")
     return id
+
+
+def info_of(served: ServedGallery) -> GalleryInfo:
+    """Describe a gallery."""
+    some, scorer = served.gallery.sample(N_LOOKED_AT), served.gallery.scorer
+    return GalleryInfo(
+        n=0,
+        writable=served.writable is not None,
+        pictures=served.images is not None,
+        calibrated=served.gallery.calibrated,
+        risks=[r for r in RISKS if _can_guarantee(partial(scorer.check_risk, r))],
+        coverages=[c for c in COVERAGES if _can_guarantee(partial(scorer.radius, c))],
+        fields=sorted({name for payload in some.payloads for name in handed_out(payload)}),
+    )
+
+
+def calibrated_probability(served: ServedGallery) -> float | None:
+    """Mean probability of the first hits of held-out queries; None in a gallery of another size, within 25 %."""
+    fit, size = served.gallery.scorer.of_hits, served.gallery.size
+    if fit is None or not served.gallery.calibrated or not size or abs(math.log2(size / fit.scores.n_gallery)) > NEAR:
+        return None
+    if fit.hits is not None:
+        return float(torch.from_numpy(-fit.hits.nearest).double().sigmoid().mean())
+    return float(fit.probability(fit.scores.nearest, n_gallery=fit.scores.n_gallery).double().mean())
+
+
+def _can_guarantee(guarantee: Callable[[], object]) -> bool:
+    try:
+        return guarantee() != float("inf")
+    except ValueError:
+        return False

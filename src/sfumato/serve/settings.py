@@ -1,13 +1,28 @@
-"""Settings of a service: limits, sizes, keys and what they permit."""
+"""What a service is given: its limits and keys, and the model with the galleries that it serves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from sfumato.errors import UserError
+import torch
+
+from sfumato.data.image_decoding import MAX_PIXELS
+from sfumato.data.images import Images, UploadedImages
+from sfumato.encoders.dual import DualEncoder
+from sfumato.errors import UserError, as_typed
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.models.run import RECIPE
+from sfumato.progress import say
+from sfumato.search.answer import NATIVE, QueryKind
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.gallery import Gallery
+from sfumato.search.searcher import Searcher
+from sfumato.serve.problems import Refusal
+from sfumato.workflows import index
+
+GalleryName = Literal["images", "texts"]
 
 Rights = Literal["read", "write"]
 """What a caller may do; who may write may also read."""
@@ -17,7 +32,7 @@ MOST = 1024
 
 
 @dataclass(frozen=True)
-class Limits:
+class Capacity:
     """Limits and sizes of a service; `sfumato serve --set NAME=VALUE` changes them."""
 
     max_upload_mb: float = 10.0  # largest size of an image file, in megabytes
@@ -44,7 +59,7 @@ _MAY_BE_0 = {"batch_window_ms", "drain"}
 
 def parse_limits(given: Sequence[str]) -> dict[str, Any]:
     """The values of NAME=VALUE."""
-    kinds: dict[str, type[int | float]] = {one.name: type(getattr(Limits, one.name)) for one in fields(Limits)}
+    kinds: dict[str, type[int | float]] = {one.name: type(getattr(Capacity, one.name)) for one in fields(Capacity)}
     found: dict[str, Any] = {}
     for one in given:
         name, _, value = one.partition("=")
@@ -56,12 +71,12 @@ def parse_limits(given: Sequence[str]) -> dict[str, Any]:
             found[name] = kinds[name](value)
         except ValueError:
             what = "a whole number" if kinds[name] is int else "a number"
-            raise UserError(f"--set {one}: expected {what}, e.g. --set {name}={getattr(Limits, name)}") from None
+            raise UserError(f"--set {one}: expected {what}, e.g. --set {name}={getattr(Capacity, name)}") from None
     return found
 
 
 @dataclass(frozen=True)
-class Settings(Limits):
+class Settings(Capacity):
     """The limits of a service, and who may use it."""
 
     max_requests: int = 128  # simultaneous requests to /v1/, counted when their bodies have arrived
@@ -80,8 +95,6 @@ class Settings(Limits):
                 raise UserError(f"serve: {one.name} must be at least 1, got {value}")
             if kind is float and not (value > 0 or (value == 0 and one.name in _MAY_BE_0)):
                 raise UserError(f"serve: {one.name} must be positive, got {value}")
-        from sfumato.data.image_decoding import MAX_PIXELS  # Which imports numpy; the flags of a command need none.
-
         if self.max_pixels > MAX_PIXELS:
             raise UserError(f"serve: max_pixels must be at most {MAX_PIXELS}, got {self.max_pixels}")
         if self.max_batch > MOST:
@@ -135,11 +148,128 @@ def read_keys(file: Path | None, environment: str | None) -> tuple[tuple[str, ..
     return tuple(keys["write"]), tuple(keys["read"])
 
 
-def require_extra() -> None:
-    """Check that the packages of the extra `serve` are installed, before anything is loaded."""
-    needed = ("fastapi", "uvicorn", "prometheus_client")
-    if missing := [name for name in needed if find_spec(name) is None]:
+@dataclass(eq=False)
+class ServedGallery:
+    """A gallery with its images."""
+
+    gallery: Gallery  # the gallery
+    images: Images | None = None  # images of its items; None if there are none, or their location is unknown
+    version: int = 0  # number of writes by this service
+    written: int = 0  # number of items that this service has stored or removed
+
+    @property
+    def native(self) -> QueryKind:
+        """The kind of queries that its calibration was fitted on."""
+        return NATIVE[self.gallery.scorer.direction]
+
+    @property
+    def writable(self) -> GaussianCollection | None:
+        """The collection that can be written; None if the gallery is in memory."""
+        return self.gallery if isinstance(self.gallery, GaussianCollection) else None
+
+    @property
+    def uploads(self) -> UploadedImages | None:
+        """The folder where new images are stored; None if they cannot be stored."""
+        return self.images if isinstance(self.images, UploadedImages) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """The model and the galleries of a service."""
+
+    model: DualEncoder  # embeds the queries and new items
+    name: str  # name of the model, for display
+    galleries: dict[GalleryName, ServedGallery] = field(default_factory=dict)  # galleries by the kind of their items
+    unfamiliar: Callable[[Sequence[str]], list[bool]] = lambda texts: [False] * len(texts)
+
+    def __post_init__(self) -> None:
+        for what in ("d", "distance"):
+            found = {name: getattr(served.gallery, what) for name, served in self.galleries.items()}
+            if len(set(found.values())) > 1:
+                raise UserError(f"the galleries differ in {what}, {found}; serve two galleries of one model")
+
+    @property
+    def distance(self) -> str:
+        """Name of the distance of all galleries."""
+        return next(iter(self.galleries.values())).gallery.distance
+
+    @property
+    def d(self) -> int:
+        """Dimensions of all galleries."""
+        return next(iter(self.galleries.values())).gallery.d
+
+    def gallery(self, name: GalleryName) -> ServedGallery:
+        """A gallery by name."""
+        if name not in self.galleries:
+            raise Refusal(404, f"This service has no gallery of {name}; it has {', '.join(self.galleries)}")
+        return self.galleries[name]
+
+    def searcher(self, name: GalleryName) -> Searcher:
+        """A gallery that knows the model."""
+        return Searcher(self.galleries[name].gallery, "this service", lambda: self)
+
+    def embed_texts(self, texts: Sequence[Any]) -> GaussianEmbedding:
+        """Embed texts. Returns (n, d)."""
+        return self.model.embed_texts(texts)
+
+    def embed_images(self, images: Sequence[Any]) -> GaussianEmbedding:
+        """Embed images. Returns (n, d)."""
+        return self.model.embed_images(images)
+
+    def unfamiliar_texts(self, texts: Sequence[str]) -> list[bool]:
+        """Which texts have words that the model hardly knows."""
+        return self.unfamiliar(texts)
+
+    def close(self) -> None:
+        """Close the stores."""
+        for served in self.galleries.values():
+            served.gallery.close()
+
+
+def open_sources(
+    path: Path,
+    texts: Path | None = None,
+    *,
+    run: str | None = None,
+    store: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Sources:
+    """Open the model and the galleries for `sfumato serve`."""
+    if (path / RECIPE).is_file():
+        made = as_typed("sfumato", "index", path, "--split", "test", "--out", f"{path}-index")
+        raise UserError(f"{path} is a run; serve an index of it: {made}")
+    gallery = index.open_gallery(path, store)
+    opened: list[Gallery] = [gallery]
+    try:
+        loaded = index.load_retrieval_model(gallery, path, run)
+        location = str(run or gallery.metadata["run"])
+        shown = kind(gallery) == "images" and not loaded.model.image.processor.reads
+        galleries = {kind(gallery): ServedGallery(gallery, index.item_images(gallery, location) if shown else None)}
+        if note := index.missing_note(gallery):
+            say(note)
+        if texts is not None:
+            opened.append(beside := index.open_gallery(texts))
+            _check_beside(beside, gallery, texts, run)
+            galleries["texts"] = ServedGallery(beside)
+        return Sources(loaded.model.to(device), Path(location).name, galleries, loaded.unfamiliar_texts)
+    except BaseException:
+        for one in opened:
+            one.close()
+        raise
+
+
+def _check_beside(beside: Gallery, gallery: Gallery, texts: Path, run: str | None) -> None:
+    """Refuse a second gallery that is not of texts, or not by the model of the first."""
+    if kind(beside) != "texts" or kind(gallery) == "texts":
+        raise UserError(f"{texts}: give a collection of texts there, and a collection of images as the first argument")
+    models = {str(one.metadata.get("run", "")) for one in (gallery, beside)}
+    if len(models) > 1 and run is None:
         raise UserError(
-            f"the service needs the extra serve, of which {' and '.join(missing)} is missing: pip install"
-            " 'sfumato[serve]'"
+            f"the galleries were made by different models, {' and '.join(sorted(models))}; if they are the same"
+            " model in a new location, give the location with --run"
         )
+
+
+def kind(gallery: Gallery) -> GalleryName:
+    """The kind of the items of a gallery."""
+    return "images" if gallery.scorer.direction == "t2i" else "texts"

@@ -6,10 +6,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from sfumato.data.images import POINTER, UploadedImages
 from sfumato.errors import UserError
@@ -19,28 +19,20 @@ from sfumato.search.candidates import GalleryRecords
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import writers_lock
 from sfumato.search.stores.protocol import Filter, StoreInUseError
-from sfumato.serve.decoding import Task, message_of
+from sfumato.serve.decoding import Message, Task, message_of
+from sfumato.serve.embedding import usable
 from sfumato.serve.problems import Refusal, busy
-from sfumato.serve.queries import checked
-from sfumato.serve.schemas import AddResponse, DeleteResponse, GalleryName
+from sfumato.serve.schemas import AddRequest, AddResponse, DeleteResponse, NewItem
+from sfumato.serve.searching import decoded
 from sfumato.serve.service import Service
-from sfumato.serve.sources import ServedGallery
+from sfumato.serve.settings import GalleryName, ServedGallery
 from sfumato.workflows.index import remove_items
+
+Done = TypeVar("Done")
 
 _STORED = Task("stored", {}, message_of)
 _LONGEST = 2000  # characters of a payload field that an image file names itself
 _LOG = logging.getLogger("sfumato.serve")
-
-
-@dataclass(frozen=True)
-class New:
-    """An item to store, an image or a text."""
-
-    id: str  # id of the item
-    where: str  # its location in the request, e.g. "body.items.0"
-    image: bytes | None = None  # bytes of the image file
-    text: str | None = None  # the text
-    payload: Mapping[str, str] = field(default_factory=dict)  # texts that searches return with the item
 
 
 class _Left(Exception):
@@ -54,75 +46,69 @@ class Writer:
         self.service = service
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "write")
-        self._going: set[asyncio.Task[int]] = set()
+        self._going = set[asyncio.Task[Any]]()
         self._closing = threading.Event()
         self._optimised = {served: served.written for served in service.sources.galleries.values()}
 
-    async def add(self, gallery: GalleryName, items: Sequence[New]) -> AddResponse:
+    async def add(self, wanted: AddRequest) -> AddResponse:
         """Store items, all or none. When it returns, items and images survive the death of the process."""
+        gallery, items, where = wanted.gallery, wanted.items, f"body.items.{{}}.{wanted.gallery.removesuffix('s')}"
         served, collection = self._writable(gallery)
-        self._check(gallery, served, items)
-        images = [(f"{one.where}.image", one.image) for one in items if one.image is not None]
-        files: Sequence[tuple[dict[str, str], bytes]] = ()
+        self._check(gallery, items)
+        places = [where.format(i) for i in range(len(items))]
+        embedder, files = self.service.embedder, list[tuple[dict[str, str], bytes]]()
         if gallery == "images":
-            async with self.service.queries.checked_images(images):
-                found = await self.service.queries.embedder.embed_images([data for _, data in images])
-                rows = checked(found, [where for where, _ in images])
+            images = await self.service.threads.run(_decoded, items, places)
+            async with embedder.checked_images(images, places):
+                rows = await embedder.embed_images(images, places)
                 if served.uploads is not None:
-                    files = await self._re_encoded(images)
+                    copies = await embedder.decoders.all(_STORED, images)
+                    files = [_as_stored(one) for one in usable(copies, places)]
         else:
-            self.service.queries.refuse_features("text", [f"{one.where}.text" for one in items])
-            found = await self.service.queries.embedder.embed_texts([one.text or "" for one in items])
-            rows = checked(found, [f"{one.where}.text" for one in items])
+            embedder.refuse_features("text", places)
+            rows = await embedder.embed_texts([one.text or "" for one in items], places)
 
-        created = 0
-
-        def store() -> int:
-            nonlocal created
+        def store() -> tuple[AddResponse, int]:
             collection.begin_writing()
-            there = collection.get([one.id for one in items])
-            before, created = _images_in(served, there), len(items) - len(there.ids)
-            payloads = [
-                {**one.payload, "text": one.text} if one.text is not None else dict(one.payload) for one in items
-            ]
-            for one, payload, (fields, file) in zip(items, payloads, files, strict=False):  # Texts have no files.
+            ids = [one.id for one in items]
+            there = collection.get(ids)
+            before = _images_in(served, there)
+            payloads = [one.payload | ({} if one.text is None else {"text": one.text}) for one in items]
+            for id, payload, (fields, file) in zip(ids, payloads, files, strict=False):  # Texts have no files.
                 payload |= {name: value for name, value in fields.items() if name not in payload}
                 if served.uploads is not None:
-                    payload[POINTER] = served.uploads.write(one.id, file)
+                    payload[POINTER] = served.uploads.write(id, file)
             new = {payload[POINTER] for payload in payloads if POINTER in payload}
             # If this fails, the new files stay: the store may have kept the records, and a repetition uses the same
             # names.
-            collection.upsert(GaussianEmbedding.cat(rows), [one.id for one in items], payloads=payloads)
+            collection.upsert(GaussianEmbedding.cat(rows), ids, payloads=payloads)
             _forget_images(served, before - new)
-            return collection.size
+            created = len(items) - len(there.ids)
+            return AddResponse(gallery=gallery, stored=len(items), created=created, n=collection.size), len(items)
 
-        n = await self._alone(served, store, lambda: len(items))
-        return AddResponse(gallery=gallery, stored=len(items), created=created, n=n)
+        return await self._alone(served, collection, store)
 
     async def delete(self, gallery: GalleryName, ids: Sequence[str]) -> DeleteResponse:
         """Remove items and their uploaded images."""
         served, collection = self._writable(gallery)
-        removed = 0
 
-        def remove() -> int:
-            nonlocal removed
+        def remove() -> tuple[DeleteResponse, int]:
             distinct = list(dict.fromkeys(ids))
             images = _images_in(served, collection.get(distinct)) if served.uploads is not None else set[str]()
             removed = remove_items(collection, distinct)
             _forget_images(served, images)
-            return collection.size
+            return DeleteResponse(gallery=gallery, deleted=removed, n=collection.size), removed
 
-        n = await self._alone(served, remove, lambda: removed)
-        return DeleteResponse(gallery=gallery, deleted=removed, n=n)
+        return await self._alone(served, collection, remove)
 
     def start(self) -> None:
         """Once the service is ready, remove what killed writes have left, see :func:`sweep`."""
         self._begin(self._sweep())
 
-    async def _sweep(self) -> int:
+    async def _sweep(self) -> None:
         while not self.service.ready.is_set():
             if self._closing.is_set() or self.service.failed:
-                return 0
+                return
             await asyncio.sleep(0.1)
         loop = asyncio.get_running_loop()
         for served in self.service.sources.galleries.values():
@@ -135,7 +121,6 @@ class Writer:
                     await loop.run_in_executor(self._thread, sweep, collection, uploads, *found)
             except (UserError, OSError) as error:
                 _LOG.warning("leftovers of killed writes could not be removed: %s", error)
-        return 0
 
     async def close(self) -> None:
         """Wait for running writes, then optimise the stores."""
@@ -146,21 +131,8 @@ class Writer:
             await self._optimise(served)
         self._thread.shutdown(wait=False)
 
-    async def _re_encoded(self, images: Sequence[tuple[str, bytes]]) -> list[tuple[dict[str, str], bytes]]:
-        """(location, bytes) of image files -> payload fields that they name themselves, and bytes to store."""
-        found = await self.service.queries.embedder.decoders.all(_STORED, [data for _, data in images])
-        for (where, _), one in zip(images, found, strict=True):
-            if isinstance(one, ValueError):
-                raise Refusal(422, f"{where}: {one}", errors=[(where, str(one))]) from one
-            if isinstance(one, BaseException):
-                raise one
-        return [
-            ({str(name): str(text)[:_LONGEST].replace("\0", " ") for name, text in answer["fields"].items()}, data)
-            for answer, data in (one for one in found if not isinstance(one, BaseException))
-        ]
-
     def _writable(self, gallery: GalleryName) -> tuple[ServedGallery, GaussianCollection]:
-        served = self.service.gallery(gallery)
+        served = self.service.sources.gallery(gallery)
         if served.writable is None:
             raise Refusal(
                 409,
@@ -170,64 +142,56 @@ class Writer:
             )
         return served, served.writable
 
-    def _check(self, gallery: GalleryName, served: ServedGallery, items: Sequence[New]) -> None:
+    def _check(self, gallery: GalleryName, items: Sequence[NewItem]) -> None:
         most, errors, seen = self.service.settings.max_batch, list[tuple[str, str]](), set[str]()
         if len(items) > most:
             raise Refusal(422, f"{len(items)} items are more than the limit of {most}; send fewer at a time")
         wanted = "image" if gallery == "images" else "text"
-        for one in items:
+        for i, one in enumerate(items):
+            where = f"body.items.{i}"
             if (one.image is None) == (wanted == "image"):
-                errors.append((one.where, f"a gallery of {gallery} takes items with {wanted}"))
+                errors.append((where, f"a gallery of {gallery} takes items with {wanted}"))
             if one.id in seen:
-                errors.append((f"{one.where}.id", "occurs twice in this request"))
+                errors.append((f"{where}.id", "occurs twice in this request"))
             if one.text is not None and "text" in one.payload:
-                errors.append((f"{one.where}.payload.text", "is set from the text of the item; leave it out"))
+                errors.append((f"{where}.payload.text", "is set from the text of the item; leave it out"))
             if hidden := next((name for name in one.payload if name.startswith("_")), ""):
                 reason = "is a name that the service reserves, as all that begin with _; choose another"
-                errors.append((f"{one.where}.payload.{hidden}", reason))
+                errors.append((f"{where}.payload.{hidden}", reason))
             seen.add(one.id)
         if errors:
             raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
 
-    def _among_services(
-        self, served: ServedGallery, work: Callable[[], int], wanted: Callable[[], bool]
-    ) -> Callable[[], int]:
-        """A write that holds a lock which all services of a collection share.
+    async def _alone(
+        self, served: ServedGallery, collection: GaussianCollection, work: Callable[[], tuple[Done, int]]
+    ) -> Done:
+        """Run a write when no other runs. A caller who leaves before it starts cancels it; later it is completed.
 
-        Else one service could remove the image of a replaced record that another one has just written anew. A write
+        work: returns the response, and the number of written items. It holds a lock that all services of a collection
+        share: else one could remove the image of a replaced record that another one has just written anew. A write
         whose caller left while others held the lock is not made: the caller may have written something newer through
         another service meanwhile.
         """
-        collection = served.writable
-        assert collection is not None, "checked before"
+        wanted = True
         shared = os.access(collection.folder, os.W_OK)
         lock = writers_lock(collection.folder, self.service.settings.timeout) if shared else contextlib.nullcontext()
 
-        def locked() -> int:
+        def among_services() -> tuple[Done, int]:
             with lock:
-                if not wanted():
+                if not wanted:
                     raise _Left
                 return work()
 
-        return locked
-
-    async def _alone(self, served: ServedGallery, work: Callable[[], int], items: Callable[[], int]) -> int:
-        """Run a write when no other runs. A caller who leaves before it starts cancels it; later it is completed."""
-        wanted = True
-        shared = self._among_services(served, work, lambda: wanted)
-
-        async def locked() -> int:
+        async def locked() -> Done:
             async with self._lock:
                 if not wanted:  # The caller left while others wrote.
                     raise asyncio.CancelledError
-                written = True
+                written = 0
                 try:
-                    return await asyncio.get_running_loop().run_in_executor(self._thread, shared)
-                except (StoreInUseError, _Left):
-                    written = False
-                    raise
+                    response, written = await asyncio.get_running_loop().run_in_executor(self._thread, among_services)
+                    return response
                 finally:
-                    self.service.changed(served, items() if written else 0)
+                    self.service.changed(served, written)
                     if served.written - self._optimised[served] >= (most := self.service.settings.optimise_after):
                         self._begin(self._optimise(served, least=most))
 
@@ -254,7 +218,7 @@ class Writer:
                 code="store-failed",
             ) from error
 
-    async def _optimise(self, served: ServedGallery, *, least: int = 1) -> int:
+    async def _optimise(self, served: ServedGallery, *, least: int = 1) -> None:
         """Optimise the store if enough items were written; during this, writes wait and searches do not."""
         async with self._lock:
             collection, written = served.writable, served.written
@@ -264,18 +228,27 @@ class Writer:
                     await asyncio.get_running_loop().run_in_executor(self._thread, collection.optimise)
                 except (UserError, OSError) as error:
                     _LOG.error("the store could not be optimised; searches stay correct but slower: %s", error)
-        return written
 
-    def _begin(self, work: Coroutine[None, None, int]) -> "asyncio.Task[int]":
+    def _begin(self, work: Coroutine[None, None, Done]) -> "asyncio.Task[Done]":
         task = asyncio.get_running_loop().create_task(work)
         self._going.add(task)
         task.add_done_callback(self._forget)
         return task
 
-    def _forget(self, task: asyncio.Task[int]) -> None:
+    def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._going.discard(task)
         if not task.cancelled():
             task.exception()  # Retrieved, so that asyncio does not report it as lost.
+
+
+def _decoded(items: Sequence[NewItem], where: Sequence[str]) -> list[bytes]:
+    return [decoded(one.image or "", place) for one, place in zip(items, where, strict=True)]
+
+
+def _as_stored(answer: Message) -> tuple[dict[str, str], bytes]:
+    """The payload fields that an image file names itself, and the bytes to store."""
+    fields = {str(name): str(text)[:_LONGEST].replace("\0", " ") for name, text in answer[0]["fields"].items()}
+    return fields, answer[1]
 
 
 def _images_in(served: ServedGallery, items: GalleryRecords) -> set[str]:
