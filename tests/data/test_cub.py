@@ -1,11 +1,8 @@
 """CUB Captions on a tiny folder of its shape: splits against set arithmetic, labels against loops over classes."""
 
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
-from support.tiny_models import tiny_resnet
 
 from sfumato.data.images import Problems
 from sfumato.data.layouts import CubOptions, read_cub
@@ -118,18 +115,3 @@ def test_what_is_missing_is_said(cub):
     problems = Problems()
     assert "002.Bird_b/b2.jpg" in read_cub(cub, problems)["train"].image_ids
     assert [item.reason.rpartition("b")[2][:1] for item in problems.items] == ["0", "1"]
-
-
-def test_the_recipe_trains_and_evaluates(cub, tmp_path, sfumato):
-    """With a small image network and learnt words: the source, the batches and both test splits."""
-    tiny_resnet(tmp_path / "resnet")
-    small = [
-        f"data.path={cub}", f"model.image.weights={tmp_path / 'resnet'}",
-        "model.image.size=32", "model.text.vectors=", "model.text.hidden=8", "train.epochs=1",
-        "optim.first_stage_epochs=0", "optim.first_stage_schedule_epochs=0", "model.dim=6", "train.threads=1",
-    ]  # fmt: skip
-    status, _, err = sfumato("train", "cub-pcme", *small, "--out", tmp_path / "run")
-    assert status == 0, err
-    for split in ("test", "seen"):
-        status, out, err = sfumato("evaluate", "run", tmp_path / "run", "--split", split, "--json")
-        assert status == 0 and 0 <= json.loads(out)["i2t"]["r_precision"] <= 1, err

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable, open_table
 from sfumato.encoders.feature_rows import regions_from_bytes
@@ -47,22 +46,6 @@ def test_opening_reads_no_row(tmp_path):
     del array
     table = open_table(str(tmp_path / "a.npy")).table
     assert table.rows(np.array([99_999_999, 3])).sum(1).tolist() == [512, 0]
-
-
-@pytest.mark.parametrize("ending", ["npy", "safetensors", "parquet"])
-def test_kinds_of_files(tmp_path, ending):
-    values = numbers(5, 3, np.float32)
-    if ending == "npy":
-        np.save(tmp_path / "a.npy", values)
-    elif ending == "safetensors":
-        save_file({"embeddings": torch.from_numpy(values)}, tmp_path / "a.safetensors")
-    else:
-        parquet = pytest.importorskip("pyarrow.parquet")
-        arrow = pytest.importorskip("pyarrow")
-        columns = {"id": [str(i) for i in range(5)], "vector": values.tolist()}
-        parquet.write_table(arrow.table(columns), tmp_path / "a.parquet", row_group_size=2)
-    table = open_table(str(tmp_path / f"a.{ending}")).table
-    np.testing.assert_array_equal(table.rows(np.array([4, 0])).numpy(), values[[4, 0]])
 
 
 def test_wrong_columns_of_parquet(tmp_path):

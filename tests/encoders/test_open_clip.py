@@ -7,12 +7,11 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from support.tiny_models import import_open_clip, taught_open_clip, tiny_open_clip, two_colours
+from support.tiny_models import import_open_clip, tiny_open_clip
 
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.joint import is_open_clip, joint_backbone
 from sfumato.errors import UserError
-from sfumato.workflows.adopt import adopt_encoders
 
 
 def test_features_are_those_of_open_clip(tmp_path):
@@ -32,16 +31,6 @@ def test_features_are_those_of_open_clip(tmp_path):
     half = joint_backbone(str(tmp_path / "model"), "text", precision="bfloat16")
     assert half.fingerprint != text.fingerprint
     torch.testing.assert_close(torch.tensor(half(captions)[0]), of_texts[:1], atol=0.05, rtol=0.05)
-
-
-def test_a_model_is_adopted_by_its_folder_and_searched_by_words(tmp_path, monkeypatch):
-    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
-    import_open_clip()
-    manifest = two_colours(tmp_path)
-    adopted = adopt_encoders(str(taught_open_clip(tmp_path / "model", manifest)), manifest, tmp_path / "run")
-    assert adopted.retrieval.t2i["recall@1"] > 0.3 > 10 * adopted.retrieval.chance["t2i"]["recall@1"]
-    assert adopted.run.recipe.model.image.extras == {"open-clip"}
-    assert adopted.run.model.embed_texts(["red blue 1"]).n == 1
 
 
 def test_names_of_open_clip_are_told_from_those_of_transformers(tmp_path):

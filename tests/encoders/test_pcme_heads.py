@@ -123,14 +123,6 @@ def test_the_small_start_of_the_variance_holds_with_local_attention(options):
     assert head.log_var_local.linear.bias.grad.abs().max() > 0 or "variance_norm" in options
 
 
-def test_points_have_local_attention_for_the_mean_alone():
-    with_variance, points = head_of(), head_of(variance=False)
-    assert points.log_var_local is None and points(features()).log_var.isneginf().all()
-    assert with_variance(features()).mean.norm(dim=1).tolist() == pytest.approx([1, 1, 1])
-    loose = head_of(normalize=False)
-    assert loose(features()).mean.std(1).tolist() != pytest.approx([1, 1, 1])
-
-
 def test_several_embeddings_keep_the_names_that_their_checkpoints_have():
     names = set(GaussianHead(8, 5, HeadOptions(pooling="average", variance=False, embeddings=3)).state_dict())
     assert names == {
