@@ -279,3 +279,11 @@ def test_a_run_that_states_keys_of_a_former_version_opens_if_they_had_the_value_
     path.write_text(text.replace("[data]\n", '[data]\nheld_out_style = "noto"\n'))
     with pytest.raises(UserError, match="data.held_out_style='noto': this key is gone, .* always 'fluent3d' now"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(("kind", "width"), [("small", 64), ("resnet", None)])
+def test_a_key_that_is_gone_of_one_kind_of_encoder_stays_a_key_of_another(tmp_path, kind, width):
+    path = tmp_path / "recipe.toml"
+    (tmp_path / "model.safetensors").touch()
+    path.write_text(f'name = "x"\n[model.image]\nkind = "{kind}"\nwidth = 64\n')
+    assert getattr(load_recipe(path).model.image, "width", None) == width
