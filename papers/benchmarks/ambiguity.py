@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from sfumato.evaluation.trust import words_of
-from sfumato.metrics.bootstrap import Interval, percentile_interval
+from sfumato.metrics.bootstrap import Interval, balanced_spearman, percentile_interval, spearman
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.uncertainty import balanced_spearman, spearman
 
 FIGURES = ("balanced", "balanced_below_16", "all")
 """Spearman correlations with the number of matches: over sets of queries balanced over powers of two, the same of

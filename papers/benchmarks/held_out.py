@@ -23,10 +23,10 @@ from sfumato.data.emoji import load_emoji
 from sfumato.encoders.backbones import text_backbone
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.ids import Direction
-from sfumato.metrics.bootstrap import auroc
+from sfumato.metrics.bootstrap import auroc, average_ranks
 from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.reliability import RecallByUncertainty
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.metrics.uncertainty import RecallByUncertainty, average_ranks
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run

@@ -28,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sfumato.evaluation.per_query import COMPARED
+from sfumato.evaluation.benchmarks import COMPARED
 from sfumato.metrics.retrieval import RECALLS
 from sfumato.models.evaluate import evaluate_run
 from sfumato.models.recipe import find_recipe, load_recipe

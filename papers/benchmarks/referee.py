@@ -43,7 +43,7 @@ from sfumato.data.images import Problems
 from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.dual import DualEncoder
 from sfumato.files import write_atomically
-from sfumato.metrics.uncertainty import spearman
+from sfumato.metrics.bootstrap import spearman
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.models.split import load_splits

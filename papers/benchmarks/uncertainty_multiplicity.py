@@ -48,14 +48,17 @@ from sfumato.metrics.bootstrap import (
     Interval,
     Statistic,
     auroc_statistic,
+    balanced_spearman,
     bootstrap,
     decile_statistic,
     percentile_interval,
+    resampled_balanced_spearman,
+    spearman,
     spearman_statistic,
 )
 from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.reliability import RecallByUncertainty
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.metrics.uncertainty import RecallByUncertainty, balanced_spearman, resampled_balanced_spearman, spearman
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run

@@ -55,10 +55,18 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Direction, Side
 from sfumato.imports import HOW
 from sfumato.matching import match_probability
-from sfumato.metrics.bootstrap import Interval, Statistic, auroc, bootstrap, mean_statistic, percentile_interval
+from sfumato.metrics.bootstrap import (
+    Interval,
+    Statistic,
+    auroc,
+    balanced_spearman,
+    bootstrap,
+    mean_statistic,
+    percentile_interval,
+    resampled_balanced_spearman,
+)
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
-from sfumato.metrics.uncertainty import balanced_spearman, resampled_balanced_spearman
 
 BINNINGS: tuple[RecallBinning, ...] = ("count", "width")
 

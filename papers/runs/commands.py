@@ -144,7 +144,7 @@ def strategies(
     """Rank one model's embeddings by several strategies: tables C.7 of PCME++ and E.1 of PCME."""
     from papers.runs.printed import print_strategies
     from papers.runs.strategies import choose_strategies, evaluate_strategies
-    from sfumato.evaluation.per_query import per_query_table, write_per_query
+    from sfumato.evaluation.benchmarks import per_query_table, write_per_query
     from sfumato.evaluation.protocols import EvaluationOptions
     from sfumato.matching import MATCH_PROBABILITY
     from sfumato.models.evaluate import embed_for_evaluation

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import BenchmarkRanks
-from sfumato.evaluation.per_query import (
+from sfumato.evaluation.benchmarks import (
     COMPARED,
     KEYS,
+    BenchmarkRanks,
     PerQuery,
     check_per_query_path,
     from_columns,

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from sfumato.distances import Distance
-from sfumato.evaluation.benchmarks import BenchmarkRanks, EmbeddedSet, figures, rank
+from sfumato.evaluation.benchmarks import BenchmarkRanks, figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.protocols import EvaluationOptions
-from sfumato.evaluation.sources import Embeddings, distance_of_score
+from sfumato.evaluation.sources import EmbeddedSet, Embeddings, distance_of_score
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.relevance import Relevance

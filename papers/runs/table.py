@@ -25,8 +25,8 @@ from papers.runs.paired import (
     with_rsum,
 )
 from sfumato.errors import UserError, counted
+from sfumato.evaluation.benchmarks import COMPARED, PerQuery, query_name, write_per_query
 from sfumato.evaluation.embedded_input import measure
-from sfumato.evaluation.per_query import COMPARED, PerQuery, query_name, write_per_query
 from sfumato.files import read_json
 from sfumato.metrics.retrieval import ALL_METRICS
 from sfumato.models.evaluate import embed_for_evaluation, evaluate_run

@@ -30,8 +30,7 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
 from sfumato.errors import UserError
-from sfumato.metrics.bootstrap import bootstrap, mean_statistic
-from sfumato.metrics.uncertainty import none_if_nan, spearman
+from sfumato.metrics.bootstrap import bootstrap, mean_statistic, none_if_nan, spearman
 from sfumato.models.embed import embed_sources, file_endings
 from sfumato.models.model import Model
 from sfumato.progress import progress_bar

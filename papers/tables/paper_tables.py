@@ -16,9 +16,9 @@ from papers.runs.strategies import choose_strategies, evaluate_strategies
 from papers.tables.items import PaperItem, data_sets, own_figures
 from sfumato.data.sources import DataConfig
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import EmbeddedSet
 from sfumato.evaluation.embedded_input import measure, read_ground_truths
 from sfumato.evaluation.ground_truth import GroundTruth
+from sfumato.evaluation.sources import EmbeddedSet
 from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.models.evaluate import embed_for_evaluation

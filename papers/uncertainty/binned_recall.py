@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap
-from sfumato.metrics.uncertainty import none_if_nan, pearson, spearman
+from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, none_if_nan, pearson, spearman
 
 RecallBinning = Literal["count", "width", "uclip", "probvlm_spacing", "probvlm_samples", "asymvlm"]
 """How queries come into bins. The first two put every query into exactly one bin; the others are kept to reproduce.

@@ -18,10 +18,9 @@ from sfumato.encoders.dual import DualEncoder
 from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
-from sfumato.metrics.bootstrap import Interval, Resampling, Statistic, mean_statistic, paired_auroc
+from sfumato.metrics.bootstrap import Interval, Resampling, Statistic, mean_statistic, paired_auroc, spearman
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.metrics.uncertainty import spearman
 from sfumato.progress import progress_bar
 from sfumato.search.exact import rank_relevant
 

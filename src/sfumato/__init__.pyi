@@ -54,8 +54,8 @@ from .losses import triplet_loss as triplet_loss
 from .matching import MatchingLogits as MatchingLogits
 from .matching import match_probability as match_probability
 from .metrics.relevance import Relevance as Relevance
+from .metrics.reliability import RecallByUncertainty as RecallByUncertainty
 from .metrics.reliability import Reliability as Reliability
-from .metrics.uncertainty import RecallByUncertainty as RecallByUncertainty
 from .models.model import Model as Model
 from .models.pretrained_tensors import read_checkpoint as read_checkpoint
 from .models.recipe import Recipe as Recipe

@@ -17,7 +17,7 @@ from sfumato.errors import as_typed, counted
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.uncertainty import balanced_spearman, spearman
+from sfumato.metrics.bootstrap import balanced_spearman, spearman
 from sfumato.models.evaluate import evaluate_run
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run

@@ -9,7 +9,7 @@ from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists
 from support.raising import raises
 
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import EmbeddedSet
+from sfumato.evaluation.benchmarks import per_query_table
 from sfumato.evaluation.embedded_input import (
     Files,
     measure,
@@ -20,7 +20,7 @@ from sfumato.evaluation.embedded_input import (
     read_ground_truths,
 )
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
-from sfumato.evaluation.per_query import per_query_table
+from sfumato.evaluation.sources import EmbeddedSet
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
 N, M, D = 6, 12, 3

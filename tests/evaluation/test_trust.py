@@ -23,8 +23,9 @@ from sfumato.evaluation.trust import (
     resampled_together,
 )
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.bootstrap import balanced_spearman
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.uncertainty import RecallByUncertainty, balanced_spearman
+from sfumato.metrics.reliability import RecallByUncertainty
 
 N, M, D = 41, 29, 4
 MATCHING = Matching("csd", 0.8, 1.0, direction="t2i")

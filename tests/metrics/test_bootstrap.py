@@ -8,14 +8,19 @@ import scipy
 from support.raising import raises
 
 from sfumato.metrics import bootstrap as measures
-from sfumato.metrics.bootstrap import Interval, auroc, bootstrap, mean_statistic, on_all, percentile_interval
-from sfumato.metrics.uncertainty import (
-    RecallByUncertainty,
+from sfumato.metrics.bootstrap import (
+    Interval,
     _row_ranks,
+    auroc,
     balanced_spearman,
+    bootstrap,
+    mean_statistic,
+    on_all,
+    percentile_interval,
     resampled_balanced_spearman,
     spearman,
 )
+from sfumato.metrics.reliability import RecallByUncertainty
 
 aurc, excess_aurc, prediction_rejection_ratio, risk_at_coverage = (
     lambda u, e, *given, statistic=statistic: on_all(statistic(u, e, *given), len(u))

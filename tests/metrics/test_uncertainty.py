@@ -4,14 +4,8 @@ import scipy
 import torch
 from support.raising import raises
 
-from sfumato.metrics.reliability import wilson_interval
-from sfumato.metrics.uncertainty import (
-    RecallByUncertainty,
-    average_ranks,
-    balanced_spearman,
-    pearson,
-    spearman,
-)
+from sfumato.metrics.bootstrap import average_ranks, balanced_spearman, pearson, spearman
+from sfumato.metrics.reliability import RecallByUncertainty, wilson_interval
 
 
 @pytest.mark.parametrize("levels", [2, 4, 50, 10**9])

@@ -13,8 +13,8 @@ from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.encoders.scratch import SmallTextEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.bootstrap import spearman
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.uncertainty import spearman
 from sfumato.models.recipe import load_recipe
 from sfumato.models.sections import VarianceStageConfig
 from sfumato.training import variance_stage

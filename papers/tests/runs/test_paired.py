@@ -12,9 +12,8 @@ from support.raising import raises
 from papers.runs.paired import compare_per_query, read_per_query, swap_test
 from papers.runs.strategies import STRATEGIES, FaissRanker
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmarks import rank
+from sfumato.evaluation.benchmarks import COMPARED, PerQuery, per_query_table, rank, write_per_query
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
-from sfumato.evaluation.per_query import COMPARED, PerQuery, per_query_table, write_per_query
 from sfumato.evaluation.sources import Embeddings, Lists
 from sfumato.gaussian import GaussianEmbedding
 

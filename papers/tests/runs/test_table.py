@@ -15,8 +15,8 @@ from papers.runs.grid import read_vary
 from papers.runs.paired import BOTH, compare_per_query, mean_per_query, queries_by_image, read_per_query, with_rsum
 from papers.runs.printed import runs_latex, runs_table, write_runs_table
 from papers.runs.table import Best, RunsTable, TableOptions, table_of_runs
+from sfumato.evaluation.benchmarks import COMPARED, PerQuery, per_query_table
 from sfumato.evaluation.embedded_input import measure
-from sfumato.evaluation.per_query import COMPARED, PerQuery, per_query_table
 from sfumato.models.evaluate import embed_for_evaluation, evaluate_run
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run

@@ -124,7 +124,7 @@ class MeasureFlags:
 
 
 def _check_per_query(path: Path | None) -> None:
-    from sfumato.evaluation.per_query import check_per_query_path
+    from sfumato.evaluation.benchmarks import check_per_query_path
 
     if path is not None:
         check_per_query_path(path)
@@ -208,7 +208,7 @@ def index(
 
 def _write_per_query(measured: "Measured", embedded: Any, path: Path) -> dict[str, Any]:
     """Write the results of single queries; the part of the JSON that names the file."""
-    from sfumato.evaluation.per_query import per_query_table, write_per_query
+    from sfumato.evaluation.benchmarks import per_query_table, write_per_query
 
     uncertainty = None if embedded is None else embedded.uncertainty(measured.uncertainty_measure)
     write_per_query(path, per_query_table(measured.ranks, uncertainty))

@@ -21,21 +21,15 @@ from sfumato.evaluation.benchmark_ground_truths import (
     read_coco,
     read_karpathy_ground_truth,
 )
-from sfumato.evaluation.benchmarks import (
-    BenchmarkRanks,
-    EmbeddedSet,
-    Source,
-    figures,
-    rank,
-)
+from sfumato.evaluation.benchmarks import BenchmarkRanks, Source, figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
 from sfumato.evaluation.protocols import EvaluationOptions, samples_of
-from sfumato.evaluation.sources import Lists, Scores, distance_of_score, ranked_by
+from sfumato.evaluation.sources import EmbeddedSet, Lists, Scores, distance_of_score, ranked_by
 from sfumato.files import read_json
 from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
+from sfumato.metrics.reliability import RecallByUncertainty
 from sfumato.metrics.retrieval import Better
-from sfumato.metrics.uncertainty import RecallByUncertainty
 from sfumato.progress import say
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")

@@ -11,9 +11,10 @@ from sfumato.distances import Distance, get_distance
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import DIRECTIONS, Direction
+from sfumato.metrics.bootstrap import balanced_spearman, none_if_nan, spearman
 from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.reliability import RecallByUncertainty
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics, retrieval_metrics
-from sfumato.metrics.uncertainty import RecallByUncertainty, balanced_spearman, none_if_nan, spearman
 from sfumato.search.exact import rank_relevant
 
 

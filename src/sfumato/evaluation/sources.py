@@ -1,18 +1,19 @@
 """What is ranked: embeddings by a distance or a similarity of the means, a matrix of scores, or ranked lists."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.data.coco import coco_image_id
 from sfumato.distances import DISTANCES, Distance, get_distance
 from sfumato.evaluation.benchmarks import RankPlan, Source
-from sfumato.evaluation.ground_truth import first_twice
+from sfumato.evaluation.ground_truth import GroundTruth, first_twice
 from sfumato.evaluation.protocols import Ranker
-from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics import retrieval
 from sfumato.search.exact import distance_blocks
@@ -21,6 +22,35 @@ Similarity = Literal["cosine", "dot"]
 
 SCORES = (*DISTANCES, *get_args(Similarity))
 """Names of the scores to rank by: the distances, and two similarities of the means."""
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddedSet:
+    """Embedded images and texts with their ground truths."""
+
+    images: GaussianEmbedding  # (n, d) embeddings
+    texts: GaussianEmbedding  # (m, d) embeddings
+    image_ids: tuple[str, ...]  # n distinct ids
+    text_ids: tuple[str, ...]  # m distinct ids
+    ground_truths: tuple[GroundTruth, ...]  # with distinct names
+    text_kinds: tuple[str, ...] | None = None  # (m,) kinds of the texts, if they have any
+
+    def to(self, device: torch.device) -> "EmbeddedSet":
+        """Move the embeddings to another device."""
+        return replace(self, images=self.images.to(device), texts=self.texts.to(device))
+
+    def uncertainty(self, measure: ScalarUncertainty = "total_variance") -> dict[str, dict[str, float]] | None:
+        """Compute uncertainties in the form of :func:`~sfumato.evaluation.benchmarks.per_query_table`."""
+        sides = {"i2t": (self.image_ids, self.images), "t2i": (self.text_ids, self.texts)}
+        found = {name: dict(zip(ids, e.uncertainty(measure).tolist(), strict=True)) for name, (ids, e) in sides.items()}
+        if not any(bool((e.total_variance != 0).any()) for _, e in sides.values()):
+            return None
+        found = {name: {coco_image_id(i): v for i, v in side.items()} | side for name, side in found.items()}
+        images = found["i2t"]
+        for identity in {i for one in self.ground_truths for i in one.image_ids} - images.keys():
+            if (other := coco_image_id(identity)) in images:
+                images[identity] = images[other]
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,23 +20,21 @@ from sfumato.metrics.bootstrap import (
     Statistic,
     aurc_statistic,
     auroc_statistic,
+    average_ranks,
+    balanced_spearman,
     decile_statistic,
     mean_statistic,
     paired_auroc,
     percentile_interval,
     remembered,
+    resampled_balanced_spearman,
     risk_coverage_statistics,
     risk_statistic,
     spearman_statistic,
 )
 from sfumato.metrics.relevance import Relevance
+from sfumato.metrics.reliability import RecallByUncertainty
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
-from sfumato.metrics.uncertainty import (
-    RecallByUncertainty,
-    average_ranks,
-    balanced_spearman,
-    resampled_balanced_spearman,
-)
 from sfumato.search.exact import rank_relevant
 
 

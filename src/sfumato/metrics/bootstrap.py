@@ -1,4 +1,5 @@
-"""Bootstrap intervals of any figure over queries, and selective prediction: how well an uncertainty predicts errors.
+"""Bootstrap intervals of any figure over queries, selective prediction (how well an uncertainty predicts errors), and
+correlations with an uncertainty.
 
 A statistic is a function of the count of each query in a resample, so that a thousand resamples need only one sort: see
 :data:`Statistic` and :func:`bootstrap`; :func:`on_all` is its value. The inputs are arrays with one number for each
@@ -121,6 +122,119 @@ def percentile_interval(value: float, resampled: np.ndarray, level: float = 0.95
 def on_all(statistic: Statistic, n: int) -> float:
     """The value of a statistic on the data without resampling."""
     return float(statistic(np.ones((1, n)))[0])
+
+
+# ---------------------------------------------------------------- correlations
+def average_ranks(x: np.ndarray) -> np.ndarray:
+    """Ranks from 0; equal values get the mean of their ranks. x (n,) -> (n,)."""
+    _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    ranks: np.ndarray = (ends - (counts + 1) / 2)[which]
+    return ranks
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson correlation. x, y (n,)."""
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    if x.shape != y.shape:
+        raise ValueError(f"pearson: got {x.shape} and {y.shape} values; the shapes must be equal")
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return float("nan")
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman rank correlation, ties by average ranks. x, y (n,)."""
+    return pearson(average_ranks(np.asarray(x)), average_ranks(np.asarray(y)))
+
+
+def balanced_spearman(
+    x: np.ndarray, multiplicity: np.ndarray, *, per_bin: int = 20, n_sets: int = 200, seed: int = 0
+) -> float:
+    """Spearman correlation with a multiplicity, over sets with about equal numbers of items in each power of two.
+
+    Most tags match one or two concepts, so ambiguous tags have little weight in a plain correlation. Items are binned
+    by floor(log2(multiplicity)). A set takes at most per_bin random items of each bin; the correlations of n_sets sets
+    are averaged.
+
+    x (n,), multiplicity (n,).
+    """
+    x, multiplicity = np.asarray(x, float), np.asarray(multiplicity)
+    if x.shape != multiplicity.shape:
+        raise ValueError(
+            f"balanced_spearman: got {x.shape} values for {multiplicity.shape} multiplicities; the shapes must be equal"
+        )
+    if min(per_bin, n_sets) < 1:
+        raise ValueError(f"balanced_spearman: per_bin and n_sets must be at least 1, got {per_bin} and {n_sets}")
+    if len(multiplicity) and multiplicity.min() < 1:
+        raise ValueError(f"balanced_spearman: multiplicities must be at least 1, got {multiplicity.min()}")
+    bins = np.floor(np.log2(multiplicity)).astype(int)
+    members = [np.flatnonzero(bins == b) for b in np.unique(bins)]
+    if len(members) < 2:
+        return float("nan")
+    random = np.random.default_rng(seed)
+    values = []
+    for _ in range(n_sets):
+        chosen = np.concatenate([random.permutation(m)[:per_bin] for m in members])
+        values.append(spearman(x[chosen], multiplicity[chosen]))
+    return float(np.mean(values))
+
+
+def resampled_balanced_spearman(
+    scores: Mapping[str, np.ndarray],
+    multiplicity: np.ndarray,
+    *,
+    per_bin: int = 20,
+    n_resamples: int = 1000,
+    n_sets: int = 10,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    """Resampled values of :func:`balanced_spearman`, for :func:`percentile_interval`.
+
+    Queries are resampled within each power of two of the multiplicity, so that every resample has all of these bins.
+    From each resample n_sets balanced sets are taken instead of 200.
+
+    multiplicity (n,) -> (b,).
+    """
+    multiplicity = np.asarray(multiplicity)
+    bins = np.floor(np.log2(multiplicity)).astype(int)
+    members = [np.flatnonzero(bins == k) for k in np.unique(bins)]
+    if len(members) < 2:
+        return {name: np.full(n_resamples, np.nan) for name in scores}
+    random = np.random.default_rng(seed)
+    parts = []
+    for own in members:
+        resample = own[random.integers(len(own), size=(n_resamples, len(own)))]
+        size = min(per_bin, len(own))
+        # A resample is in random order, so its consecutive parts (with wrap-around) are random sets.
+        positions = (np.arange(n_sets)[:, None] * size + np.arange(size)) % len(own)
+        parts.append(resample[:, positions])
+    together = np.concatenate(parts, axis=2)
+    chosen = together.reshape(n_resamples * n_sets, together.shape[2])  # With -1, no resample would have no shape.
+    ground_truth = _row_ranks(multiplicity, chosen)
+    return {
+        name: _row_pearson(_row_ranks(x, chosen), ground_truth).reshape(n_resamples, n_sets).mean(1)
+        for name, x in scores.items()
+    }
+
+
+def _row_ranks(x: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Average ranks from 0 within each row of x[chosen]. x (n,), chosen (r, k) -> (r, k)."""
+    row = np.arange(len(chosen))[:, None]
+    every = average_ranks((average_ranks(x)[chosen] + row * len(x)).ravel())
+    return np.asarray(every.reshape(chosen.shape) - row * chosen.shape[1])
+
+
+def _row_pearson(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a, b = a - a.mean(1, keepdims=True), b - b.mean(1, keepdims=True)
+    variances = (a * a).sum(1) * (b * b).sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(np.where(variances > 0, (a * b).sum(1) / np.sqrt(variances), np.nan), float)
+
+
+def none_if_nan(value: float) -> float | None:
+    """None for an undefined number: JSON has no NaN."""
+    return None if np.isnan(value) else value
 
 
 # ---------------------------------------------------------------- wrong answers by uncertainty
@@ -248,7 +362,7 @@ def spearman_statistic(x: np.ndarray, y: np.ndarray) -> Statistic:
 def decile_statistic(uncertainty: np.ndarray, hit: np.ndarray, *, n_bins: int = 10) -> Statistic:
     """Pearson correlation of bin number and recall as a statistic for the bootstrap.
 
-    See :class:`~sfumato.metrics.uncertainty.RecallByUncertainty`.
+    See :class:`~sfumato.metrics.reliability.RecallByUncertainty`.
 
     uncertainty (n,), hit (n,).
     """

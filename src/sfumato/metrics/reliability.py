@@ -1,6 +1,6 @@
-"""Agreement of probabilities with outcomes, and exact bounds of binomial rates.
+"""Agreement of probabilities and uncertainties with outcomes, and exact bounds of binomial rates.
 
-The inputs are predictions and outcomes of any source. :class:`Reliability` has all of it, and draws it.
+The inputs are predictions and outcomes of any source. :class:`Reliability` and :class:`RecallByUncertainty` draw them.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sfumato.charts import FAINT, draw_intervals, styled_axes
 from sfumato.gaussian import Array, as_tensor
-from sfumato.metrics.bootstrap import Statistic
+from sfumato.metrics.bootstrap import Statistic, none_if_nan, pearson, spearman
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -282,6 +282,105 @@ class Reliability:
             axes.set_title(title, loc="left", fontsize=9)
             axes.grid(True)
         return axes
+
+
+@dataclass(frozen=True)
+class RecallByUncertainty:
+    """Recall in groups of queries, from the most certain to the least, as in figure 3 of PCME++.
+
+    Make one with :meth:`of` or :meth:`LoadedModel.recall_by_uncertainty`, or of the figures that an evaluation has
+    counted: ``RecallByUncertainty(**evaluation.uncertainty["t2i"])``.
+
+    Attributes:
+        bins: a dictionary for each group, {"uncertainty": its mean, None if it is infinite, "recall": recall@1,
+            "count": number of queries}.
+        correlation: Pearson correlation of the number of the group and its recall; -1 is good, None if undefined.
+        spearman: of the uncertainties and the single results; None if undefined.
+    """
+
+    bins: tuple[dict[str, Any], ...]
+    correlation: float | None
+    spearman: float | None
+
+    @classmethod
+    def of(cls, uncertainty: Array, hit: Array, *, n_bins: int = 10) -> "RecallByUncertainty":
+        """Group queries by their uncertainty.
+
+        Args:
+            uncertainty: (n,) any measure, larger is less certain.
+            hit: (n,) 1 where the first hit of a query is right, else 0; NaN for queries without a match, which are left
+                out.
+            n_bins: number of groups of equal size.
+
+        Returns:
+            The groups.
+
+        Raises:
+            ValueError: the shapes differ, n_bins is below 1, or there is no query.
+        """
+        who = "RecallByUncertainty.of"
+        if n_bins < 1:
+            raise ValueError(f"{who}: n_bins must be at least 1, got {n_bins}")
+        u, y = (
+            as_tensor(x, name, who).double().cpu().numpy() for x, name in ((uncertainty, "uncertainty"), (hit, "hit"))
+        )
+        if u.shape != y.shape:
+            raise ValueError(f"{who}: got {u.shape} uncertainties for {y.shape} hits; the shapes must be equal")
+        u, y = u[~np.isnan(y)], y[~np.isnan(y)]
+        if not len(u):
+            raise ValueError(f"{who}: got no query that has a match")
+        parts = [part for part in np.array_split(np.argsort(u, kind="stable"), n_bins) if len(part)]
+        means = [float(u[p].mean()) for p in parts]
+        bins = tuple(
+            {"uncertainty": mean if np.isfinite(mean) else None, "recall": float(y[p].mean()), "count": len(p)}
+            for p, mean in zip(parts, means, strict=True)
+        )
+        constant = len(u) < 2 or u.min() == u.max()
+        correlation = float("nan") if constant else pearson(np.arange(len(bins)), np.array([b["recall"] for b in bins]))
+        return cls(bins, none_if_nan(correlation), none_if_nan(spearman(u, y)))
+
+    def __repr__(self) -> str:
+        n = sum(b["count"] for b in self.bins)
+        first, last = (f"{b['recall']:.1%}" for b in (self.bins[0], self.bins[-1]))
+        return (
+            f"RecallByUncertainty({n} queries in {len(self.bins)} groups: recall@1 {first} of the most certain, {last}"
+            f" of the least; correlation {_digits(self.correlation)})"
+        )
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw recall@1 of each group with its 95 % interval.
+
+        Args:
+            ax: axes of matplotlib to draw on; new ones if None.
+
+        Returns:
+            The axes.
+
+        Raises:
+            UserError: matplotlib is not installed.
+        """
+        with styled_axes(ax, 5.4, 4.2) as axes:
+            from matplotlib.ticker import PercentFormatter
+
+            recall, x = [b["recall"] for b in self.bins], range(1, len(self.bins) + 1)
+            low, high = zip(*(wilson_interval(b["recall"], b["count"]) for b in self.bins), strict=True)
+            draw_intervals(axes, x, recall, low, high)
+            ticks = ["∞" if b["uncertainty"] is None else f"{b['uncertainty']:.3g}" for b in self.bins]
+            axes.set_xticks(list(x), ticks)
+            axes.tick_params(axis="x", labelsize=8)
+            sizes = " or ".join(map(str, sorted({b["count"] for b in self.bins})))
+            axes.set(xlabel=f"mean uncertainty of each group of {sizes} queries", ylabel="recall@1")
+            axes.set_ylim(0, min(1.03, 1.1 * max(high)))
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+            correlations = _digits(self.correlation), _digits(self.spearman)
+            title = "correlation of group and recall {}; of query and result {}".format(*correlations)
+            axes.set_title(title, loc="left", fontsize=9)
+            axes.grid(True, axis="y")
+        return axes
+
+
+def _digits(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.2f}"
 
 
 def _tensors(probability: Array, match: Array, who: str) -> tuple[Tensor, Tensor]:

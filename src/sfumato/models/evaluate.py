@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.data.sources import DataConfig
-from sfumato.evaluation.benchmarks import EmbeddedSet, plan_ranks
+from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
 from sfumato.evaluation.protocols import Evaluation, EvaluationOptions, evaluate_retrieval
+from sfumato.evaluation.sources import EmbeddedSet
 from sfumato.files import write_json
 from sfumato.models.model import Model
 from sfumato.models.process_group import ProcessGroup, alone

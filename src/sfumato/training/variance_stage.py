@@ -20,8 +20,8 @@ from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncerta
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.losses import dispersion_loss, match_dispersion
+from sfumato.metrics.bootstrap import spearman
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.uncertainty import spearman
 from sfumato.models.sections import VarianceStageConfig
 from sfumato.progress import progress_bar, say
 from sfumato.search.exact import distance_blocks

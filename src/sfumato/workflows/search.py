@@ -21,8 +21,7 @@ from sfumato.evaluation.hits import first_hits
 from sfumato.evaluation.protocols import EmbeddedSplit
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import Direction
-from sfumato.metrics.reliability import N_BINS, Reliability
-from sfumato.metrics.uncertainty import RecallByUncertainty
+from sfumato.metrics.reliability import N_BINS, RecallByUncertainty, Reliability
 from sfumato.models.calibrate import some_positions
 from sfumato.models.embed import embed_folder
 from sfumato.models.model import Model
