@@ -43,8 +43,8 @@ from sfumato.metrics.bootstrap import Interval, Statistic, auroc, auroc_statisti
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.models.build import cache_folder
+from sfumato.models.embed import embed_split, load_split, load_splits
 from sfumato.models.run import Run, load_run
-from sfumato.models.split import embed_split, load_split, load_splits
 from sfumato.workflows.audit import prepare_listed
 
 ASKED = 1_000

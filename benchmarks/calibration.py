@@ -28,8 +28,8 @@ from sfumato.ids import Direction
 from sfumato.matching import match_probability
 from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.models.calibrate import calibrate_split
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import Run, load_run
-from sfumato.models.split import embed_split, load_split
 
 LEVELS = (0.8, 0.9, 0.95)
 RISKS = (0.5, 0.3, 0.2, 0.1)

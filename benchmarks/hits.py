@@ -18,8 +18,8 @@ from sfumato.calibration.conditional import Population
 from sfumato.distances import get_distance
 from sfumato.evaluation.hits import HitFigures, measure_hits, without_nearest
 from sfumato.models.calibrate import calibrate_split, embed_reference
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import load_run
-from sfumato.models.split import embed_split, load_split
 
 COLUMNS = ("rate", "mean_probability", "ece", "ece_by_chance", "log_loss", "brier_skill", "auroc")
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPLoss, PCMEPPOptions
+from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions
 
 FORMS = ("product", "loss", "loss with pseudo-positives", "broadcast")
 

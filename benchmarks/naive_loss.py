@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato import GaussianEmbedding, PCMEPPLoss
-from sfumato.losses import PCMEPPOptions
+from sfumato.losses.pcmepp import PCMEPPOptions
 
 Leaves = list[Tensor]
 """Means and log variances of images, then of texts."""

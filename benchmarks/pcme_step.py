@@ -36,7 +36,9 @@ from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import MatchLoss, PCMELoss, PCMEOptions, PCMEPPLoss
+from sfumato.losses.base import MatchLoss
+from sfumato.losses.pcme import PCMELoss, PCMEOptions
+from sfumato.losses.pcmepp import PCMEPPLoss
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.sections import OptimConfig
 from sfumato.training.step import TrainBatch, build_optimiser, clip_gradients, forward_backward

@@ -12,7 +12,7 @@ import numpy as np
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.backbones import text_backbone
 from sfumato.metrics.bootstrap import auroc
-from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense
+from sfumato.models.model import UnfamiliarTexts, nonsense
 
 ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 N = 300

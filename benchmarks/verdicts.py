@@ -10,8 +10,8 @@ from statistics import fmean
 
 import numpy as np
 
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import load_run
-from sfumato.models.split import embed_split, load_split
 from sfumato.search.answer import verdict
 from sfumato.workflows.index import GalleryPart, build_index
 

@@ -12,7 +12,7 @@ SOURCE = Path(sfumato.__file__).parent
 # The parts of the house in order: a part (a top-level module or a folder) may import the parts above it in this list.
 ORDER = [
     "__init__", "errors", "files", "ids", "progress", "imports", "charts", "gaussian", "distances",
-    "inclusion", "matching", "metrics", "losses", "calibration", "data", "encoders", "search", "evaluation",
+    "matching", "metrics", "losses", "calibration", "data", "encoders", "search", "evaluation",
     "models", "training", "workflows", "reports", "adapters", "demo", "serve", "cli", "__main__",
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 from support.raising import raises
 
 from sfumato.calibration.platt import fit_logits
-from sfumato.distances import seeded_samples
+from sfumato.distances.distance import seeded_samples
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MatchingLogits, match_probability, match_probability_distance
 from sfumato.search.exact import distance_blocks

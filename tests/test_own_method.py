@@ -19,16 +19,9 @@ from sfumato.distances import DISTANCES, register_distance
 from sfumato.errors import UserError
 from sfumato.evaluation.estimators import ESTIMATORS
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import (
-    LOSSES,
-    LossOptions,
-    PairBlock,
-    PCMEPPOptions,
-    loss_of_block,
-    option,
-    pcmepp_loss,
-    register_loss,
-)
+from sfumato.losses import LOSSES, register_loss
+from sfumato.losses.base import LossOptions, PairBlock, loss_of_block, option
+from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 

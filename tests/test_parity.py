@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from sfumato.distances import DISTANCES
 from sfumato.encoders.heads import GPO
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPOptions, pcmepp_loss, pseudo_positives, vib_loss
+from sfumato.losses.base import vib_loss
+from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss, pseudo_positives
 from sfumato.matching import match_logit, match_probability_distance
 
 

@@ -44,9 +44,9 @@ from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.dual import DualEncoder
 from sfumato.files import write_atomically
 from sfumato.metrics.bootstrap import spearman
+from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.split import load_splits
 from sfumato.training.loop import fit
 
 TRIPLET = 'loss={name="triplet",mining="semi-hard",margin=0.4}'

@@ -60,9 +60,9 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import RecallByUncertainty
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.models.calibrate import calibrate_split
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
-from sfumato.models.split import embed_split, load_split
 from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
 

@@ -20,7 +20,7 @@ from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError
 from sfumato.files import is_plain_name, is_unused, new_folder, reserve, write_atomically
 from sfumato.models.build import cache_folder
-from sfumato.models.split import load_splits
+from sfumato.models.embed import load_splits
 from sfumato.progress import progress_bar
 
 Layout = Literal["scan", "manifest"]

@@ -30,8 +30,8 @@ from sfumato.evaluation.trust import many_to_many, resampled_together
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.metrics.relevance import Relevance
+from sfumato.models.embed import PreparedSplit, load_split
 from sfumato.models.model import Model
-from sfumato.models.split import PreparedSplit, load_split
 
 
 @dataclass(frozen=True, eq=False)

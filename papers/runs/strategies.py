@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.distances import Distance
+from sfumato.distances.distance import Distance
 from sfumato.evaluation.benchmarks import BenchmarkRanks, figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.protocols import EvaluationOptions

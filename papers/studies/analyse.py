@@ -27,9 +27,9 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.bootstrap import Resampling
 from sfumato.metrics.relevance import Relevance
+from sfumato.models.embed import PreparedSplit, embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import weights_digest
-from sfumato.models.split import PreparedSplit, embed_split, load_split
 from sfumato.progress import progress_bar, say
 
 FORMAT = "sfumato-analysis-1"

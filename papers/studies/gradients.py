@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import InfoNCEOptions, PCMEPPOptions, TripletOptions, infonce_loss, pcmepp_loss, triplet_loss
+from sfumato.losses.infonce import InfoNCEOptions, infonce_loss
+from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss
+from sfumato.losses.triplet import TripletOptions, triplet_loss
 
 PAIRS = 8
 """Number of images, and of texts, whose pairs' gradients are compared."""

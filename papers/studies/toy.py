@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPOptions, TripletOptions, pcmepp_loss, triplet_loss
 from sfumato.losses.base import LossOutput
-from sfumato.losses.triplet import Mining
+from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss
+from sfumato.losses.triplet import Mining, TripletOptions, triplet_loss
 from sfumato.progress import progress_bar
 
 METHODS = ("csd", "wasserstein2", "triplet_sum", "triplet_hardest")

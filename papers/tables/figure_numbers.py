@@ -28,9 +28,8 @@ from sfumato.evaluation.protocols import EvaluationOptions
 from sfumato.ids import Direction
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import wilson_interval
-from sfumato.models.embed import file_endings
+from sfumato.models.embed import embed_split, file_endings, load_split
 from sfumato.models.run import LOG, Run, load_model, load_run, read_log
-from sfumato.models.split import embed_split, load_split
 from sfumato.search.exact import top_k
 
 SIDES: dict[str, Direction] = {"image": "i2t", "text": "t2i"}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.distances import Distance, sampled
+from sfumato.distances.distance import Distance, sampled
 from sfumato.gaussian import Array, as_tensor
 
 MATCH_PROBABILITY = "match_probability"

@@ -11,7 +11,7 @@ from sfumato.data.images import Problems
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.errors import UserError
 from sfumato.evaluation.ground_truth import read_ground_truth
-from sfumato.models.split import load_splits
+from sfumato.models.embed import load_splits
 from sfumato.workflows.own_items import list_items, named_source
 
 

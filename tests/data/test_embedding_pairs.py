@@ -13,7 +13,7 @@ from sfumato.data.manifest import hashed_split
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError
-from sfumato.models.split import load_splits
+from sfumato.models.embed import load_splits
 
 N, M = 30, 70
 

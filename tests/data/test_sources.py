@@ -13,8 +13,8 @@ from sfumato.data.pairs import make_pair_data
 from sfumato.data.sources import SOURCES, DataConfig, register_source
 from sfumato.errors import UserError
 from sfumato.models.build import Assets, build_model, fresh_tokenizer
+from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.recipe import load_recipe, save_recipe
-from sfumato.models.split import load_splits, prepare_split
 
 
 class ToyOptions(BaseModel):

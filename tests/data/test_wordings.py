@@ -10,8 +10,7 @@ from sfumato.data.pairs import PairData, make_pair_data, normal_wording
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS, hold_out_wordings, joined
 from sfumato.errors import UserError
-from sfumato.models.embed import split_names
-from sfumato.models.split import load_splits
+from sfumato.models.embed import load_splits, split_names
 
 
 def photographs(numbers, captions):

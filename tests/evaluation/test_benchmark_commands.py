@@ -9,7 +9,7 @@ import torch
 from support.pictures import encoded, write_tar
 from support.words import folded, too_wide
 
-from sfumato.distances import seeded_samples
+from sfumato.distances.distance import seeded_samples
 from sfumato.models.evaluate import embed_for_evaluation
 from sfumato.models.run import load_run
 
@@ -88,7 +88,7 @@ def test_a_run_against_a_benchmark_is_the_same_run_on_its_split(work, sfumato):
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_embedded(work, sfumato, monkeypatch):
-    monkeypatch.setattr("sfumato.models.split.embed_split", None)
+    monkeypatch.setattr("sfumato.models.embed.embed_split", None)
     wanted = ("--benchmark", "flickr8k", "--annotations", work / "dataset_flickr8k.json")
     (work / "other.json").write_text((work / "dataset_flickr8k.json").read_text().replace(".png", ".jpg"))
     for arguments, message in (

@@ -7,7 +7,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import DAAOptions, TripletOptions, daa_loss, triplet_loss
+from sfumato.losses.triplet import DAAOptions, TripletOptions, daa_loss, triplet_loss
 
 GRADED = torch.tensor(
     [[1, 0.1, 0.2, 0, 0.9, 0.2], [0.1, 1, 0, 0.3, 0, 0], [0.4, 0, 1, 0, 0, 0.7], [0, 0.2, 0.1, 1, 0, 0.3]],

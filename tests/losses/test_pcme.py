@@ -12,7 +12,8 @@ from support import references
 from support.batches import MATCH, batch
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PairBlock, PCMELoss, PCMEOptions, loss_of_block, pcme_loss, vib_loss
+from sfumato.losses.base import PairBlock, loss_of_block, vib_loss
+from sfumato.losses.pcme import PCMELoss, PCMEOptions, pcme_loss
 from sfumato.matching import match_probability_distance
 
 

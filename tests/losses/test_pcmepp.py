@@ -7,7 +7,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, pseudo_positives
+from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, pseudo_positives
 from sfumato.matching import match_logit
 
 

@@ -9,7 +9,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PVSELoss, PVSEOptions, pvse_loss
+from sfumato.losses.triplet import PVSELoss, PVSEOptions, pvse_loss
 from sfumato.search.index import GaussianIndex
 
 

@@ -13,19 +13,13 @@ from support.raising import raises
 from sfumato import losses
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import (
-    LOSSES,
-    DAAOptions,
-    InfoNCEOptions,
-    LossOptions,
-    PairBlock,
-    PCMEOptions,
-    PCMEPPOptions,
-    ProLIPOptions,
-    PVSEOptions,
-    TripletOptions,
-    loss_of_block,
-)
+from sfumato.losses import LOSSES
+from sfumato.losses.base import LossOptions, PairBlock, loss_of_block
+from sfumato.losses.infonce import InfoNCEOptions
+from sfumato.losses.pcme import PCMEOptions
+from sfumato.losses.pcmepp import PCMEPPOptions
+from sfumato.losses.prolip import ProLIPOptions
+from sfumato.losses.triplet import DAAOptions, PVSEOptions, TripletOptions
 
 
 @pytest.fixture(params=LOSSES)

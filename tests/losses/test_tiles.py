@@ -9,7 +9,9 @@ from support.largest import LargestTensor
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES, PairBlock, PCMEPPLoss, PCMEPPOptions, loss_of_block
+from sfumato.losses import LOSSES
+from sfumato.losses.base import PairBlock, loss_of_block
+from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions
 
 IN_TILES = [name for name, distance in DISTANCES.items() if distance.lift is not None]
 

@@ -7,7 +7,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import TripletLoss, TripletOptions, triplet_loss
+from sfumato.losses.triplet import TripletLoss, TripletOptions, triplet_loss
 
 
 @pytest.mark.parametrize("mining", ["hardest", "sum", "semi-hard"])

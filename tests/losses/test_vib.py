@@ -7,7 +7,8 @@ from support.batches import MATCH, batch
 from torch.distributions import Normal, kl_divergence
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, vib_loss
+from sfumato.losses.base import vib_loss
+from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions, pcmepp_loss
 
 
 def test_vib_by_hand_and_its_guard():

@@ -15,11 +15,10 @@ from torch import nn
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError
 from sfumato.models import run
-from sfumato.models.build import Assets, build_loss, build_model
+from sfumato.models.build import Assets, build_loss, build_model, load_state, save_state
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import Recipe, save_recipe
 from sfumato.models.run import load_model, save_assets
-from sfumato.models.state import load_state, save_state
 from sfumato.workflows.export import export_run
 
 

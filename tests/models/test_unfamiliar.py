@@ -14,8 +14,8 @@ from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import auroc
+from sfumato.models.model import UnfamiliarTexts, nonsense
 from sfumato.models.run import WORDS, load_model, load_run
-from sfumato.models.unfamiliar import UnfamiliarTexts, nonsense
 from sfumato.search.answer import QueryInfo
 from sfumato.search.index import GaussianIndex
 

@@ -12,7 +12,9 @@ from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.losses import LOSSES, PCMEOptions, PCMEPPOptions, register_loss
+from sfumato.losses import LOSSES, register_loss
+from sfumato.losses.pcme import PCMEOptions
+from sfumato.losses.pcmepp import PCMEPPOptions
 from sfumato.models.process_group import ProcessGroup, join_process_group
 from sfumato.training.step import TrainBatch, forward_backward
 

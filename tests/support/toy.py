@@ -7,7 +7,7 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
-from sfumato.models.state import save_state
+from sfumato.models.build import save_state
 
 COLOURS = ("red", "green", "blue", "orange", "black", "purple")
 SHAPES = ("circle", "square", "cross", "bar")

@@ -13,11 +13,12 @@ from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder
 from sfumato.evaluation.protocols import evaluate_retrieval
+from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.split import load_split
-from sfumato.training import after as after_module
-from sfumato.training import learner, loop, saving
+from sfumato.training import loop, saving
+from sfumato.training import step as learner
+from sfumato.training import validation as after_module
 from sfumato.training.step import WeightAverage, averaged
 
 

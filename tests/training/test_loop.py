@@ -14,11 +14,12 @@ from support.processes import Started, command
 from support.toy import assert_same_tensors, make_toy
 
 from sfumato.errors import UserError
+from sfumato.models.build import save_state
+from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.split import load_split
-from sfumato.models.state import save_state
-from sfumato.training import learner, saving
+from sfumato.training import saving
+from sfumato.training import step as learner
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError
 

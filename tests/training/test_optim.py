@@ -20,7 +20,8 @@ from sfumato.errors import UserError
 from sfumato.losses import LOSSES
 from sfumato.models.recipe import check_recipe, load_recipe
 from sfumato.models.sections import OptimConfig
-from sfumato.training import learner, loop
+from sfumato.training import loop
+from sfumato.training import step as learner
 from sfumato.training.step import (
     build_optimiser,
     clip_gradients,

@@ -13,9 +13,9 @@ from sfumato.data.images import Problems
 from sfumato.encoders import package_weights
 from sfumato.encoders.joint import joint_backbone
 from sfumato.encoders.package_weights import where_weights_are
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe, save_recipe
 from sfumato.models.run import load_run
-from sfumato.models.split import embed_split, load_split
 from sfumato.training import setup as module
 from sfumato.training.setup import preferred_recipe, what_to_expect
 

@@ -8,11 +8,11 @@ from support.toy import assert_same_tensors, make_toy
 
 from sfumato.data.images import Problems
 from sfumato.errors import UserError
+from sfumato.models.build import save_state
+from sfumato.models.embed import load_splits
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.split import load_splits
-from sfumato.models.state import save_state
 from sfumato.training.loop import fit
 
 

@@ -14,10 +14,12 @@ from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES, PCMEPPOptions
+from sfumato.losses import LOSSES
+from sfumato.losses.pcmepp import PCMEPPOptions
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
-from sfumato.training import learner, loop
+from sfumato.training import loop
+from sfumato.training import step as learner
 from sfumato.training.step import DivergedError, TrainBatch, forward_backward
 
 N = 7

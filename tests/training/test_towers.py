@@ -14,7 +14,8 @@ from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_model, load_run
-from sfumato.training import learner, saving
+from sfumato.training import saving
+from sfumato.training import step as learner
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError, build_optimiser, set_learning_rate
 from sfumato.workflows.export import export_run

@@ -28,8 +28,8 @@ from sfumato.evaluation.pair_scores import (
 )
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.relevance import Relevance
+from sfumato.models.embed import load_splits
 from sfumato.models.run import load_run
-from sfumato.models.split import load_splits
 from sfumato.reports.audit import print_audit, wrong_pairs
 from sfumato.workflows.audit import varied
 

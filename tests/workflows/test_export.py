@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import tiny_architecture
 
 from sfumato.errors import UserError
-from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer
+from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer, save_state
 from sfumato.models.evaluate import evaluate_run
 from sfumato.models.recipe import check_recipe, save_recipe
 from sfumato.models.run import load_model, load_run, save_assets
-from sfumato.models.state import save_state
 from sfumato.workflows.export import export_run
 
 TEXTS = ["a red circle", "some bar in blue", "never seen before"]

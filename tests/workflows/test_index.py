@@ -16,9 +16,9 @@ from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.distances import get_distance
 from sfumato.evaluation.hits import first_hits, measure_hits
 from sfumato.models.calibrate import calibrate_run
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_run
-from sfumato.models.split import embed_split, load_split
 from sfumato.training.loop import fit
 from sfumato.workflows.index import open_gallery, training_note
 from sfumato.workflows.trust import cross_fitted, trust_model

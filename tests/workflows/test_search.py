@@ -12,9 +12,9 @@ from support.references import csd
 import sfumato
 from sfumato import RecallByUncertainty
 from sfumato.errors import UserError
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.evaluate import evaluate_run
 from sfumato.models.run import load_run
-from sfumato.models.split import embed_split, load_split
 from sfumato.search.answer import SearchOptions
 from sfumato.workflows.adopt import adopt
 from sfumato.workflows.export import export_run

@@ -9,9 +9,9 @@ from sfumato.evaluation import trust as measures
 from sfumato.evaluation.estimators import ESTIMATORS, FailurePredictor
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.retrieval import per_query_metrics
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.split import embed_split, load_split
 from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
 from sfumato.workflows import trust

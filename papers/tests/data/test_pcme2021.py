@@ -14,7 +14,7 @@ pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
 from papers.data import pcme2021
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from sfumato.distances import seeded_samples
+from sfumato.distances.distance import seeded_samples
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.errors import UserError
 from sfumato.models.pretrained import load_pretrained

@@ -13,8 +13,8 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
 from sfumato.data.layouts import read_scan
 from sfumato.errors import UserError
+from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.models.split import load_splits
 
 
 def test_regions_are_made_from_pictures(tmp_path, monkeypatch):

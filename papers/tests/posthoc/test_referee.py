@@ -27,9 +27,9 @@ from papers.posthoc.referee_tables import corruption_table, referee_summary, ref
 from papers.uncertainty.corruption import corrupted_queries
 from sfumato.errors import UserError
 from sfumato.metrics.reliability import log_loss
+from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.split import load_split
 from sfumato.training.loop import fit
 
 TINY = {

@@ -19,9 +19,9 @@ from papers.posthoc.frozen_model import FrozenModel, FrozenSplit, freeze
 from papers.posthoc.referee import RefereeOptions, referee_model
 from papers.posthoc.referee_report import report_schema
 from sfumato.errors import UserError
+from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.split import load_split
 from sfumato.training.loop import fit
 
 ROOT = Path(__file__).resolve().parents[3]

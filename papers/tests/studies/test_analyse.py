@@ -17,9 +17,9 @@ from papers.studies.analyse import AT_CHANCE, AnalysisOptions, analyse_model
 from papers.studies.usual import MADE, choose_pairs, measure_sets, read_mixed_images
 from papers.uncertainty.damage import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS
 from sfumato.errors import UserError
+from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.models.split import load_split
 from sfumato.training.loop import fit
 
 QUICK = ("--corrupted", 5, "--pairs", 4, "--bins", 3, "--bootstrap", 20, "--items", 10)

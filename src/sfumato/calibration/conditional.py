@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.calibration.platt import fit_logistic
-from sfumato.distances import Distance, get_distance
+from sfumato.distances import get_distance
+from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 

@@ -311,7 +311,7 @@ def _split_that_is_there(config: "DataConfig", split: str) -> str:
     """The split, or, if it is test and all images train, the split of the texts that training left out."""
     from sfumato.data.images import Problems
     from sfumato.data.splits import WORDINGS
-    from sfumato.models.split import load_splits
+    from sfumato.models.embed import load_splits
 
     if split == "test" and config.held_out_wordings:
         splits = load_splits(config, Problems())

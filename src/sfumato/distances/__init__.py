@@ -1,8 +1,9 @@
-r"""Every distance between diagonal Gaussians, by name: DISTANCES. Smaller is closer, everywhere.
+r"""Every distance between diagonal Gaussians, as its formula and by name: DISTANCES. Smaller is closer, everywhere.
 
-The formulas are in ``formulas``; how they are computed for all pairs, in ``distance``. Half precision in, float32 out.
-Formulas and sources are also in docs/concepts/distances.md. A distance does not depend on labels, logits or
-probabilities.
+A formula takes sides whose tensors broadcast: rows (n, d) with (n, d) give (n,), and (n, 1, d) with (m, d) give all
+pairs (n, m), by way of an (n, m, d) array. A product gives all pairs of whole embeddings without one. The tests hold
+the two equal. How a formula is computed for all pairs is in ``distance``. Half precision in, float32 out. Formulas and
+sources are also in docs/concepts/distances.md. A distance does not depend on labels, logits or probabilities.
 
 To add a distance: its formula; an entry in DISTANCES; a slow loop in the tests' references; the formula and its source
 in docs/concepts/distances.md.
@@ -10,43 +11,196 @@ in docs/concepts/distances.md.
 
 import difflib
 import functools
+import math
 from typing import get_args
 
+import torch
 from torch import Tensor
 
-from sfumato.distances import formulas
 from sfumato.distances.distance import (
-    DEFAULT_MEMORY_MB,
     Distance,
     Form,
     Lift,
     Points,
+    Side,
     closed_form,
-    reduce_sample_distances,
     safe_sqrt,
     sampled,
-    seeded_samples,
+    squared_l2_product,
 )
-from sfumato.distances.formulas import kl_product, nearest_product
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.imports import HOW, claim_name, load_plugins
+
+
+def squared_l2(x: Side, y: Side) -> Tensor:
+    """||mean_x - mean_y||^2; 2 - 2 cos for unit means, and valid for any means. The variances have no effect."""
+    return (x.mean - y.mean).square().sum(-1)
+
+
+def _csd(x: Side, y: Side) -> Tensor:
+    """||mean_x - mean_y||^2 + sum(var_x) + sum(var_y): the mean squared distance of one sample from each side.
+
+    Paper: Chun, ICLR 2024, arXiv 2305.18171, Eq. 1.
+    """
+    return squared_l2(x, y) + x.var.sum(-1) + y.var.sum(-1)
+
+
+def wasserstein2(x: Side, y: Side) -> Tensor:
+    """||mean_x - mean_y||^2 + ||std_x - std_y||^2, squared: Euclidean in [mean, std], 2 d dimensions.
+
+    Paper: Chun 2024, section 2.2; Chun et al., CVPR 2021, appendix B.
+    """
+    return squared_l2(x, y) + ((x.log_var / 2).exp() - (y.log_var / 2).exp()).square().sum(-1)
+
+
+def wasserstein2_root(x: Side, y: Side) -> Tensor:
+    """The root of wasserstein2, a metric: both rank alike, but a margin means something else.
+
+    Paper: Pishdad et al., Eq. 7, for diagonal covariances.
+    """
+    return safe_sqrt(wasserstein2(x, y))
+
+
+def wasserstein2_printed(x: Side, y: Side) -> Tensor:
+    """sqrt(||mean_x - mean_y||^2 + ||var_x - var_y||^2): variances where the true distance has standard deviations.
+
+    Only for reproducing results that were obtained with it.
+
+    Paper: Pishdad et al., "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations", Eq. 8.
+    """
+    return safe_sqrt(squared_l2(x, y) + (x.var - y.var).square().sum(-1))
+
+
+def kl(x: Side, y: Side) -> Tensor:
+    """KL(x || y) = 1/2 sum [ var_x / var_y - ln(var_x / var_y) + (mean_x - mean_y)^2 / var_y - 1 ]. Not symmetric.
+
+    Paper: Pishdad et al., Eq. 5.
+    """
+    log_ratio = x.log_var - y.log_var
+    terms = log_ratio.expm1() - log_ratio + (x.mean - y.mean).square() * (-y.log_var).exp()
+    return terms.sum(-1) / 2
+
+
+def kl_reversed(x: Side, y: Side) -> Tensor:
+    """KL(y || x): of texts from images, as images come first.
+
+    Paper: Pishdad et al., table 6, where it retrieves worse than KL(image || text).
+    """
+    return kl(y, x)
+
+
+def min_kl(x: Side, y: Side) -> Tensor:
+    """The smaller of KL(x || y) and KL(y || x) (Pishdad et al., Eq. 6)."""
+    return torch.minimum(kl(x, y), kl(y, x))
+
+
+def js(x: Side, y: Side) -> Tensor:
+    """The mean of KL(x || y) and KL(y || x), which the literature of this field calls "JS".
+
+    It is half the Jeffreys divergence, not the Jensen-Shannon divergence (which has no closed form for Gaussians).
+
+    Paper: Chun et al., CVPR 2021, appendix B.
+    """
+    return (kl(x, y) + kl(y, x)) / 2
+
+
+def elk(x: Side, y: Side) -> Tensor:
+    """Negative logarithm of the expected likelihood kernel, the integral of p_x(z) p_y(z).
+
+        1/2 sum [ (mean_x - mean_y)^2 / (var_x + var_y) + ln(var_x + var_y) ] + d/2 ln(2 pi)
+
+    Paper: Chun et al., CVPR 2021, appendix B (there without the constant).
+    """
+    v = x.var + y.var
+    return ((x.mean - y.mean).square() / v + v.log()).sum(-1) / 2 + x.mean.shape[-1] / 2 * math.log(2 * math.pi)
+
+
+def bhattacharyya(x: Side, y: Side) -> Tensor:
+    """Bhattacharyya distance, -ln of the integral of sqrt(p_x(z) p_y(z)).
+
+        v = var_x + var_y:   sum [ 1/4 (mean_x - mean_y)^2 / v + 1/2 ln(v / (2 std_x std_y)) ]
+
+    v^2 / (4 var_x var_y) as 1 + r is exact for equal variances.
+
+    Paper: Chun et al., CVPR 2021, appendix B (there up to a constant).
+    """
+    r = (x.var - y.var).square() / (4 * x.var * y.var)
+    return ((x.mean - y.mean).square() / (x.var + y.var) + r.log1p()).sum(-1) / 4
+
+
+def nearest(x: Side, y: Side, *, embeddings: int) -> Tensor:
+    """min over k, l < K of ||mean_x[k] - mean_y[l]||^2; an item's mean holds its K embeddings side by side.
+
+    Paper: Song and Soleymani, "Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval", CVPR 2019.
+    """
+    a, b = (torch.stack(_split(e.mean, embeddings), -2) for e in (x, y))
+    return (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1).amin((-2, -1))
+
+
+def _split(mean: Tensor, embeddings: int) -> tuple[Tensor, ...]:
+    """K means of (..., d / K)."""
+    if embeddings < 1 or mean.shape[-1] % embeddings:
+        raise ValueError(
+            f"nearest_of_{embeddings}: d = {mean.shape[-1]} dimensions cannot be divided into {embeddings} embeddings"
+            " of equal size per item"
+        )
+    return mean.chunk(embeddings, dim=-1)
+
+
+# In place, for blocks that need no gradient: at their size new memory for each term takes longer than the arithmetic.
+
+
+def elk_in_place(x: Side, y: Side) -> Tensor:
+    """:func:`elk`."""
+    v, terms = x.var + y.var, x.mean - y.mean
+    terms.square_().div_(v).add_(v.log_())
+    return terms.sum(-1) / 2 + x.mean.shape[-1] / 2 * math.log(2 * math.pi)
+
+
+def bhattacharyya_in_place(x: Side, y: Side) -> Tensor:
+    """:func:`bhattacharyya`."""
+    v, terms, r = x.var + y.var, x.mean - y.mean, x.var - y.var
+    terms.square_().div_(v)
+    return terms.add_(r.square_().div_(torch.mul(4 * x.var, y.var, out=v)).log1p_()).sum(-1) / 4
+
+
+# All pairs by matrix products: (n, d) and (m, d) embeddings -> (n, m).
+
+
+def nearest_product(x: GaussianEmbedding, y: GaussianEmbedding, *, embeddings: int) -> Tensor:
+    """:func:`nearest`."""
+    sides = _split(x.mean, embeddings), _split(y.mean, embeddings)
+    return functools.reduce(torch.minimum, [squared_l2_product(a, b) for a in sides[0] for b in sides[1]])
+
+
+def kl_product(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    """:func:`kl`."""
+    centre = y.mean.detach().mean(0) if y.n else 0
+    a, b = x.mean - centre, y.mean - centre
+    precision = (-y.log_var).exp()
+    features = torch.cat([x.var + a.square(), a], dim=1)
+    weights = torch.cat([precision, -2 * b * precision], dim=1)
+    constant = (b.square() * precision + y.log_var).sum(-1) - x.log_var.sum(-1).unsqueeze(1) - x.d
+    with torch.autocast(a.device.type, enabled=False):
+        return (torch.addmm(constant, features, weights.T) / 2).clamp_min(0)
+
 
 _WITH_STD, _WITH_VAR = Lift(columns=lambda e: (e.log_var / 2).exp()), Lift(columns=lambda e: e.var)
 
 DISTANCES: dict[str, Distance] = {
     distance.name: distance
     for distance in (
-        closed_form(formulas.csd, lift=Lift(offset=lambda e: e.total_variance)),
-        closed_form(formulas.squared_l2, lift=Lift()),
-        closed_form(formulas.wasserstein2, lift=_WITH_STD),
-        closed_form(formulas.wasserstein2_root, lambda x, y: safe_sqrt(_WITH_STD.product(x, y))),
-        closed_form(formulas.wasserstein2_printed, lambda x, y: safe_sqrt(_WITH_VAR.product(x, y))),
-        closed_form(formulas.kl, kl_product, points="refused", symmetric=False),
-        closed_form(formulas.kl_reversed, lambda x, y: kl_product(y, x).T, points="refused", symmetric=False),
-        closed_form(formulas.min_kl, lambda x, y: kl_product(x, y).minimum(kl_product(y, x).T), points="refused"),
-        closed_form(formulas.js, lambda x, y: (kl_product(x, y) + kl_product(y, x).T) / 2, points="refused"),
-        closed_form(formulas.elk, in_place=formulas.elk_in_place, points="on one side"),
-        closed_form(formulas.bhattacharyya, in_place=formulas.bhattacharyya_in_place, points="refused"),
+        closed_form(_csd, name="csd", lift=Lift(offset=lambda e: e.total_variance)),
+        closed_form(squared_l2, lift=Lift()),
+        closed_form(wasserstein2, lift=_WITH_STD),
+        closed_form(wasserstein2_root, lambda x, y: safe_sqrt(_WITH_STD.product(x, y))),
+        closed_form(wasserstein2_printed, lambda x, y: safe_sqrt(_WITH_VAR.product(x, y))),
+        closed_form(kl, kl_product, points="refused", symmetric=False),
+        closed_form(kl_reversed, lambda x, y: kl_product(y, x).T, points="refused", symmetric=False),
+        closed_form(min_kl, lambda x, y: kl_product(x, y).minimum(kl_product(y, x).T), points="refused"),
+        closed_form(js, lambda x, y: (kl_product(x, y) + kl_product(y, x).T) / 2, points="refused"),
+        closed_form(elk, in_place=elk_in_place, points="on one side"),
+        closed_form(bhattacharyya, in_place=bhattacharyya_in_place, points="refused"),
         sampled("average_l2", lambda distance: distance.mean((2, 3))),  # Chun et al., CVPR 2021, table 1; not squared
     )
 }
@@ -119,7 +273,7 @@ def get_distance(name: str | Distance) -> Distance:
         return name
     count = name.removeprefix("nearest_of_")
     if count != name and count.isdecimal() and not count.startswith("0"):
-        forms = (functools.partial(form, embeddings=int(count)) for form in (formulas.nearest, nearest_product))
+        forms = (functools.partial(form, embeddings=int(count)) for form in (nearest, nearest_product))
         return closed_form(*forms, name=name, embeddings=int(count))
     if name not in DISTANCES:
         load_plugins()
@@ -170,19 +324,3 @@ def register_distance(
     claim_name("distance", name, DISTANCES, formula)
     DISTANCES[name] = closed_form(formula, name=name, points=points, symmetric=symmetric, lift=lift)
     return DISTANCES[name]
-
-
-__all__ = [
-    "DEFAULT_MEMORY_MB",
-    "DISTANCES",
-    "Distance",
-    "Lift",
-    "csd",
-    "csd_matrix",
-    "get_distance",
-    "reduce_sample_distances",
-    "register_distance",
-    "sampled",
-    "seeded_samples",
-    "squared_l2_matrix",
-]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sfumato.data.feature_tables import read_embeddings, read_ids
-from sfumato.distances import Distance
+from sfumato.distances.distance import Distance
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import (
     CUB_SPLITS,

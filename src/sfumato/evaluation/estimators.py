@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.distances import Distance, get_distance, squared_l2_matrix
+from sfumato.distances import get_distance, squared_l2_matrix
+from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.imports import claim_name

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.distances import Distance, get_distance
+from sfumato.distances import get_distance
+from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks

@@ -7,7 +7,8 @@ from typing import Any, Protocol, get_args
 import numpy as np
 import torch
 
-from sfumato.distances import Distance, get_distance
+from sfumato.distances import get_distance
+from sfumato.distances.distance import Distance
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import DIRECTIONS, Direction

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sfumato.data.coco import coco_image_id
-from sfumato.distances import DISTANCES, Distance, get_distance
+from sfumato.distances import DISTANCES, get_distance
+from sfumato.distances.distance import Distance
 from sfumato.evaluation.benchmarks import RankPlan, Source
 from sfumato.evaluation.ground_truth import GroundTruth, first_twice
 from sfumato.evaluation.protocols import Ranker

@@ -7,33 +7,12 @@ the tests' references. From outside of it: :func:`register_loss`.
 from dataclasses import fields
 
 from sfumato.imports import claim_name
-from sfumato.losses.base import (
-    FunctionLoss,
-    LossFunction,
-    LossOptions,
-    LossOutput,
-    MatchLoss,
-    PairBlock,
-    loss_of_block,
-    option,
-    vib_loss,
-)
-from sfumato.losses.dispersion import dispersion_loss, match_dispersion
-from sfumato.losses.infonce import InfoNCELoss, InfoNCEOptions, infonce_loss
-from sfumato.losses.pcme import PCMELoss, PCMEOptions, pcme_loss
-from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, pseudo_positives
-from sfumato.losses.prolip import ProLIPLoss, ProLIPOptions, prolip_loss
-from sfumato.losses.triplet import (
-    DAALoss,
-    DAAOptions,
-    PVSELoss,
-    PVSEOptions,
-    TripletLoss,
-    TripletOptions,
-    daa_loss,
-    pvse_loss,
-    triplet_loss,
-)
+from sfumato.losses.base import FunctionLoss, LossFunction, LossOptions, MatchLoss
+from sfumato.losses.infonce import InfoNCELoss
+from sfumato.losses.pcme import PCMELoss
+from sfumato.losses.pcmepp import PCMEPPLoss
+from sfumato.losses.prolip import ProLIPLoss
+from sfumato.losses.triplet import DAALoss, PVSELoss, TripletLoss
 
 LOSSES: dict[str, type[MatchLoss]] = {
     "pcmepp": PCMEPPLoss,
@@ -99,41 +78,3 @@ def register_loss(name: str, loss: LossFunction | type[MatchLoss], options: type
         raise TypeError("register_loss: logit_bias is learnt with logit_scale; add that option, or rename the bias")
     claim_name("loss", name, LOSSES, loss)
     LOSSES[name] = type(name, (FunctionLoss,), {"function": staticmethod(loss), "Options": options})
-
-
-__all__ = [
-    "LOSSES",
-    "DAALoss",
-    "DAAOptions",
-    "InfoNCELoss",
-    "InfoNCEOptions",
-    "LossFunction",
-    "LossOptions",
-    "LossOutput",
-    "MatchLoss",
-    "PCMELoss",
-    "PCMEOptions",
-    "PCMEPPLoss",
-    "PCMEPPOptions",
-    "PVSELoss",
-    "PVSEOptions",
-    "PairBlock",
-    "ProLIPLoss",
-    "ProLIPOptions",
-    "TripletLoss",
-    "TripletOptions",
-    "daa_loss",
-    "dispersion_loss",
-    "infonce_loss",
-    "loss_of_block",
-    "match_dispersion",
-    "option",
-    "pcme_loss",
-    "pcmepp_loss",
-    "prolip_loss",
-    "pseudo_positives",
-    "pvse_loss",
-    "register_loss",
-    "triplet_loss",
-    "vib_loss",
-]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sfumato.distances import Distance, get_distance
-from sfumato.distances.distance import check_embedding
+from sfumato.distances import get_distance
+from sfumato.distances.distance import Distance, check_embedding
 from sfumato.gaussian import Array, GaussianEmbedding, accumulation_dtype, as_tensor
 from sfumato.losses.tiles import canonical, dense_labels, label_rows, transposed
 from sfumato.matching import MatchingLogits

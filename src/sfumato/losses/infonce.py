@@ -57,7 +57,18 @@ def infonce_loss(
 
     Paper: van den Oord et al. 2018; Radford et al. 2021 (CLIP).
 
-    image (n, d), text (m, d), match (n, m).
+    Args:
+        image: (n, d) embeddings.
+        text: (m, d) embeddings.
+        match: (n, m) labels in [0, 1].
+        options: the weights and other options, see its fields.
+        logit_scale: scale of the match logits; None: that of the options.
+
+    Returns:
+        The loss with its weighted terms and statistics.
+
+    Raises:
+        ValueError: no pair of the batch matches.
     """
     distance, label = whole_batch(options, image, text, match, "infonce_loss")
     logit, terms = match_logit(distance, or_start(logit_scale, options.logit_scale), 0.0), {}
@@ -120,10 +131,11 @@ class InfoNCELoss(MatchLoss):
         self.logits.logit_bias.requires_grad_(False)
 
     def counts(self, block: PairBlock) -> Tensor:
-        """The number of images, and of texts, that have a match. Returns (2,)."""
+        """The number of images, and of texts, that have a match. See :meth:`MatchLoss.counts`."""
         return torch.stack([matched_rows(match).sum() for match in (block.match_i2t, block.match_t2i)]).double()
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """See :meth:`MatchLoss.part`."""
         if not counts.all():
             raise ValueError(NO_POSITIVE)
         terms = {}

@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.distances import DEFAULT_MEMORY_MB, reduce_sample_distances
-from sfumato.distances.distance import blockwise, by_pair, squared_l2_product
+from sfumato.distances.distance import (
+    DEFAULT_MEMORY_MB,
+    blockwise,
+    by_pair,
+    reduce_sample_distances,
+    squared_l2_product,
+)
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, reparametrised
 from sfumato.losses.base import (
     FREE_SCALE,
@@ -87,7 +92,21 @@ def pcme_loss(
 
     Paper: Chun et al., CVPR 2021, Eq. 1-3 and A.1.
 
-    image (n, d), text (m, d), match (n, m), noise (n, s, d).
+    Args:
+        image: (n, d) embeddings.
+        text: (m, d) embeddings.
+        match: (n, m) labels in [0, 1].
+        options: the weights and other options, see its fields.
+        logit_scale: scale of the match logits; None: that of the options.
+        logit_bias: bias of the match logits; None: that of the options.
+        step: number of the training step, on which the samples depend.
+        noise: (n, s, d) and (m, s, d) standard normal noise of the samples; None: drawn by the step.
+
+    Returns:
+        The loss with its weighted terms and statistics.
+
+    Raises:
+        ValueError: the noise has another shape.
     """
     label = dense_labels(check_match(image, text, match, "pcme_loss"))
     noise = _sampled_noise(image, text, options, step) if noise is None else noise
@@ -207,7 +226,8 @@ class PCMELoss(MatchLoss):
         and csd is the mean of D^2. So p = sigmoid(c (b - a sqrt(csd))) up to the dispersion of D, which the tangent at
         csd = (b / a)^2, where p = 1/2, turns into a scale of c a^2 / (2 b) and a bias of c b / 2.
 
-        Returns (logit_scale, logit_bias).
+        Returns:
+            (logit_scale, logit_bias), or None if no distance is as likely a match as not.
         """
         scale, bias = self.logits.logit_scale.item(), self.logits.logit_bias.item()
         if self.distance.name != "csd" or bias <= 0:
@@ -216,7 +236,10 @@ class PCMELoss(MatchLoss):
         return factor * scale**2 / (2 * bias), factor * bias / 2
 
     def counts(self, block: PairBlock) -> Tensor:
-        """Number of pairs, and with uniformity the logarithm of the sum of the exponentials."""
+        """Number of pairs, and with uniformity the logarithm of the sum of the exponentials.
+
+        See :meth:`MatchLoss.counts`.
+        """
         values = [torch.tensor(float(block.match_i2t.numel()), dtype=torch.float64, device=block.images.device)]
         if self.options.uniformity_weight:
             noise = self._noise(block)
@@ -225,10 +248,11 @@ class PCMELoss(MatchLoss):
         return torch.stack(values)
 
     def combine(self, counts: Tensor) -> Tensor:
-        """Pairs add up, and so do the exponentials of the uniformity's logarithms, the largest first."""
+        """Pairs add up, and so do the exponentials of the uniformity's logarithms. See :meth:`MatchLoss.combine`."""
         return torch.cat([counts[:, :1].sum(0), counts[:, 1:].logsumexp(0)])
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """See :meth:`MatchLoss.part`."""
         options, noise = self.options, self._noise(block)
         (own_image, _), (_, texts) = _own_and_all(block, noise, accumulation_dtype(block.images.dtype))
         logits = self.logits.logit_scale, self.logits.logit_bias

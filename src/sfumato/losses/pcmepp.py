@@ -85,7 +85,18 @@ def pcmepp_loss(
 
     Paper: Chun, ICLR 2024, arXiv 2305.18171, Eq. 2 and 3, A.4.
 
-    image (n, d), text (m, d), match (n, m).
+    Args:
+        image: (n, d) embeddings.
+        text: (m, d) embeddings.
+        match: (n, m) labels in [0, 1].
+        options: the weights and other options, see its fields.
+        logit_scale: scale of the match logits; None: that of the options.
+        logit_bias: bias of the match logits; None: that of the options.
+        infonce_scale: scale of the InfoNCE loss; None: that of the options.
+        epoch: number from 0 of the epoch; None: later than all that the options delay.
+
+    Returns:
+        The loss with its weighted terms and statistics.
     """
     distance, label = whole_batch(options, image, text, match, "pcmepp_loss")
     logit = match_logit(distance, or_start(logit_scale, options.logit_scale), or_start(logit_bias, options.logit_bias))
@@ -189,7 +200,10 @@ class PCMEPPLoss(MatchLoss):
         self.infonce = InfoNCELoss(beside) if self.options.infonce_weight else None
 
     def counts(self, block: PairBlock) -> Tensor:
-        """The number of pairs; with a bottleneck both modalities' sums, to test VIB_LIMIT; those of InfoNCE."""
+        """The number of pairs; with a bottleneck both modalities' sums, to test VIB_LIMIT; those of InfoNCE.
+
+        See :meth:`MatchLoss.counts`.
+        """
         values = [torch.tensor(float(block.match_i2t.numel()))]
         if self.options.beta:
             values += [vib_sums(x).detach().double().sum() for x in (block.image, block.text)]
@@ -197,6 +211,7 @@ class PCMEPPLoss(MatchLoss):
         return own if self.infonce is None else torch.cat([own, self.infonce.counts(block)])
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """See :meth:`MatchLoss.part`."""
         terms, stats = self._cross_entropies(block, counts[0], epoch)
         if self.options.beta:
             vib, ignored = _bottleneck(block, counts[1:3])

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sfumato.distances import Distance
-from sfumato.distances.distance import centred, checked, squared_l2_of_centred
+from sfumato.distances.distance import Distance, centred, checked, squared_l2_of_centred
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MatchingLogits, match_logit
 

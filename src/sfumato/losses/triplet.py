@@ -65,7 +65,15 @@ def triplet_loss(
 
     Paper: Faghri et al., "VSE++", BMVC 2018; Schroff et al., "FaceNet", CVPR 2015.
 
-    image (n, d), text (m, d), match (n, m).
+    Args:
+        image: (n, d) embeddings.
+        text: (m, d) embeddings.
+        match: (n, m) labels in [0, 1].
+        options: the weights and other options, see its fields.
+        epoch: number from 0 of the epoch; None: later than all that the options delay.
+
+    Returns:
+        The loss with its weighted terms and statistics.
     """
     distance, label = whole_batch(options, image, text, match, "triplet_loss")
     return hinges((distance, distance.T), (label, label.T), (label >= 0.5).sum(), options, epoch)
@@ -111,9 +119,11 @@ class TripletLoss(MatchLoss):
     Options: ClassVar[type[TripletOptions]] = TripletOptions
 
     def counts(self, block: PairBlock) -> Tensor:
+        """See :meth:`MatchLoss.counts`."""
         return block.n_positives()
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """See :meth:`MatchLoss.part`."""
         labels = block.match_i2t, block.match_t2i
         return hinges(block.distances(self.distance), labels, counts[0], self.options, epoch)
 
@@ -166,7 +176,15 @@ def pvse_loss(
 
     Paper: Song and Soleymani, "Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval", CVPR 2019.
 
-    image (n, K d), text (m, K d), match (n, m).
+    Args:
+        image: (n, K d) embeddings.
+        text: (m, K d) embeddings.
+        match: (n, m) labels in [0, 1].
+        options: the weights and other options, see its fields.
+        epoch: number from 0 of the epoch; None: later than all that the options delay.
+
+    Returns:
+        The loss with its weighted terms and statistics.
     """
     triplet = triplet_loss(image, text, match, options, epoch=epoch)
     terms, k = dict(triplet.terms), get_distance(options.distance).embeddings
@@ -217,6 +235,7 @@ class PVSELoss(TripletLoss):
     Options = PVSEOptions
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """See :meth:`MatchLoss.part`."""
         triplet = super().part(block, counts, epoch=epoch)
         terms, k = dict(triplet.terms), self.distance.embeddings
         if self.options.mmd_weight and k > 1:
@@ -272,7 +291,15 @@ def daa_loss(
     Paper: Li et al., "A Differentiable Semantic Metric Approximation in Probabilistic Embedding for Cross-Modal
     Retrieval", NeurIPS 2022.
 
-    image (n, d), text (m, d), match (n, m).
+    Args:
+        image: (n, d) embeddings.
+        text: (m, d) embeddings.
+        match: (n, m) labels in [0, 1].
+        options: the weights and other options, see its fields.
+        epoch: number from 0 of the epoch; None: later than all that the options delay.
+
+    Returns:
+        The loss with its weighted terms and statistics.
     """
     distance, label = whole_batch(options, image, text, match, "daa_loss")
     sides = (distance, distance.T), (label, label.T)
@@ -314,6 +341,7 @@ class DAALoss(TripletLoss):
     Options = DAAOptions
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        """See :meth:`MatchLoss.part`."""
         sides = block.distances(self.distance), (block.match_i2t, block.match_t2i)
         triplet = hinges(*sides, counts[0], self.options, epoch)
         i2t, t2i = (_disagreement(d, y) for d, y in zip(*sides, strict=True))

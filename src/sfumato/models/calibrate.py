@@ -33,8 +33,8 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
+from sfumato.models.embed import Sides, embed_split, load_split, load_splits, prepare_split
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, Run, load_run
-from sfumato.models.split import Sides, embed_split, load_split, load_splits, prepare_split
 from sfumato.search.exact import distance_blocks
 
 PRECISIONS, RISKS, COVERAGES = (0.5, 0.8, 0.9), (0.5, 0.3, 0.2, 0.1), (0.8, 0.9, 0.95)

@@ -10,10 +10,10 @@ from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data,
 from sfumato.evaluation.protocols import Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.evaluation.sources import EmbeddedSet
 from sfumato.files import write_json
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.run import Run
-from sfumato.models.split import embed_split, load_split
 from sfumato.progress import say
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sfumato.distances import Distance
+from sfumato.distances.distance import Distance
 from sfumato.errors import RunFailedError, first_line
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance

@@ -35,11 +35,20 @@ from sfumato.encoders.package_weights import where_weights_are
 from sfumato.errors import UserError, as_typed, first_line
 from sfumato.files import write_atomically, write_json
 from sfumato.ids import Side
-from sfumato.losses import LossOptions, LossOutput, MatchLoss, PairBlock
+from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock
 from sfumato.losses.pcme import SIGMOIDS, PCMELoss
 from sfumato.matching import MatchingLogits, SampledLogits
-from sfumato.models.build import Assets, build_loss, build_model, check_weights, unknown_loss
-from sfumato.models.model import Model
+from sfumato.models.build import (
+    USE_ITS_OWN,
+    Assets,
+    build_loss,
+    build_model,
+    check_weights,
+    load_state,
+    load_tensors,
+    unknown_loss,
+)
+from sfumato.models.model import Model, UnfamiliarTexts
 from sfumato.models.pretrained import CONFIG, ENCODER, WEIGHTS, download, load_pretrained, read_config
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import LAST as LAST
@@ -47,8 +56,6 @@ from sfumato.models.recipe import MODEL as MODEL
 from sfumato.models.recipe import RECIPE as RECIPE
 from sfumato.models.recipe import Recipe, frozen_sections, load_recipe, without_gone
 from sfumato.models.sections import ModelConfig, UnknownLossConfig
-from sfumato.models.state import USE_ITS_OWN, load_state, load_tensors
-from sfumato.models.unfamiliar import UnfamiliarTexts
 
 
 def with_own_encoder(config: ModelConfig, folder: Path) -> ModelConfig:

@@ -23,7 +23,8 @@ from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderCon
 from sfumato.encoders.encoder_registry import encoder_entry, encoder_section, tag_of
 from sfumato.encoders.package_weights import TrainingPrecision
 from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
-from sfumato.losses import LOSSES, LossOptions
+from sfumato.losses import LOSSES
+from sfumato.losses.base import LossOptions
 
 _ImageSection = Annotated[SerializeAsAny[ImageEncoderConfig], BeforeValidator(partial(encoder_section, "image"))]
 

@@ -18,7 +18,8 @@ from sfumato import __version__
 from sfumato.charts import render_page, require_matplotlib
 from sfumato.data.images import Problems, thumbnail
 from sfumato.data.sources import DataConfig
-from sfumato.distances import Distance, get_distance
+from sfumato.distances import get_distance
+from sfumato.distances.distance import Distance
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.evaluation.trust import FIGURES
@@ -27,9 +28,9 @@ from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.matching import MatchingLogits
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import N_BINS, wilson_interval
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import LOG, RECIPE, Run, read_log
-from sfumato.models.split import embed_split, load_split
 from sfumato.reports.report_charts import (
     DirectionResult,
     ReportData,

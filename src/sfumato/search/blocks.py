@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.distances import Lift
+from sfumato.distances.distance import Lift
 from sfumato.gaussian import GaussianEmbedding
 
 LARGEST = 127

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.distances import DISTANCES, Distance, Lift, get_distance, seeded_samples
+from sfumato.distances import DISTANCES, get_distance
+from sfumato.distances.distance import Distance, Lift, seeded_samples
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.relevance import Relevance

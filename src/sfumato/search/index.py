@@ -25,7 +25,8 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.scorer import Scorer
-from sfumato.distances import Distance, get_distance
+from sfumato.distances import get_distance
+from sfumato.distances.distance import Distance
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids

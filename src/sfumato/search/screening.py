@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from sfumato.distances import Distance
+from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.blocks import (
     NARROW,

@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 
+from sfumato.models.embed import embed_split
 from sfumato.models.recipe import Recipe
-from sfumato.models.split import embed_split
 from sfumato.progress import say
-from sfumato.training.after import after_training, keep_weights
 from sfumato.training.batches import epoch_seed, steps
-from sfumato.training.run_folder import opened
 from sfumato.training.saving import EpochPart, resume, save_epoch, save_part_if_due, told_to_end
-from sfumato.training.setup import set_up
+from sfumato.training.setup import opened, set_up
 from sfumato.training.trackers import OnEpoch, tracked
-from sfumato.training.validation import epoch_line, figures_of, result_of, validate
+from sfumato.training.validation import after_training, epoch_line, figures_of, keep_weights, result_of, validate
 
 
 def fit(recipe: Recipe, folder: str | Path, *, on_epoch: OnEpoch | None = None) -> dict[str, Any]:

@@ -17,14 +17,14 @@ import torch
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.files import write_atomically
+from sfumato.models.build import load_state, save_state
+from sfumato.models.embed import PreparedSplit
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import Recipe
 from sfumato.models.run import LAST, LOG, PROBLEMS
-from sfumato.models.split import PreparedSplit
-from sfumato.models.state import load_state, save_state
 from sfumato.progress import say
 from sfumato.training.batches import Batches, IndexedBatches, ShardBatches
-from sfumato.training.learner import Learner
+from sfumato.training.step import Learner
 
 _SECONDS_BETWEEN_SAVES = 15.0
 """Epochs that end sooner after the last saved one are not saved; an interrupted run repeats them bit for bit."""

@@ -31,14 +31,13 @@ from sfumato.files import read_json, write_json
 from sfumato.gaussian import Array, GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
-from sfumato.models.build import Assets, build_loss, build_model
+from sfumato.models.build import Assets, build_loss, build_model, save_state
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
+from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
+from sfumato.models.model import remember_words
 from sfumato.models.pretrained import ENCODER
 from sfumato.models.recipe import Recipe, check_recipe, frozen_sections, save_recipe
 from sfumato.models.run import CALIBRATION, MODEL, PROBLEMS, RECIPE, WORDS, Run, load_run, save_assets, with_own_encoder
-from sfumato.models.split import Sides, embed_split, load_splits, prepare_split
-from sfumato.models.state import save_state
-from sfumato.models.unfamiliar import remember_words
 from sfumato.workflows.adopted_folder import ADOPTED, named_file, new_folder, pair_file
 from sfumato.workflows.search import LoadedModel
 

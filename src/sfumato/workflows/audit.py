@@ -30,9 +30,9 @@ from sfumato.evaluation.pair_scores import (
 )
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics
+from sfumato.models.embed import PreparedSplit, chosen_split, embed_split, load_splits, prepare_split, say_problems
 from sfumato.models.model import Model
 from sfumato.models.run import Run, load_run
-from sfumato.models.split import PreparedSplit, chosen_split, embed_split, load_splits, prepare_split, say_problems
 from sfumato.progress import progress_bar, say
 from sfumato.training.loop import fit
 

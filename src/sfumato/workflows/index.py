@@ -28,6 +28,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.models import embed
 from sfumato.models.calibrate import describe_calibration
+from sfumato.models.embed import load_splits
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import (
@@ -40,7 +41,6 @@ from sfumato.models.run import (
     load_model,
     trained_digests,
 )
-from sfumato.models.split import load_splits
 from sfumato.progress import progress_bar
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.exact import gallery_centre, lifted_dim

@@ -23,11 +23,10 @@ from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import Direction
 from sfumato.metrics.reliability import N_BINS, RecallByUncertainty, Reliability
 from sfumato.models.calibrate import some_positions
-from sfumato.models.embed import embed_folder
+from sfumato.models.embed import embed_folder, embed_split, load_split, prepare_split, read_split
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, choose_device, load_model
-from sfumato.models.split import embed_split, load_split, prepare_split, read_split
 from sfumato.progress import say
 from sfumato.search.answer import Answer, SearchOptions, TextQuery
 from sfumato.search.searcher import Searcher

@@ -33,9 +33,9 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split, embed_reference, queries_of
+from sfumato.models.embed import Sides, embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import Run
-from sfumato.models.split import Sides, embed_split, load_split
 
 QUERIES: dict[str, tuple[Side, ...]] = {"text": ("text",), "image": ("image",), "both": ("text", "image")}
 """Sides of the queries by the option."""
