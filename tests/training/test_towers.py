@@ -185,8 +185,6 @@ def test_what_would_have_no_effect_is_refused(tmp_path):
     for overrides, message in (
         ([f"{stage}=3"], f"{stage}=3 leaves no epoch of train.epochs=3 for the second stage"),
         ([f"{stage}=1", "optim.freeze_image_epochs=1"], "leave out optim.freeze_image_epochs"),
-        (["optim.first_stage_schedule_epochs=9"], f"must be at least {stage}, and needs a first stage"),
-        ([f"{stage}=2", "optim.first_stage_schedule_epochs=1"], f"schedule_epochs=1 must be at least {stage}"),
         (points, "leave out model.local_attention"),
         (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase changes pixels"),
         (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words changes the texts"),
