@@ -23,7 +23,7 @@ from sfumato.encoders.scratch import WordEncoder
 from sfumato.errors import UserError
 from sfumato.matching import SampledLogits
 from sfumato.models.pretrained import FOREIGN
-from sfumato.models.pretrained_tensors import Layout, below, check_tensors, number_of, prefixed
+from sfumato.models.pretrained_tensors import Layout, below, check_tensors, number_of
 
 IMAGE_SIZE, RESIZED = 224, 256
 """Side of PCME's images in pixels, and length of the shorter side from which their centre is cut."""
@@ -93,7 +93,8 @@ def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where
     state |= {ours: 2 * value for ours, value in state.items() if re.search(r"head\.log_var(_local)?\.linear", ours)}
     # The states of the released GRU pass no linear map, and a log variance is twice the logarithm of a deviation.
     for branch, factor in (("mean", 1.0), ("log_var", 2.0)):
-        state |= prefixed(f"text.head.{branch}.linear.", {"weight": factor * torch.eye(dim), "bias": torch.zeros(dim)})
+        name = f"text.head.{branch}.linear"
+        state |= {f"{name}.weight": factor * torch.eye(dim), f"{name}.bias": torch.zeros(dim)}
     a, b = (number_of(logits[name]) for name in ("negative_scale", "shift"))
     if a <= 0:
         raise UserError(f"{where}: criterion.negative_scale is {a:g}; a positive number makes closer samples likelier")

@@ -27,9 +27,8 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.bootstrap import Resampling
 from sfumato.metrics.relevance import Relevance
-from sfumato.models.embed import PreparedSplit, embed_split, load_split
+from sfumato.models.embed import PreparedSplit, embed_split, load_split, model_digest
 from sfumato.models.model import Model
-from sfumato.models.run import weights_digest
 from sfumato.progress import progress_bar, say
 
 FORMAT = "sfumato-analysis-1"
@@ -223,7 +222,7 @@ def analyse_model(
     metadata = {
         "format": FORMAT,
         "model": name,
-        "weights": weights_digest(retrieval_model.model),
+        "weights": model_digest(retrieval_model.model),
         "split": split,
         "distance": retrieval_model.distance,
         "n_images": 0 if prepared is None else len(prepared.data.images),

@@ -17,12 +17,9 @@ from support.pictures import encoded, noise
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sfumato.data.transforms import IMAGENET_MEAN
-from sfumato.distances import csd_matrix
 from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.matching import match_logit
 from sfumato.models.pretrained import load_pretrained, pcmepp_hub, pcmepp_training, prolip_hub
 
 # Relative as well as absolute: some values of the reference data exceed 10.
@@ -189,17 +186,8 @@ def test_parity_prolip_class_statistics(prolip):
     torch.testing.assert_close(texts.var.unflatten(0, classes).mean(1).T, values["zeroshot/class_var"], **SINGLE)
 
 
-def test_parity_prolip_logits_are_logits_of_csd(parity, prolip):
-    """scale * (mean.mean - variances / 2) + bias of the released code is bias + scale - scale / 2 * csd."""
-    values = load_file(parity / "prolip" / "loss.safetensors")
-    image, text = (
-        GaussianEmbedding(values[f"inputs/{side}_mean"].double(), values[f"inputs/{side}_log_var"].double())
-        for side in ("img", "txt")
-    )
-    scale, bias = values["inputs/logit_scale"].double(), values["inputs/logit_bias"].double()
-    ours = match_logit(csd_matrix(image, text), scale / 2, bias + scale)
-    # The stored means are of unit length up to their rounding to float32.
-    torch.testing.assert_close(ours, values["ppcl/logits"].double(), rtol=0, atol=2e-7 * scale.item())
+def test_logits_of_prolip_are_read_as_logits_of_csd(prolip):
+    """That both are equal is tested with the loss, in losses/test_prolip.py."""
     folder, _, _, outputs = prolip
     published = load_pretrained(folder)
     assert published.logit_scale == pytest.approx(outputs["out64/logit_scale"].item() / 2, rel=1e-12)
@@ -368,11 +356,12 @@ def test_a_lightning_checkpoint_a_bare_state_dict_and_safetensors_are_the_same_m
     assert {(p.logit_scale, p.logit_bias) for p in loaded} == {logits}
 
 
-def test_averaged_weights_are_taken_unless_told_otherwise(state, tmp_path):
+def test_averaged_weights_are_taken(state, tmp_path):
     averaged = {f"swa_{key.replace('.', '.module.', 1)}": value + 0.5 for key, value in state.items()}
     counts = {f"swa_{part}.n_averaged": torch.tensor(3) for part in ("img_enc", "txt_enc", "criterion")}
     torch.save({"state_dict": state | averaged | counts}, tmp_path / "swa.ckpt")
-    average, last = load_pretrained(tmp_path / "swa.ckpt"), load_pretrained(tmp_path / "swa.ckpt", average=False)
+    torch.save(state, tmp_path / "last.pt")
+    average, last = load_pretrained(tmp_path / "swa.ckpt"), load_pretrained(tmp_path / "last.pt")
     scale = state["criterion.negative_scale"].item()
     assert (average.logit_scale, last.logit_scale) == (scale + 0.5, scale) and "averaged" in average.kind
     shifted, plain = average.model.state_dict(), last.model.state_dict()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from sfumato.distances import get_distance, squared_l2_matrix
+from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.losses.base import (
     MAX_PAIRS,
@@ -21,7 +21,6 @@ from sfumato.losses.base import (
     PairBlock,
     option,
     sum_of_terms,
-    whole_batch,
 )
 
 Mining = Literal["hardest", "sum", "semi-hard"]
@@ -75,8 +74,7 @@ def triplet_loss(
     Returns:
         The loss with its weighted terms and statistics.
     """
-    distance, label = whole_batch(options, image, text, match, "triplet_loss")
-    return hinges((distance, distance.T), (label, label.T), (label >= 0.5).sum(), options, epoch)
+    return TripletLoss(options)(image, text, match, epoch=epoch)
 
 
 def hinges(
@@ -186,15 +184,7 @@ def pvse_loss(
     Returns:
         The loss with its weighted terms and statistics.
     """
-    triplet = triplet_loss(image, text, match, options, epoch=epoch)
-    terms, k = dict(triplet.terms), get_distance(options.distance).embeddings
-    if options.mmd_weight and k > 1:
-        a, b = _single(image, k), _single(text, k)
-        terms["mmd"] = options.mmd_weight * (_kernel(a, a).mean() - 2 * _kernel(a, b).mean() + _kernel(b, b).mean())
-    if options.diversity_weight and k > 1:
-        likeness = _diversities(image, k).mean() + _diversities(text, k).mean()
-        terms["diversity"] = options.diversity_weight * likeness
-    return sum_of_terms(terms, triplet.stats)
+    return PVSELoss(options)(image, text, match, epoch=epoch)
 
 
 def _kernel(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
@@ -301,11 +291,7 @@ def daa_loss(
     Returns:
         The loss with its weighted terms and statistics.
     """
-    distance, label = whole_batch(options, image, text, match, "daa_loss")
-    sides = (distance, distance.T), (label, label.T)
-    triplet = hinges(*sides, (label >= 0.5).sum(), options, epoch)
-    i2t, t2i = (_disagreement(d, y) / len(d) for d, y in zip(*sides, strict=True))
-    return sum_of_terms({**triplet.terms, "asp": options.asp_weight * (i2t + t2i)}, triplet.stats)
+    return DAALoss(options)(image, text, match, epoch=epoch)
 
 
 def _disagreement(distance: Tensor, label: Tensor) -> Tensor:

@@ -298,7 +298,6 @@ def load_pretrained(
     *,
     tokenizer: Tokenizer | None = None,
     device: torch.device | str = "cpu",
-    average: bool = True,
 ) -> Model:
     """Load a published PCME++ or ProLIP model, or a checkpoint of a code in FOREIGN.
 
@@ -313,7 +312,7 @@ def load_pretrained(
         if (first := next(foreign, None)) is not None:
             layout, what = first
         else:
-            options, tensors, what = _training_file(path, content, average)
+            options, tensors, what = _training_file(path, content)
             layout = pcmepp_training(options, tensors, _finder(tokenizer, path.parent), name)
     else:
         folder = path if path.is_dir() else download(name)
@@ -388,7 +387,7 @@ def _recognise(
 _PART = re.compile(r"(?:module\.|_orig_mod\.)*(swa_)?(img_enc|txt_enc|criterion)\.(?:module\.|_orig_mod\.)*(.+)")
 
 
-def _training_file(path: Path, content: dict[str, Any], average: bool) -> tuple[dict[str, Any], dict[str, Any], str]:
+def _training_file(path: Path, content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
     """(settings of the run, tensors by the names of the training code, a description)."""
     state = content.get("state_dict", content)
     last: dict[str, Any] = {}
@@ -405,7 +404,7 @@ def _training_file(path: Path, content: dict[str, Any], average: bool) -> tuple[
             f" names are {first} ..."
         )
     counts = [averaged.pop(key) for key in list(averaged) if key.endswith(".n_averaged")]
-    averaging = average and bool(averaged) and all(int(count) > 0 for count in counts)
+    averaging = bool(averaged) and all(int(count) > 0 for count in counts)
     settings = content.get("hyper_parameters")
     options = settings.get("opt", settings) if isinstance(settings, dict) else {}
     return (

@@ -1,10 +1,8 @@
 """Checkpoints of other authors: reading without running code, sizes, and names and shapes of their tensors."""
 
 import contextlib
-import io
 import math
 import pickle
-import pickletools
 import re
 import struct
 import warnings
@@ -13,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -46,7 +44,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
-        _check_names(path)
         with torch.serialization.safe_globals(_STAND_INS), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Of rare protocols, which torch then reads or refuses.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -65,34 +62,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}, expected a dictionary of tensors")
     return plain
-
-
-_LONGEST = 1000
-"""Characters of the name of a class. torch takes minutes to put a name of 70,000 into its message."""
-
-
-def _check_names(path: Path) -> None:
-    """Refuse long names of classes. Whatever else is wrong, torch finds."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            found = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            pickles: list[IO[bytes]] = [io.BytesIO(archive.read(name)) for name in found]
-            _check_pickles(pickles[0] if pickles else io.BytesIO(), 1)
-    else:
-        with path.open("rb") as file:
-            _check_pickles(file, _LEGACY_PICKLES)
-
-
-_LEGACY_PICKLES = 5
-"""Pickles before the numbers of tensors in a file of an old torch: magic, protocol, system, content, keys."""
-
-
-def _check_pickles(file: IO[bytes], number: int) -> None:
-    with contextlib.suppress(ValueError, EOFError, OverflowError, MemoryError):  # Damaged: torch refuses it.
-        for _ in range(number):
-            for operation, argument, _ in pickletools.genops(file):
-                if operation.name == "GLOBAL" and len(str(argument)) > _LONGEST:
-                    raise pickle.UnpicklingError("the name of a class has more than 1000 characters")
 
 
 def _plain(value: Any) -> Any:
@@ -249,11 +218,6 @@ def _openai_name(name: str, encoder: clip.ClipEncoder, variance_blocks: str) -> 
 def below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors with a prefix, by their names without it."""
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-
-
-def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with a prefix added to their names."""
-    return {prefix + key: value for key, value in tensors.items()}
 
 
 def projection(name: str, matrix: Tensor) -> dict[str, Tensor]:

@@ -254,15 +254,6 @@ def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} is damaged ({first_line(error)}); copy the folder again, or make it again")
 
 
-def weights_digest(model: DualEncoder) -> str:
-    """A hash of a model's weights, which changes when the model is trained again in the same folder."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 PACKAGED, SMALL = Path(__file__).parent / "packaged", "small"
 """Folder of models that come with the package, and the name of one."""
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -37,24 +37,6 @@ from sfumato.models.recipe import Recipe
 from sfumato.models.sections import AugmentConfig
 from sfumato.progress import progress_bar
 from sfumato.training.step import TrainBatch
-
-
-class Batches(Protocol):
-    """The batches of an epoch."""
-
-    def __len__(self) -> int: ...
-
-    def epoch(self, epoch: int, first: int = 0) -> Iterator[TrainBatch]:
-        """This process's parts of the batches; equal for equal epochs.
-
-        Args:
-            epoch: 0-based.
-            first: number of steps that are left out.
-
-        Yields:
-            The parts, in the order of the steps.
-        """
-        ...
 
 
 def epoch_seed(*key: int) -> int:
@@ -184,7 +166,7 @@ class IndexedBatches:
         return len(self.sampler)
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[TrainBatch]:
-        """See :class:`Batches`."""
+        """This process's parts of the batches of an epoch from a step on; equal for equal epochs."""
         for step, batch in itertools.islice(enumerate(self.sampler.batches(epoch)), first, None):
             yield self._batch(batch, epoch, step)
 
@@ -221,7 +203,7 @@ class ShardBatches:
         return len(self.stream)
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[TrainBatch]:
-        """See :class:`Batches`. An image that cannot be decoded is reported, and its pair is missing from the batch."""
+        """The same of a stream. An image that cannot be decoded is reported, and its pair is missing from the batch."""
         with closing(self.stream.batches(epoch)) as batches:
             for step, batch in itertools.islice(enumerate(batches), first, None):
                 yield self._batch(batch, epoch, step)
@@ -247,6 +229,9 @@ class ShardBatches:
         alone_counts = [len(kept) if rank == self.process_group.rank else 0 for rank in range(self.process_group.size)]
         plans = self.augmentation.plans(alone_counts, (height, width), epoch, step)
         return TrainBatch(images, texts, labels, plans[self.process_group.rank] if plans else None)
+
+
+Batches = IndexedBatches | ShardBatches
 
 
 def _digests(contents: Sequence[bytes]) -> Tensor:
