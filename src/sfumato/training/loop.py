@@ -14,9 +14,8 @@ from sfumato.models.embed import embed_split
 from sfumato.models.recipe import Recipe
 from sfumato.progress import say
 from sfumato.training.batches import epoch_seed, steps
-from sfumato.training.saving import EpochPart, resume, save_epoch, save_part_if_due, told_to_end
+from sfumato.training.saving import EpochPart, OnEpoch, resume, save_epoch, save_part_if_due, told_to_end, tracked
 from sfumato.training.setup import opened, set_up
-from sfumato.training.trackers import OnEpoch, tracked
 from sfumato.training.validation import after_training, epoch_line, figures_of, keep_weights, result_of, validate
 
 

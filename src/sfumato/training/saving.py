@@ -1,4 +1,8 @@
-"""The state of a training run: when it is saved, and how an interrupted run goes on from it."""
+"""What a run writes while it trains: its state, from which it resumes; its log; and figures for trackers.
+
+Trackers are TensorBoard, Weights & Biases and MLflow. Each package is configured by its own means:
+``WANDB_MODE=offline``, ``WANDB_PROJECT``, ``MLFLOW_TRACKING_URI``.
+"""
 
 import json
 import math
@@ -6,8 +10,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,12 @@ import torch
 
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
+from sfumato.errors import need
 from sfumato.files import write_atomically
 from sfumato.models.build import load_state, save_state
 from sfumato.models.embed import PreparedSplit
 from sfumato.models.process_group import ProcessGroup
-from sfumato.models.recipe import Recipe
+from sfumato.models.recipe import Recipe, leaves
 from sfumato.models.run import LAST, LOG, PROBLEMS
 from sfumato.progress import say
 from sfumato.training.batches import Batches, IndexedBatches, ShardBatches
@@ -175,3 +180,65 @@ def _forget_after(path: Path, epoch: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     write_atomically(path, "".join(line for line in whole if json.loads(line)["epoch"] < epoch))
+
+
+OnEpoch = Callable[[Mapping[str, Any]], None]
+"""Called with what log.jsonl has of an epoch: its number from 0, losses, logits, validation figures, seconds."""
+
+
+@contextmanager
+def tracked(name: str, recipe: Recipe, folder: Path) -> Iterator[OnEpoch]:
+    """A function that gives an epoch's figures to a package, and ends its run afterwards."""
+    with TRACKERS[name](recipe, folder) as write:
+        yield lambda line: write(
+            {k: float(v) for k, v in line.items() if isinstance(v, int | float)}, int(line["epoch"])
+        )
+
+
+_Write = Callable[[dict[str, float], int], Any]
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    return dict(leaves(recipe.model_dump(mode="json", exclude_none=True)))
+
+
+@contextmanager
+def _tensorboard(recipe: Recipe, folder: Path) -> Iterator[_Write]:
+    with need("tensorboard", "train.tracker=tensorboard needs tensorboard"):
+        from torch.utils.tensorboard import SummaryWriter
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+
+        def write(figures: dict[str, float], epoch: int) -> None:
+            for key, value in figures.items():
+                writer.add_scalar(key, value, epoch)
+            writer.flush()
+
+        yield write
+
+
+@contextmanager
+def _wandb(recipe: Recipe, folder: Path) -> Iterator[_Write]:
+    with need("wandb", "train.tracker=wandb needs wandb"):
+        import wandb
+    with wandb.init(name=folder.name, dir=str(folder), config=_settings(recipe)) as run:
+        yield lambda figures, epoch: run.log(figures, step=epoch)
+
+
+@contextmanager
+def _mlflow(recipe: Recipe, folder: Path) -> Iterator[_Write]:
+    with need("mlflow", "train.tracker=mlflow needs mlflow"):
+        import mlflow
+    with mlflow.start_run(run_name=folder.name):
+        mlflow.log_params({key: str(value)[:500] for key, value in _settings(recipe).items()})
+        # It allows no @ in names, and in folders no loss beside loss/match.
+        named = str.maketrans({"@": "_at_", "/": "."})
+        yield lambda figures, epoch: mlflow.log_metrics({k.translate(named): v for k, v in figures.items()}, epoch)
+
+
+TRACKERS: dict[str, Callable[[Recipe, Path], AbstractContextManager[_Write]]] = {
+    "": lambda recipe, folder: nullcontext(lambda figures, epoch: None),
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
+"""Trackers by the name that a recipe gives."""
