@@ -74,7 +74,7 @@ def triplet_loss(
     Returns:
         The loss with its weighted terms and statistics.
     """
-    return TripletLoss(options)(image, text, match, epoch=epoch)
+    return TripletLoss(options).forward(image, text, match, epoch=epoch)
 
 
 def hinges(
@@ -184,7 +184,7 @@ def pvse_loss(
     Returns:
         The loss with its weighted terms and statistics.
     """
-    return PVSELoss(options)(image, text, match, epoch=epoch)
+    return PVSELoss(options).forward(image, text, match, epoch=epoch)
 
 
 def _kernel(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
@@ -291,7 +291,7 @@ def daa_loss(
     Returns:
         The loss with its weighted terms and statistics.
     """
-    return DAALoss(options)(image, text, match, epoch=epoch)
+    return DAALoss(options).forward(image, text, match, epoch=epoch)
 
 
 def _disagreement(distance: Tensor, label: Tensor) -> Tensor:
