@@ -10,7 +10,7 @@ from support import references
 from support.batches import MATCH, batch
 from support.raising import raises
 
-from sfumato import losses
+import sfumato
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LOSSES
@@ -60,7 +60,7 @@ FORMULAS = [
 def test_the_formula_of_a_whole_batch_is_the_module_with_its_gradients(options):
     found = []
     name = next(name for name, loss in LOSSES.items() if loss.Options is type(options))
-    module, function = LOSSES[name](options).double(), getattr(losses, f"{name}_loss")
+    module, function = LOSSES[name](options).double(), getattr(sfumato, f"{name}_loss")
     wanted, given = inspect.signature(function).parameters, {"epoch": 0}
     if "logit_scale" in wanted:
         given |= {"logit_scale": module.logits.logit_scale, "logit_bias": module.logits.logit_bias}
