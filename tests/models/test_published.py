@@ -431,7 +431,7 @@ def test_folders_of_something_else(tmp_path):
     for config, message in (
         ('{"model_type": "clip"}', "not that of a PCME"),
         ('{"vision_cfg": {"layers": 12}, "text_cfg": {}}', "has no variances"),
-        ('{"sfumato": "0.1.0"}', "load it with sfumato.load_model"),
+        ('{"sfumato": "0.1.0"}', "load it with sfumato.load"),
         ("[1]", "holds a list, expected an object"),
         ("{", "not valid JSON"),
     ):

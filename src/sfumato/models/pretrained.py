@@ -371,7 +371,7 @@ def _recognise(
     config: Mapping[str, Any], where: str
 ) -> tuple[Callable[[Mapping[str, Any], Mapping[str, Any], TokenizerFinder, str], Layout], str]:
     if "sfumato" in config:
-        raise UserError(f"{where}: a model that sfumato exported; load it with sfumato.load_model")
+        raise UserError(f"{where}: a model that sfumato exported; load it with sfumato.load")
     vision = config.get("vision_cfg")
     if isinstance(vision, dict) and isinstance(config.get("text_cfg"), dict):
         if vision.get("embed_unc"):
