@@ -15,7 +15,7 @@ from sfumato.charts import (
     write_drawing,
 )
 from sfumato.errors import UserError
-from sfumato.reports.report_charts import training_curves
+from sfumato.reports.report import training_curves
 
 LINK = "{http://www.w3.org/1999/xlink}href"
 

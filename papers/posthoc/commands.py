@@ -4,11 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from papers.commands import app
+from papers.commands import Bootstrap, Seed, app
 from sfumato.cli.common import (
     AsJson,
-    Bootstrap,
-    Seed,
     check_out_folder,
     command,
     flag,

@@ -8,6 +8,7 @@ from textwrap import fill
 from typing import Any
 
 from papers.posthoc import METHODS
+from papers.shown import markdown
 from sfumato.files import write_atomically
 from sfumato.reports.tables import ARROWS, MISSING, Table, in_words, print_table, print_wrapped
 
@@ -101,7 +102,7 @@ def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (
     notes = [f"Note: {note}." for note in reports[0]["notes"]]
     notes += [fill(f"Not built: {name}. {why}.", _WIDTH) for name, why in reports[0].get("not_built", {}).items()]
     shown = [
-        "\n".join([table.markdown(), *([""] if table.notes else []), *(fill(note, _WIDTH) for note in table.notes)])
+        "\n".join([markdown(table), *([""] if table.notes else []), *(fill(note, _WIDTH) for note in table.notes)])
         for table in tables
     ]
     return "\n".join([*(f"**{table.title}**\n\n{text}\n" for table, text in zip(tables, shown, strict=True)), *notes])
@@ -193,7 +194,7 @@ def referee_summary(models: Sequence[Sequence[dict[str, Any]]], figure: str) -> 
         for name in sorted(means, key=lambda name: sign * means[name])
     ]
     titles = [f"{reports[0]['model']} {direction}" for reports, direction in places]
-    return Table("", ["method", *titles, "mean"], lines).markdown()
+    return markdown(Table("", ["method", *titles, "mean"], lines))
 
 
 def _mean_of(reports: Sequence[dict[str, Any]], name: str, direction: str, figure: str) -> float | None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from papers.runs.paired import RSUM, Difference
 from papers.runs.strategies import StrategyResult
 from papers.runs.table import LEVEL, RunsTable
+from papers.shown import write_files
 from papers.tables.items import common_figures
-from sfumato.reports import runs as reports
+from sfumato.reports import evaluation as reports
 from sfumato.reports.evaluation import metric_cell
 from sfumato.reports.tables import MISSING, Table, number, print_table, print_wrapped, short_name, tex
 
@@ -23,7 +24,7 @@ def print_runs_table(table: RunsTable) -> None:
 def write_runs_table(table: RunsTable, folder: Path) -> None:
     """Write table.json, table.md and table.tex."""
     shown = runs_table(table, lambda cell: f"**{cell}**", "Bold type marks")
-    shown.write(folder, table.to_json(), runs_latex(table))
+    write_files(shown, folder, table.to_json(), runs_latex(table))
 
 
 def runs_latex(table: RunsTable) -> str:

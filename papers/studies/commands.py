@@ -5,14 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from papers.commands import app
+from papers.commands import Bootstrap, Seed, app
 from papers.tables.commands import make, show
 from sfumato.cli.common import (
     AsJson,
-    Bootstrap,
     ModelName,
     OnData,
-    Seed,
     check_out_folder,
     command,
     flag,

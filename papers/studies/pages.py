@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from papers.drawing import Ellipse, ellipse_chart, magnification
+from papers.shown import interval
 from papers.studies.analyse import NAMES, Analyses, same_model_and_data
 from papers.studies.prompts import points
 from sfumato.charts import (
@@ -28,7 +29,6 @@ from sfumato.reports.tables import (
     compact_interval,
     digits,
     in_words,
-    interval,
     number,
     percent,
     print_table,

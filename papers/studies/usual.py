@@ -25,6 +25,17 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.prolip import inclusion_test
 from sfumato.metrics.bootstrap import Statistic, bootstrap, mean_statistic
 from sfumato.metrics.relevance import Relevance
+from sfumato.reports.tables import WORDS
+
+WORDS |= {
+    "more_uncertain": "more uncertain",
+    "variance_ratio": "ratio of total variances",
+    "between": "lies between its parts",
+    "off_line": "distance off the line",
+    "covers": "covers a part",
+    "includes": "includes a part",
+    "moved": "has moved by",
+}
 
 # ---------------------------------------------------------------- words
 Corpus = Literal["bin", "split"]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from papers.shown import write_files
 from papers.tables.items import PaperItem, data_sets
 from papers.tables.paper_tables import Table as PaperTable
 from papers.tables.paper_tables import table_columns
@@ -73,7 +74,7 @@ def paper_table(table: PaperTable) -> Table:
 def write_table(table: PaperTable, folder: Path) -> list[Path]:
     """Write table.json, table.md and table.tex; the paths."""
     shown = paper_table(table)
-    return shown.write(folder, table.to_json(), _latex(shown, 1 + _published_too(table)))
+    return write_files(shown, folder, table.to_json(), _latex(shown, 1 + _published_too(table)))
 
 
 def _latex(table: Table, wide: int) -> str:

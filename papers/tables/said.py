@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from papers.shown import interval
 from papers.studies import pages
-from sfumato.reports.tables import DIRECTIONS, digits, in_words, interval, number, percent, signed
+from sfumato.reports.tables import DIRECTIONS, digits, in_words, number, percent, signed
 
 SIDES = {"image": "images", "text": "texts"}
 

@@ -14,6 +14,16 @@ from sfumato.evaluation.estimators import NEAREST, Block, Estimator, entropy, re
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.prolip import inclusion_test, log_inclusion
 from sfumato.matching import match_logit
+from sfumato.reports.tables import WORDS
+
+WORDS |= {
+    "sample_spread": "sample distance",
+    "self_mismatch": "mismatch with itself",
+    "match_entropy_top10": "entropy, 10 nearest",
+    "knn_distance": "distance to 10 items",
+    "inclusion": "includes its hits",
+    "not_included": "outside of its hits",
+}
 
 N_SAMPLES = 8
 """Samples per query of the sampled estimators, as in PCME++'s appendix A.3."""

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import scipy
 import torch
-from support.estimating import MATCHING, D, M, N, scene
+from support.estimating import MATCHING, M, N, scene
 from support.raising import raises
 
 from sfumato.distances import DISTANCES
@@ -15,7 +14,6 @@ from sfumato.evaluation import estimators as module
 from sfumato.evaluation.estimators import (
     ESTIMATORS,
     Estimator,
-    FailurePredictor,
     Matching,
     estimate_uncertainty,
     register_estimator,
@@ -23,7 +21,6 @@ from sfumato.evaluation.estimators import (
 )
 from sfumato.evaluation.trust import described, measure_trust
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.relevance import Relevance
 
 
@@ -190,56 +187,6 @@ def test_no_gallery_is_needed_where_none_is_looked_at():
     assert all(v.shape == (0,) for v in estimate_uncertainty(queries[:0], gallery, MATCHING).values())
 
 
-def separable(seed, n, d=12, noise=1.0):
-    """Queries that miss where the first mean and the first variance are large; the rest is noise."""
-    generator = torch.Generator().manual_seed(seed)
-    queries = GaussianEmbedding(
-        5 + 3 * torch.randn(n, d, generator=generator), torch.randn(n, d, generator=generator) - 4
-    )
-    ground_truth = (
-        (queries.mean[:, 0] - 5) / 3 + queries.log_var[:, 0] + 4 + noise * torch.randn(n, generator=generator)
-    )
-    return queries, (ground_truth > 0).numpy().astype(float)
-
-
-def test_the_learnt_head_finds_what_there_is_and_nothing_where_there_is_nothing():
-    (queries, missed), (new, ground_truth) = separable(0, 600), separable(1, 2000)
-    head = FailurePredictor.fit(queries, missed)
-    probability = head.score(new).numpy()
-    # The best possible score is the noiseless sum of two standard normals against noise 1: AUROC 0.892 for known
-    # weights.
-    assert auroc(probability, ground_truth) > 0.86
-    assert probability.mean() == pytest.approx(ground_truth.mean(), abs=0.05)
-    assert head.weight[[0, 12]].min() > 3 * head.weight[torch.arange(24) % 12 != 0].abs().max()
-    shuffled = FailurePredictor.fit(queries, np.random.default_rng(0).permutation(missed))
-    # Nothing to learn: 2,000 new queries give an AUROC of 0.5 with a deviation of about 0.013 beside the luck of the
-    # weights.
-    assert abs(auroc(shuffled.score(new).numpy(), ground_truth) - 0.5) < 0.2 and shuffled.penalty >= head.penalty
-
-
-def test_the_learnt_head_is_scikit_learns():
-    linear = pytest.importorskip("sklearn.linear_model", reason="scikit-learn is not installed")
-    queries, missed = separable(2, 200)
-    head = FailurePredictor.fit(queries, missed, penalties=(0.1,))
-    z = torch.cat([queries.mean, queries.log_var], 1).double().numpy()
-    z = (z - z.mean(0)) / z.std(0)
-    theirs = linear.LogisticRegression(C=1 / (0.1 * 200), tol=1e-10, max_iter=1000).fit(z, missed)
-    np.testing.assert_allclose(head.score(queries).numpy(), theirs.predict_proba(z)[:, 1], atol=1e-5)
-
-
-def test_the_learnt_head_stands_beside_the_others():
-    queries, gallery = scene(9, n=40)
-    head = FailurePredictor.fit(queries, (torch.arange(40) % 3 == 0).numpy(), seed=4)
-    found = estimate_uncertainty(queries, gallery, MATCHING, estimators=ESTIMATORS | {"miss": head.estimator("miss")})
-    np.testing.assert_array_equal(found["miss"], head.score(queries).numpy())
-    assert scipy.stats.spearmanr(found["miss"], found["total_variance"]).statistic < 0.999
-    points = GaussianEmbedding.point(queries.mean)
-    of_means = FailurePredictor.fit(points, (torch.arange(40) % 2).numpy())
-    assert len(of_means.weight) == D
-    assert of_means.score(queries).equal(of_means.score(points))
-    raises(ValueError, "got points", head.score, points)
-
-
 def test_bad_input_is_named():
     queries, gallery = scene()
     raises(ValueError, "at least two items, got 1", estimate_uncertainty, queries, gallery[:1], MATCHING)
@@ -248,9 +195,3 @@ def test_bad_input_is_named():
     lists = [list(range(28))] + [[]] * (N - 1)
     with pytest.raises(ValueError, match="fewer than 10 items"):
         estimate_uncertainty(queries, gallery, MATCHING, without=Relevance.from_lists(lists, n_gallery=M))
-    raises(ValueError, "got .2,. outcomes for 13 queries", FailurePredictor.fit, queries, np.zeros(2))
-    raises(ValueError, "both must occur", FailurePredictor.fit, queries, np.zeros(N))
-    raises(ValueError, "folds must be between 2", FailurePredictor.fit, queries, np.arange(N) % 2, folds=14)
-    head = FailurePredictor.fit(queries, np.arange(N) % 2)
-    with pytest.raises(ValueError, match="3 dimensions give other features"):
-        head.score(scene(d=3)[0])

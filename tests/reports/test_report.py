@@ -15,22 +15,12 @@ from support.pictures import png
 from sfumato import GaussianEmbedding, csd_matrix
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.pairs import PairData
-from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split
 from sfumato.reports.report import make_report
-from sfumato.reports.report_charts import ReportData
-from sfumato.reports.report_examples import IMAGES, MISTAKES
+from sfumato.reports.report_charts import IMAGES, MISTAKES, ReportData
 from sfumato.search.index import GaussianIndex
-
-TRUST = {
-    "level": 0.95,
-    "estimators": {"log_det": {"estimates": "the volume"}, "margin": {"estimates": "the margin"}},
-    "directions": {"t2i": {"n_queries": 28, "estimators": {
-        "log_det": {"wrong_auroc": {"value": 0.61, "low": 0.55, "high": 0.67}}, "margin": {}}}},
-    "notes": ["nothing was left out"],
-}  # fmt: skip
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
 VOID = {"meta", "img", "br"}
@@ -145,9 +135,6 @@ def test_what_users_wrote_cannot_become_markup():
         "recipe": EVIL,
         "notes": [EVIL],
         "version": EVIL,
-        "others": [{"distance": EVIL, "i2t": {}, "t2i": {}, "rsum": 1}],
-        "trust": TRUST | {"estimators": {EVIL: {"estimates": EVIL}}, "notes": [EVIL], "directions": {
-            "t2i": {"estimators": {EVIL: {"wrong_auroc": {"value": 1, "low": 0, "high": EVIL}}}, "n_queries": 3}}},
     }  # fmt: skip
     checked = Checker(make_report(scene(**bad)).html)
     assert sum(EVIL in text for text in checked.text) > 20
@@ -250,35 +237,20 @@ def test_words_about_the_uncertainty_follow_its_sign():
     assert "Total variance does not show which texts fail" in page
 
 
-@pytest.mark.parametrize(
-    ("measure", "words", "loop"),
-    [
-        ("geometric_std", "geometric mean σ", lambda var: np.prod(np.sqrt(var), axis=1) ** (1 / var.shape[1])),
-        ("log_det", "log volume", lambda var: np.log(np.prod(var, axis=1))),
-    ],
-)
-def test_the_papers_own_measures_sort_bin_and_show_the_queries(measure, words, loop):
-    """PCME's geometric mean of sigma and the second paper's ln det; the order is not that of the total variance."""
+def test_queries_are_sorted_binned_and_shown_by_total_variance():
     captions = [f"text number {i:03d}." for i in range(29)]
     texts = scene().texts
     log_var = texts.log_var.clone()
     log_var[7] = torch.tensor([3.0, -6.0, -6.0, -6.0, -6.0])  # the largest total variance, and no large volume
-    data = scene(captions=captions, uncertainty=measure, texts=GaussianEmbedding(texts.mean, log_var))
+    data = scene(captions=captions, texts=GaussianEmbedding(texts.mean, log_var))
     report = make_report(data)
-    page, var = report.html, data.texts.var.double().numpy()
-    expected = loop(var)
-    most = int(expected.argmax())
-    assert most != int(data.texts.total_variance.argmax())
-    start = page.index(f"“text number {most:03d}.”", page.index("Texts it is least certain of"))
-    assert f"{words} <b>{expected[most]:.3g}</b>" in page[start:]
-    found = report.evaluation.to_json()
-    assert found["uncertainty_measure"] == measure
+    page, expected = report.html, data.texts.var.double().numpy().sum(1)
+    start = page.index("“text number 007.”", page.index("Texts it is least certain of"))
+    assert f"total variance <b>{expected[7]:.3g}</b>" in page[start:]
     has = np.asarray(data.relevance.to_dense()).any(0)
-    order = np.argsort(expected[has], kind="stable")
-    certain = np.array_split(expected[has][order], 10)[0]
-    assert found["uncertainty"]["t2i"]["bins"][0]["uncertainty"] == pytest.approx(certain.mean(), rel=1e-5)
-    assert f"Queries sorted by {words}" in page and f"Histogram of {words}" in page
-    assert "total variance" not in page.lower()
+    certain = np.array_split(np.sort(expected[has]), 10)[0]
+    found = report.evaluation.to_json()["uncertainty"]["t2i"]["bins"][0]["uncertainty"]
+    assert found == pytest.approx(certain.mean(), rel=1e-5)
 
 
 def test_points_have_no_uncertainty_to_show():
@@ -290,19 +262,13 @@ def test_points_have_no_uncertainty_to_show():
     assert "there is no uncertainty to look at" in page and 'id="extremes"' not in page
 
 
-def test_other_distances_trust_and_training_are_shown():
-    data = scene()
-    other = evaluate_retrieval(data.images, data.texts, data.relevance, distance="wasserstein2").to_json()
+def test_training_is_shown():
     log = [
         {"epoch": e, "loss": 1 / (e + 1), "val/i2t/recall@1": 0.1 * e, "val/t2i/recall@1": 0.05 * e} for e in range(4)
     ]
     log += [{"epoch": 4}, {"loss": 3.0}, {"epoch": 5, "loss": float("inf")}]
-    page = make_report(scene(others=[other], trust=TRUST, recipe='name = "toy"', log=log)).html
-    expected = "wasserstein2", "wrong AUROC", "0.61", "0.55 to 0.67", "nothing was left out", "toy", "28 queries"
-    assert all(words in page for words in expected)
-    assert Checker(page).tags.count("svg") == 2 + 1 + 3 + 2
-    # Estimators without figures, and versions of the probabilities without a second one.
-    assert 'title="the volume"' in page and ">margin<" not in page
+    page = make_report(scene(recipe='name = "toy"', log=log)).html
+    assert "toy" in page and Checker(page).tags.count("svg") == 2 + 1 + 3 + 2
     assert "ECE after" not in undrawn_report(scene(learnt_logits=None)).html
 
 

@@ -8,7 +8,7 @@ from support.words import folded
 from sfumato.evaluation.hits import HitFigures
 from sfumato.evaluation.trust import DirectionTrust, TrustReport
 from sfumato.metrics.bootstrap import Interval
-from sfumato.reports.trust import print_trust_summary
+from sfumato.reports.evaluation import print_trust_summary
 
 CHANCE = 0.01
 HITS = HitFigures("t2i", 100, 1, 1000, CHANCE, CHANCE, 0.004, 0.005, 0.01, 0.06, 0.06, 0.0, 0.5)

@@ -18,8 +18,7 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.cli import app
 from sfumato.errors import UserError
 from sfumato.models.run import load_model, load_run
-from sfumato.workflows.adopt import METHODS, adopt, adopt_encoders
-from sfumato.workflows.adopted_folder import ADOPTED
+from sfumato.workflows.adopt import ADOPTED, METHODS, adopt, adopt_encoders
 from sfumato.workflows.index import open_gallery
 
 N, PER_IMAGE, C = 400, 3, 24
@@ -124,9 +123,9 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     assert "1 left out" in words and "kept" in words and "adopted is a run" in words
     assert not too_wide(out) and "of the split val" in words and "max_queries" not in out
     assert "images.npy[5]" in (tmp_path / "runs/adopted/problems.jsonl").read_text()
-    with pytest.raises(UserError, match="--force"):
+    with pytest.raises(UserError, match="exists already"):
         command("adopt", *files)
-    assert json.loads(command("adopt", *files, "--force", "--method", "nearest", "--json"))["method"] == "nearest"
+    assert json.loads(command("adopt", *files, "--out", "near", "--method", "nearest", "--json"))["method"] == "nearest"
     monkeypatch.chdir("/")
     run, index = tmp_path / "runs/adopted", tmp_path / "index"
     assert "399 images" in folded(command("index", run, "--split", "all", "--out", index))
@@ -173,12 +172,14 @@ def test_mistakes_are_named(change, message, tmp_path):
 
 def test_folders_of_others_are_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
-    for force in (False, True):
-        with pytest.raises(UserError, match="holds no adopted model"):
-            adopt(*frozen(), tmp_path, force=force)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-    with pytest.raises(UserError, match="is a file"):
-        adopt(*frozen(), tmp_path / "mine.txt")
+    np.save(tmp_path / "new.npy", frozen()[0])
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for out in (tmp_path, tmp_path / "mine.txt"):
+        with pytest.raises(UserError, match="exists already"):
+            adopt(*frozen(), out)
+    with pytest.raises(UserError, match=r"new\.npy lies in"):
+        adopt(tmp_path / "new.npy", *frozen()[1:], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_vectors_that_cannot_be_embedded_are_named(adopted):
@@ -302,23 +303,6 @@ def test_a_failed_adoption_leaves_nothing_behind(tmp_path):
         with pytest.raises(UserError, match=r"channels|calibrate|split"):
             adopt(images, texts[:, :-1], shuffled, folder)
     assert not (tmp_path / "new").exists() and not list((tmp_path / "empty").iterdir())
-
-
-def test_a_replacement_that_fails_leaves_the_former_model(tmp_path):
-    images, texts, pairs = frozen(n=100)
-    adopt(images, texts, pairs, tmp_path / "run", method="distance")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    with pytest.raises(UserError, match="channels"):
-        adopt(images, texts[:, :-1], pairs, tmp_path / "run", force=True)
-    with pytest.raises(UserError, match=r"images\.npy lies in .*run, which would be replaced"):
-        adopt(tmp_path / "run" / "images.npy", texts, pairs, tmp_path / "run", force=True)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
-    (tmp_path / "run.replaced").mkdir()  # Of a replacement that was killed.
-    with pytest.raises(UserError, match="remove it, or rename it"):
-        adopt(images, texts, pairs, tmp_path / "run", force=True)
-    (tmp_path / "run.replaced").rmdir()
-    assert adopt(images, texts, pairs, tmp_path / "run", method="nearest", force=True).method == "nearest"
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_vectors_on_the_command_line_are_named(adopted, tmp_path, capsys):

@@ -369,7 +369,6 @@ def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):
         ((tmp_path,), "is not a run folder"),
         ((tmp_path, "--cross-fit", 2), "is not a run folder"),
         ((run, "--cross-fit", 1), "at least 2 parts, got 1"),
-        ((run, "--cross-fit", 2, "--split", "test"), "leave --split test out"),
         ((run, "--split", "none"), "has no split 'none'"),
         ((run, "--data", "no-recipe"), "no-recipe"),
     ):

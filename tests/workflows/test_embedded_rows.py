@@ -12,7 +12,7 @@ from sfumato.models.embed import embed_folder
 from sfumato.models.run import load_model
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import is_collection
-from sfumato.workflows.embedded_rows import RowEmbedder, is_embedded
+from sfumato.workflows.index import RowEmbedder, is_embedded
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
 parquet = pytest.importorskip("pyarrow.parquet")

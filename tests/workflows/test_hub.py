@@ -18,8 +18,7 @@ from support.words import folded
 from sfumato.calibration.calibrator import Calibration
 from sfumato.models.run import load_run
 from sfumato.workflows.adopt import adopt
-from sfumato.workflows.export import export_run
-from sfumato.workflows.model_card import without_folders
+from sfumato.workflows.export import export_run, without_folders
 
 pytest.importorskip("huggingface_hub", reason="the extra backbones is not installed")
 yaml = pytest.importorskip("yaml", reason="comes with huggingface_hub")

@@ -10,7 +10,7 @@ from support.words import folded
 from sfumato import ScoreCalibrator
 from sfumato.errors import UserError
 from sfumato.metrics.reliability import expected_calibration_error
-from sfumato.workflows.ranked_lists import RankedLists, fit_lists, score_lists
+from sfumato.workflows.judgements import RankedLists, fit_lists, score_lists
 
 
 def write(folder, n=60, seed=0, name="run"):

@@ -10,7 +10,7 @@ from support.words import folded
 
 from sfumato.models.evaluate import evaluate_run
 from sfumato.models.run import load_run
-from sfumato.reports.runs import runs_latex, runs_table
+from sfumato.reports.evaluation import runs_latex, runs_table
 from sfumato.reports.tables import tex
 from sfumato.workflows.table import OverSeeds, Row, over_seeds
 

@@ -24,6 +24,7 @@ from papers.posthoc.contestants import BASELINES, contestants, fit_contestant, p
 from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze
 from papers.posthoc.referee import PeakMemory, RefereeOptions, adapter_epochs, referee_model, wanted_methods
 from papers.posthoc.referee_tables import corruption_table, referee_summary, referee_table, referee_tables
+from papers.shown import markdown
 from papers.uncertainty.corruption import corrupted_queries
 from sfumato.errors import UserError
 from sfumato.metrics.reliability import log_loss
@@ -423,7 +424,7 @@ def made(values, seed=0):
 def test_a_table_by_hand():
     reports = [made({"worse": (0.7, 0.6), "better": (0.5, 0.6)}), made({"worse": (0.9, 0.7), "better": (0.5, 0.6)}, 1)]
     table = referee_table(reports, "test", "t2i")
-    lines = table.markdown().splitlines()
+    lines = markdown(table).splitlines()
     assert lines[0].startswith("| method | log loss | ECE | wrong: AUROC | AURC |") and "S·R²" not in lines[0]
     assert lines[2].startswith("| better | **.500** ± .000 | **.010** ± .000 | .600 ± .000 |")
     assert lines[3].startswith("| worse | .800 ± .141 | **.010** ± .000 | **.650** ± .071 |")
@@ -448,13 +449,13 @@ def test_a_table_of_corruptions_by_hand():
         return {"model": "tiny", "methods": methods | {"laplace": {"unavailable": "no layers"}}}
 
     table = corruption_table([report(0.5), report(0.7)], "i2t")
-    lines = table.markdown().splitlines()
+    lines = markdown(table).splitlines()
     assert table.title == "tiny, image -> text: 9 corrupted queries"
     assert lines[0] == "| method | blurred: AUROC | blurred: Spearman |"
     assert lines[2] == "| recall@1, clean to damaged | 50.0% to 25.0% | |"
     assert lines[3] == "| better | **.800** ± .141 | **.200** ± .000 |"
     assert lines[4].startswith("| worse | .600 ±") and len(lines) == 5
-    assert "| better | **.700** [.600, .800] |" in corruption_table([report(0.5)], "i2t").markdown()
+    assert "| better | **.700** [.600, .800] |" in markdown(corruption_table([report(0.5)], "i2t"))
     assert corruption_table([report(0.5)], "t2i") is None
 
 
@@ -474,7 +475,7 @@ def test_a_summary_by_hand():
     both = [first[1], first[0] | {"methods": {"constant": first[0]["methods"]["constant"]}}]
     assert referee_summary([both], "skill").splitlines()[2].startswith("| mine | **.500** |")
     assert "Not available: mine (not measured with every seed)." in referee_table(both, "test", "t2i").notes
-    chosen = referee_table(first, "test", "t2i", ("ece", "log_loss")).markdown()
+    chosen = markdown(referee_table(first, "test", "t2i", ("ece", "log_loss")))
     assert chosen.startswith("| method | ECE | log loss |\n")
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from reports.test_report import EVIL, Checker, picture
 
+from papers.shown import interval
 from papers.studies import pages
 from papers.studies.pages import analysis_views
 from sfumato.charts import render_page
-from sfumato.reports.tables import interval
 
 
 def test_intervals_and_undefined_means_have_words():

@@ -16,7 +16,6 @@ from sfumato.cli import (  # noqa: F401  They register their commands.
     evaluate_commands,
     model_commands,
     search_commands,
-    study_commands,
 )
 from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError, explain_os_error, printable

@@ -5,7 +5,7 @@ import functools
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,44 +154,20 @@ def _options(
     """Options of all commands."""
 
 
-RecipeName = Annotated[str, word(..., "Path of a recipe, or name of a recipe of the package.", "RECIPE")]
-Overrides = Annotated[
-    list[str] | None, word(..., "Changes to the recipe, e.g. train.epochs=10 loss.alpha=0.01.", "SECTION.KEY=VALUE")
-]
 ModelName = Annotated[
     str,
     word(
         ..., "Folder of a run or of a model, file of a released checkpoint, or name on the Hugging Face hub.", "MODEL"
     ),
 ]
-RunFolder = Annotated[Path, word(..., "Folder of a run.", "RUN")]
-DataRecipe = Annotated[
-    str | None, flag(..., "Recipe (path or name) that names the data. Default: the data of the run.", metavar="RECIPE")
-]
-DataOverrides = Annotated[
-    list[str] | None,
-    word(
-        ...,
-        "Changes to the recipe of --data, e.g. data.path=my.jsonl; without it, where the run's data are now.",
-        "SECTION.KEY=VALUE",
-    ),
-]
 Split = Annotated[str, flag(..., "Split of the data.")]
-UNCERTAINTY = "Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++)."
-Bootstrap = Annotated[
-    int, flag(..., "Number of bootstrap resamples for the confidence intervals; 0 for no intervals.", min=0)
-]
 Population = Annotated[
     str,
     flag(
         ..., "Queries of the probabilities: planted (each has a match in the gallery) or independent (some have none)."
     ),
 ]
-Seed = Annotated[int, flag(..., "Seed of all random choices.", min=0)]
 AsJson = Annotated[bool, flag(..., "Print the result as JSON.", "--json")]
-
-TIMEOUT_MINUTES = 30.0
-"""Longest time that one process of an evaluation waits for another one, in minutes."""
 
 
 def print_result(result: dict[str, Any], as_json: bool, line: str) -> None:
@@ -222,13 +198,46 @@ class OnData:
     """The flags that name a model and its data."""
 
     model: ModelName
-    overrides: DataOverrides = None
-    data: DataRecipe = None
+    overrides: list[str] | None = word(
+        None,
+        "Changes to the recipe of --data, e.g. data.path=my.jsonl; without it, where the run's data are now.",
+        "SECTION.KEY=VALUE",
+    )
+    data: str | None = flag(
+        None, "Recipe (path or name) that names the data. Default: the data of the run.", metavar="RECIPE"
+    )
     split: Split = "test"
 
-    def open(self, purpose: str) -> "ModelOnData":
-        """Load the model and find its data."""
-        return open_model_on_data(self.model, self.data, self.overrides, self.split, purpose=purpose)
+    def open(self, purpose: str, *, split: str = "", device: "torch.device | None" = None) -> "ModelOnData":
+        """Load the model and find its data; with a split, that one instead of the flag's."""
+        from sfumato.models.recipe import find_recipe, load_recipe
+        from sfumato.models.run import RECIPE, choose_device, load_model, load_run
+
+        if self.data is None and not is_run(self.model):
+            raise _no_run(self.model, purpose)
+        split, overrides, config, moved = split or self.split, list(self.overrides or []), None, None
+        if self.data is not None:
+            config = load_recipe(find_recipe(self.data), overrides).data
+        elif overrides:
+            if wrong := [override for override in overrides if not override.startswith("data.")]:
+                raise UserError(f"{wrong[0]!r} does not change the data of {self.model}; give data.KEY=VALUE")
+            moved = load_recipe(Path(self.model) / RECIPE, overrides).data
+        device = device or choose_device()
+        if not is_run(self.model):
+            assert config is not None
+            model = load_model(self.model, device=device)
+            return ModelOnData(model, config, split, Path(self.model).name, None, own_data=False)
+        run = load_run(self.model, device=device)
+        if config is not None:
+            return ModelOnData(run, config, split, Path(self.model).name, run, own_data=False)
+        name = run.recipe.name or run.folder.name
+        if moved is not None:
+            paths = {name: getattr(moved, name) for name in ("path", "val_path", "images", "texts")}
+            own = run.recipe.data.model_copy(update=paths)
+            run = replace(run, recipe=run.recipe.model_copy(update={"data": moved}))
+            return ModelOnData(run, moved, split, name, run, own_data=own == moved)
+        split = _split_that_is_there(run.recipe.data, split)
+        return ModelOnData(run, run.recipe.data, split, name, run, own_data=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,44 +276,6 @@ def is_run(model: str | Path) -> bool:
     from sfumato.models.run import RECIPE
 
     return (Path(model) / RECIPE).is_file()
-
-
-def open_model_on_data(
-    model: str,
-    data: str | None,
-    overrides: Sequence[str] | None,
-    split: str,
-    device: "torch.device | None" = None,
-    *,
-    purpose: str = "use",
-) -> ModelOnData:
-    """Load a model and find its data."""
-    from sfumato.models.recipe import find_recipe, load_recipe
-    from sfumato.models.run import RECIPE, choose_device, load_model, load_run
-
-    if data is None and not is_run(model):
-        raise _no_run(model, purpose)
-    config = moved = None
-    if data is not None:
-        config = load_recipe(find_recipe(data), list(overrides or [])).data
-    elif overrides:
-        if wrong := [override for override in overrides if not override.startswith("data.")]:
-            raise UserError(f"{wrong[0]!r} does not change the data of {model}; give data.KEY=VALUE")
-        moved = load_recipe(Path(model) / RECIPE, list(overrides)).data
-    chosen = device or choose_device()
-    if not is_run(model):
-        assert config is not None
-        return ModelOnData(load_model(model, device=chosen), config, split, Path(model).name, None, own_data=False)
-    run = load_run(model, device=chosen)
-    if moved is not None:
-        paths = {name: getattr(moved, name) for name in ("path", "val_path", "images", "texts")}
-        own = run.recipe.data.model_copy(update=paths)
-        run = replace(run, recipe=run.recipe.model_copy(update={"data": moved}))
-        return ModelOnData(run, moved, split, run.recipe.name or run.folder.name, run, own_data=own == moved)
-    if config is not None:
-        return ModelOnData(run, config, split, Path(model).name, run, own_data=False)
-    split = _split_that_is_there(run.recipe.data, split)
-    return ModelOnData(run, run.recipe.data, split, run.recipe.name or run.folder.name, run, own_data=True)
 
 
 def _split_that_is_there(config: "DataConfig", split: str) -> str:

@@ -1,4 +1,4 @@
-"""The commands that measure: the group `evaluate` and trust; and score, which makes scores probabilities."""
+"""The commands that measure: the group `evaluate`, trust, audit, report and table."""
 
 import json
 from dataclasses import dataclass, replace
@@ -10,22 +10,20 @@ import typer
 from typer.core import TyperGroup
 
 from sfumato.cli.common import (
-    TIMEOUT_MINUTES,
-    UNCERTAINTY,
     AsJson,
     ModelOnData,
     OnData,
+    Split,
     app,
     check_out_file,
     check_out_folder,
     command,
     flag,
-    open_model_on_data,
+    is_run,
     parse_names,
     print_result,
     rare,
     word,
-    writing,
 )
 from sfumato.errors import UserError
 
@@ -55,10 +53,8 @@ evaluate = typer.Typer(
 )
 app.add_typer(evaluate, name="evaluate")
 
-Distance = Annotated[
-    str | None,
-    flag(..., "Distance to rank by, or match_probability, with the run's logits. Default: the model's."),
-]
+TIMEOUT_MINUTES = 30.0
+"""Longest time that one process of an evaluation waits for another one, in minutes."""
 
 PerQueryFile = Annotated[
     Path | None, flag(..., "File to write the results of single queries to: .parquet or .csv.", metavar="FILE")
@@ -105,9 +101,14 @@ class BenchmarkFlags:
 class MeasureFlags:
     """What is measured of a model."""
 
-    distance: Distance = None
+    distance: str | None = flag(
+        None, "Distance to rank by, or match_probability, with the run's logits. Default: the model's."
+    )
     per_query: PerQueryFile = None
-    uncertainty: str = rare("total_variance", UNCERTAINTY)
+    uncertainty: str = rare(
+        "total_variance",
+        "Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++).",
+    )
     samples: int | None = rare(
         None,
         "Samples of an embedding for average_l2 (8) and match_probability (as in training).",
@@ -197,7 +198,7 @@ def index(
 
     Precision, nDCG, the judged fraction and the calibration of the probabilities. Hits that nobody judged are unknown.
     """
-    from sfumato.reports.judging import print_judged
+    from sfumato.reports.calibration import print_judged
     from sfumato.workflows.judgements import evaluate_index
 
     found = evaluate_index(folder, judgements, k=k, run=run, store=store)
@@ -241,7 +242,7 @@ def _evaluate_and_print(on: OnData, benchmark: "Benchmark | None", flags: Measur
 
     options = flags.options()
     with join_process_group(partial(choose_device, "auto"), TIMEOUT_MINUTES) as group:
-        opened = open_model_on_data(on.model, on.data, on.overrides, on.split, group.device, purpose="evaluate it on")
+        opened = on.open("evaluate it on", device=group.device)
         split = opened.split
         opened = replace(opened, split=_split_of_fold(opened, split))
         check_results(opened)
@@ -315,7 +316,7 @@ def trust(
     """
     from sfumato.data.splits import WORDINGS
     from sfumato.models.evaluate import write_figures
-    from sfumato.reports.trust import print_trust, print_trust_summary
+    from sfumato.reports.evaluation import print_trust, print_trust_summary
     from sfumato.workflows.trust import trust_model
 
     opened = on.open("measure it on")
@@ -338,28 +339,94 @@ def trust(
 
 
 @command()
-def score(
-    run: Path = flag(..., "The hits of another search engine: a TREC run.", metavar="FILE"),
-    calibrator: Path = flag(..., "What sfumato calibrate --run has written.", metavar="FILE"),
-    out: Path = flag(
-        ...,
-        "File of the results: the run with the probabilities as its scores, or all figures of a query on each line if"
-        " its name ends with .jsonl.",
-        metavar="FILE",
+def audit(
+    on: OnData,
+    parts: int = flag(
+        0,
+        "Audit train in K parts instead, each by a model trained on the others; 0: by the model.",
+        "--cross-fit",
+        metavar="K",
+    ),
+    top: int = flag(100, "Number of pairs of each kind on the page and in audit.json.", min=0),
+    out: Path | None = flag(None, "Folder to write. Default: audit-SPLIT in the run's folder, with --data here."),
+    as_json: AsJson = False,
+) -> None:
+    """Find pairs of a data set that may be wrong or missing.
+
+    Writes listed pairs that are probably wrong, and unlisted pairs that probably match, to tables and a page.
+    """
+    from sfumato import __version__
+    from sfumato.reports.audit import AUDIT_PAGE, print_audit, write_audit
+    from sfumato.workflows.audit import audit_model, cross_fit
+
+    if parts and not is_run(on.model):
+        raise UserError(f"--cross-fit needs a run folder, whose recipe it trains with; {on.model} is not a run folder")
+    opened = on.open("audit", split="train" if parts else "")
+    split = opened.split
+    folder = opened.folder(out, f"audit-{split}")
+    check_out_folder(folder)
+    if parts and opened.run is not None:
+        result = cross_fit(opened.run, opened.data, parts, folder)
+    else:
+        name = Path(on.model).resolve().name if opened.run is not None else opened.name
+        result = audit_model(opened.model, opened.data, split, name=name, seen=opened.same_data and split == "train")
+    figures = write_audit(result, folder, top, __version__)
+    if as_json:
+        return print(json.dumps(figures | {"out": str(folder)}))
+    print_audit(figures)
+    print(f"page: {folder / AUDIT_PAGE}")
+
+
+@command()
+def report(
+    on: OnData,
+    out: Path | None = flag(
+        None, "HTML file to write. Default: report-SPLIT.html in the run's folder, with --data here."
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Give the hits of any search engine their probabilities. It needs no model and no index."""
-    from sfumato.calibration.score_lists import ScoreCalibrator
-    from sfumato.errors import counted
-    from sfumato.workflows.ranked_lists import score_lists
+    """Write one HTML page about a model.
 
-    check_out_file(out)
-    if out.exists() and any(one.exists() and out.samefile(one) for one in (run, calibrator)):
-        raise UserError(f"--out {out} is one of the other files; give another name")
-    with writing(out):
-        queries, n, expected = score_lists(run, ScoreCalibrator.load(calibrator), out)
-    result = {"out": str(out), "queries": queries, "n": n, "expected_matches": expected}
-    line = f"{counted(n, 'hit')} of {counted(queries, 'query', 'queries')} scored, about {expected:,.0f} of them match"
-    form = "JSON lines" if out.suffix == ".jsonl" else "a TREC run"
-    print_result(result, as_json, f"{line}: {out}, {form}")
+    It shows figures, uncertainty, calibration, and right and wrong results with their images.
+    """
+    from sfumato.charts import require_matplotlib
+    from sfumato.reports.report import report_model
+
+    require_matplotlib()
+    opened = on.open("report on")
+    path = opened.folder(out, f"report-{opened.split}.html")
+    check_out_file(path)
+    page = report_model(opened.model, opened.data, opened.split, path, name=opened.name, run=opened.own_run)
+    size = path.stat().st_size
+    result: dict[str, Any] = {"out": str(path), "bytes": size, **page.to_json()}
+    print_result(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")
+
+
+@command()
+def table(
+    runs: list[Path] = word(..., "Folders of runs, e.g. runs/*.", "RUN"),
+    group: str = flag("", "Keys of the recipe, with commas, whose values name the rows.", metavar="KEYS"),
+    metrics: str = flag(
+        "", "Columns, with commas. A wrong one lists them.", show_default="rsum,t2i.recall@1,i2t.recall@1"
+    ),
+    split: Split = "test",
+    latex: bool = flag(False, "Print the table as LaTeX, for the package booktabs.", "--latex"),
+    as_json: AsJson = False,
+) -> None:
+    """Make a table of runs: mean and standard deviation over seeds.
+
+    The runs of a row may differ in their seed alone; --group KEYS gives each value its row. Runs that were not
+    evaluated on this split are evaluated first.
+    """
+    from sfumato.models.run import choose_device
+    from sfumato.reports.evaluation import runs_latex, runs_table
+    from sfumato.reports.tables import tex
+    from sfumato.workflows.table import METRICS, table_of_runs
+
+    keys, columns = parse_names(group), parse_names(metrics) or METRICS
+    rows = table_of_runs(runs, keys, columns, split=split, device=choose_device())
+    if as_json:
+        return print(json.dumps([row.to_json(keys) for row in rows], ensure_ascii=False))
+    if latex:
+        return print(runs_latex(runs_table(rows, keys, f"Split {split}", tex)), end="")
+    runs_table(rows, keys, f"split {split}").show()

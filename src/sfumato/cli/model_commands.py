@@ -6,10 +6,7 @@ from pathlib import Path
 
 from sfumato.cli.common import (
     AsJson,
-    Overrides,
     Population,
-    RecipeName,
-    RunFolder,
     check_out_file,
     check_out_folder,
     command,
@@ -23,8 +20,10 @@ from sfumato.errors import UserError, as_typed
 
 @command()
 def train(
-    recipe: RecipeName,
-    overrides: Overrides = None,
+    recipe: str = word(..., "Path of a recipe, or name of a recipe of the package.", "RECIPE"),
+    overrides: list[str] | None = word(
+        None, "Changes to the recipe, e.g. train.epochs=10 loss.alpha=0.01.", "SECTION.KEY=VALUE"
+    ),
     out: Path | None = flag(None, "Folder of the run. Default: runs/NAME-OF-THE-RECIPE."),
     as_json: AsJson = False,
 ) -> None:
@@ -91,7 +90,7 @@ class JudgedLists:
         """Fit a calibrator of lists, write it, and say what it is worth."""
         from sfumato.calibration.score_lists import ScoreCalibrator
         from sfumato.reports.calibration import print_fitted_lists
-        from sfumato.workflows.ranked_lists import fit_lists
+        from sfumato.workflows.judgements import fit_lists
 
         if self.lists is None or self.qrels is None or self.out is None:
             raise UserError("give --run FILE, --qrels FILE and --out FILE together")
@@ -134,8 +133,9 @@ def calibrate(
     """
     from sfumato.models.calibrate import calibrate_run, describe_calibration
     from sfumato.models.run import choose_device
-    from sfumato.reports.calibration import print_calibration
+    from sfumato.reports.calibration import print_calibration, print_refined
     from sfumato.search.folder import is_collection
+    from sfumato.workflows.judgements import refine_index
 
     if lists.given:
         if run is not None or (judgements, split, method, queries) != (None, "val", "platt", "planted"):
@@ -146,7 +146,8 @@ def calibrate(
     if judgements is not None:
         if (split, method, queries) != ("val", "platt", "planted"):
             raise UserError("--judgements refines a collection; leave --split, --method and --queries out")
-        return _refine(run, judgements, as_json)
+        refined = refine_index(run, judgements)
+        return print(json.dumps(refined.to_json())) if as_json else print_refined(refined, run)
     if is_collection(run):
         raise UserError(f"{run} is a collection; refine its probabilities with --judgements FILE")
     fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device())
@@ -157,14 +158,32 @@ def calibrate(
     print(f"written to {run}; build indices of this run again to use it")
 
 
-def _refine(folder: Path, judgements: Path, as_json: bool) -> None:
-    from sfumato.reports.judging import print_refined
-    from sfumato.workflows.judgements import refine_index
+@command()
+def score(
+    run: Path = flag(..., "The hits of another search engine: a TREC run.", metavar="FILE"),
+    calibrator: Path = flag(..., "What sfumato calibrate --run has written.", metavar="FILE"),
+    out: Path = flag(
+        ...,
+        "File of the results: the run with the probabilities as its scores, or all figures of a query on each line if"
+        " its name ends with .jsonl.",
+        metavar="FILE",
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Give the hits of any search engine their probabilities. It needs no model and no index."""
+    from sfumato.calibration.score_lists import ScoreCalibrator
+    from sfumato.errors import counted
+    from sfumato.workflows.judgements import score_lists
 
-    found = refine_index(folder, judgements)
-    if as_json:
-        return print(json.dumps(found.to_json()))
-    print_refined(found, folder)
+    check_out_file(out)
+    if out.exists() and any(one.exists() and out.samefile(one) for one in (run, calibrator)):
+        raise UserError(f"--out {out} is one of the other files; give another name")
+    with writing(out):
+        queries, n, expected = score_lists(run, ScoreCalibrator.load(calibrator), out)
+    result = {"out": str(out), "queries": queries, "n": n, "expected_matches": expected}
+    line = f"{counted(n, 'hit')} of {counted(queries, 'query', 'queries')} scored, about {expected:,.0f} of them match"
+    form = "JSON lines" if out.suffix == ".jsonl" else "a TREC run"
+    print_result(result, as_json, f"{line}: {out}, {form}")
 
 
 @command()
@@ -202,7 +221,7 @@ def recipes(name: str | None = word(None, "Name of a recipe to print.", "NAME"))
 
 @command()
 def export(
-    run: RunFolder,
+    run: Path = word(..., "Folder of a run.", "RUN"),
     out: Path = word(..., "Folder to write: new, or empty.", "OUT"),
     license: str = flag("", "Licence for the model card, as the hub writes it, e.g. apache-2.0. Default: unknown."),
     as_json: AsJson = False,
@@ -252,7 +271,6 @@ class AdoptFlags:
         "What probabilities depend on: distance, nearest (items), reference (queries), or auto, the best of them.",
     )
     queries: Population = "planted"
-    force: bool = flag(False, "Replace an adopted model in the folder.", "--force")
 
 
 @command()

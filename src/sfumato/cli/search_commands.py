@@ -82,7 +82,7 @@ class IndexFlags:
     @property
     def embedded(self) -> bool:
         """Whether the data are embeddings already."""
-        from sfumato.workflows.embedded_rows import is_embedded
+        from sfumato.workflows.index import is_embedded
 
         return self.data is not None and is_embedded(self.data)
 
@@ -95,10 +95,11 @@ class IndexFlags:
         """The model where none is named."""
         from sfumato.models.run import SMALL, default_model
         from sfumato.search.folder import is_unfinished
-        from sfumato.workflows.index import model_of
+        from sfumato.workflows.index import open_gallery
 
         if self.add or self.sync or is_unfinished(out):
-            return model_of(out)
+            with open_gallery(out, unfinished=True) as collection:
+                return str(collection.metadata["run"])
         name, why = (SMALL, "") if self.data is None else default_model()
         if why:
             say(why)
@@ -123,8 +124,7 @@ def index(
     from sfumato.errors import counted
     from sfumato.models.model import Model
     from sfumato.models.run import choose_device, load_model, load_run
-    from sfumato.workflows.embedded_rows import embedded_parts
-    from sfumato.workflows.index import check_new, embed_source, fill_collection, training_note
+    from sfumato.workflows.index import check_new, embed_source, embedded_parts, fill_collection, training_note
 
     given.check(out)
     model, given = model or given.model(out), given.as_data()
@@ -256,11 +256,7 @@ class Asked:
         from sfumato.search.answer import SearchOptions
         from sfumato.search.stores.protocol import filter_of
 
-        choices: dict[str, Any] = {
-            "duplicates": self.duplicates,
-            "order": self.order or "fits",
-            "target": self.target,
-        }
+        choices: dict[str, Any] = {"duplicates": self.duplicates, "order": self.order or "fits", "target": self.target}
         return SearchOptions(
             min_probability=self.min_probability,
             coverage=self.coverage,
@@ -321,7 +317,8 @@ def search(
 @command()
 def serve(
     *,
-    folders: list[Path] = word(..., "Folder of a collection; a second one may be of texts.", "INDEX"),
+    folder: Path = word(..., "Folder of a collection.", "INDEX"),
+    texts: Path | None = word(None, "Folder of a collection of texts beside it, to be searched by image.", "TEXTS"),
     images: list[str] | None = flag(
         None, "The folder of its images, if it has moved: NEW, or OLD=NEW. It is kept for the next time.", metavar="NEW"
     ),
@@ -349,9 +346,10 @@ def serve(
 ) -> None:
     """Serve a web page and an HTTP interface for searching.
 
-    A collection of texts beside one of images is searched by image. Items can be added and deleted.
+    Items can be added to and deleted from a collection.
     """
     from sfumato.errors import need
+    from sfumato.evaluation.judgements import read_judgements
     from sfumato.models.run import choose_device
     from sfumato.workflows.own_folder import move_sources
 
@@ -364,29 +362,20 @@ def serve(
     provider = server.tracer_provider() if otel else None
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     if judgements is not None:
-        _check_judgements(judgements)
+        check_out_file(judgements, option="--judgements")
+        if judgements.exists():
+            read_judgements(judgements)  # Before a model is loaded.
     settings = Settings(
         **parse_limits(limits or []), keys=keys, reading_keys=reading_keys, read_only=read_only,
         hosts=server.hosts_of(host, allowed_host or []), judgements=judgements,
     )  # fmt: skip
     server.check_host(host, settings, no_key)
     server.check_address(host, port)
-    if len(folders) > 2:
-        raise UserError(f"got {len(folders)} folders to serve; give one collection, or one of images and one of texts")
     if images:
-        move_sources(folders[0], images)
-        say(f"the images of {folders[0]} are looked for in {', '.join(images)} from now on")
-    sources = open_sources(*folders, run=run, store=store, device=choose_device())
+        move_sources(folder, images)
+        say(f"the images of {folder} are looked for in {', '.join(images)} from now on")
+    sources = open_sources(folder, texts, run=run, store=store, device=choose_device())
     app = create_app(sources, settings)
     if provider is not None:
         server.trace(app, provider)
     server.run_app(app, host=host, port=port, access_log=access_log, log_format=log_format)
-
-
-def _check_judgements(path: Path) -> None:
-    """Refuse a file of verdicts that cannot be read or written, before a model is loaded."""
-    from sfumato.evaluation.judgements import read_judgements
-
-    check_out_file(path, option="--judgements")
-    if path.exists():
-        read_judgements(path)

@@ -11,7 +11,7 @@ and its slow loop to ``by_loops`` in tests/evaluation/test_estimators.py. Code o
 :func:`register_estimator` instead.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -19,7 +19,6 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sfumato.distances import get_distance, squared_l2_matrix
 from sfumato.distances.distance import Distance
@@ -298,110 +297,3 @@ def _check(
         raise ValueError(
             f"estimate_uncertainty: {', '.join(missing)} need variances, got points; choose with usable_estimators()"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class FailurePredictor:
-    """Predicts from a query's embedding the probability that its best item is wrong.
-
-    A logistic regression on the standardised means and log variances. It is fitted on queries with known outcomes, and
-    it needs no gallery to score new queries.
-
-    Paper: the simplest member of the family of Yoo and Kweon, "Learning loss for active learning", CVPR 2019.
-    """
-
-    centre: Tensor  # (f,) means of the features; f = d, or 2 d with log variances
-    scale: Tensor  # (f,) standard deviations of the features
-    weight: Tensor  # (f,) weights of the standardised features
-    bias: float  # logit at the centre
-    penalty: float  # strength of the squared penalty on the weights; cross-validation chose it
-
-    @classmethod
-    def fit(
-        cls,
-        queries: GaussianEmbedding,
-        missed: np.ndarray,
-        *,
-        penalties: Sequence[float] = (0.01, 0.1, 1.0, 10.0),
-        folds: int = 5,
-        seed: int = 0,
-    ) -> "FailurePredictor":
-        """Fit on queries with known outcomes, which must differ from the queries that are scored later.
-
-        queries (n, d), missed (n,).
-        """
-        target = torch.from_numpy(np.asarray(missed, float))
-        if target.shape != (queries.n,):
-            raise ValueError(
-                f"FailurePredictor: got {tuple(target.shape)} outcomes for {queries.n} queries; give one for each"
-            )
-        if not ((target == 0) | (target == 1)).all() or target.min() == target.max():
-            raise ValueError("FailurePredictor: outcomes must be 0 and 1, and both must occur")
-        if not 2 <= folds <= queries.n:
-            raise ValueError(
-                f"FailurePredictor: folds must be between 2 and the number of queries {queries.n}, got {folds}"
-            )
-        with_variance = bool(torch.isfinite(queries.log_var).all())
-        features = _features(queries, with_variance)
-        centre, scale = features.mean(0), features.std(0, correction=0)
-        scale = torch.where(scale > 1e-9, scale, torch.ones_like(scale))
-        z = (features - centre) / scale
-        fold = torch.from_numpy(np.random.default_rng(seed).permutation(queries.n) % folds)
-        losses = []
-        for penalty in penalties:
-            held = torch.empty_like(target)
-            for k in range(folds):
-                weight, bias = _logistic(z[fold != k], target[fold != k], penalty)
-                held[fold == k] = z[fold == k] @ weight + bias
-            losses.append(float(functional.binary_cross_entropy_with_logits(held, target)))
-        best = penalties[int(np.argmin(losses))]
-        weight, bias = _logistic(z, target, best)
-        return cls(centre, scale, weight, bias, best)
-
-    def score(self, queries: GaussianEmbedding) -> Tensor:
-        """Predict failures. queries (n, d) -> (n,)."""
-        with_variance = len(self.weight) == 2 * queries.d
-        if not with_variance and len(self.weight) != queries.d:
-            raise ValueError(
-                f"FailurePredictor: fitted on {len(self.weight)} features, but {queries.d} dimensions give other"
-                " features; use embeddings of the model that it was fitted on"
-            )
-        features = _features(queries, with_variance)
-        if not torch.isfinite(features).all():
-            raise ValueError("FailurePredictor: fitted on Gaussians with variances, got points or NaN")
-        device = features.device
-        z = (features - self.centre.to(device)) / self.scale.to(device)
-        return torch.sigmoid(z @ self.weight.to(device) + self.bias)
-
-    def estimator(self, name: str = "predicted_miss") -> Estimator:
-        """Convert this predictor to an :class:`~sfumato.evaluation.estimators.Estimator`."""
-        return Estimator(
-            name,
-            "probability that the best item is wrong, by a logistic regression fitted on other queries",
-            "both",
-            "n d, fitted once on labelled queries",
-            lambda block: self.score(block.queries),
-            needs_gallery=False,
-        )
-
-
-def _features(queries: GaussianEmbedding, with_variance: bool) -> Tensor:
-    return torch.cat([queries.mean, queries.log_var] if with_variance else [queries.mean], dim=1).double()
-
-
-def _logistic(z: Tensor, target: Tensor, penalty: float) -> tuple[Tensor, float]:
-    """Weights and bias of a logistic regression: mean log loss + penalty / 2 ||weight||^2, the bias free."""
-    parameters = torch.zeros(z.shape[1] + 1, dtype=torch.float64).requires_grad_()
-    optimiser = torch.optim.LBFGS([parameters], max_iter=200, tolerance_grad=1e-7, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimiser.zero_grad()
-        loss = functional.binary_cross_entropy_with_logits(z @ parameters[:-1] + parameters[-1], target)
-        loss = loss + penalty / 2 * parameters[:-1].square().sum()
-        loss.backward()
-        return loss
-
-    with torch.enable_grad():
-        optimiser.step(closure)
-    found = parameters.detach()
-    return found[:-1].clone(), float(found[-1])

@@ -82,7 +82,8 @@ def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
         )  # fmt: skip
     first = "closest" if all(row["match_probability"] is None for row in figures["missing"]) else "most probable"
     rows = [
-        [_likely(row["match_probability"]), row["image"], clipped(row["text"])] for row in figures["missing"][:shown]
+        [probability(row["match_probability"]), row["image"], clipped(row["text"])]
+        for row in figures["missing"][:shown]
     ]
     print()
     print_table(
@@ -127,13 +128,8 @@ _UNSUSPICIOUS = 0.01
 def _suspicion(value: float | None) -> str:
     """A probability with the digits that rank small ones; a dash without a calibration."""
     if value is None or value >= _UNSUSPICIOUS:
-        return _likely(value)
+        return probability(value)
     return f"{value:.2%}" if value >= 1e-4 else "<0.01%"
-
-
-def _likely(value: float | None) -> str:
-    """A probability; a dash without a calibration."""
-    return MISSING if value is None else probability(value)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

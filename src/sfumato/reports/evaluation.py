@@ -1,12 +1,34 @@
-"""What `sfumato evaluate` prints for people."""
+"""What `sfumato evaluate`, `sfumato table` and `sfumato trust` print for people."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sfumato.errors import counted
 from sfumato.evaluation.embedded_input import Measured
+from sfumato.evaluation.hits import HitFigures
 from sfumato.evaluation.protocols import Evaluation, table_rows
+from sfumato.evaluation.trust import FIGURES, DirectionTrust, TrustReport
+from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
-from sfumato.reports.tables import ARROWS, digits, in_words, percent, print_table, print_wrapped, signed
+from sfumato.reports.tables import (
+    ARROWS,
+    MISSING,
+    Table,
+    column_decimals,
+    compact_interval,
+    compact_number,
+    digits,
+    in_words,
+    latex,
+    mean_and_deviation,
+    percent,
+    print_table,
+    print_wrapped,
+    short_name,
+    signed,
+    tex,
+)
+from sfumato.workflows.table import OverSeeds, Row
 
 _RSUM = "RSUM: sum of recall@1, @5 and @10 of both directions, in per cent"
 _R_PRECISION = (
@@ -105,3 +127,177 @@ def print_measured(measured: Measured, title: str) -> None:
 def metric_cell(name: str, value: float | None) -> str:
     """A metric for a table."""
     return digits(value, 6) if name in RANK_METRICS else percent(value)
+
+
+_TELLING = 500
+"""Number of queries that nearly always tell perfect probabilities from those that are off by FAR."""
+
+_MORE = "calibrate on more of them (more data, or more of it kept back)"
+
+_VERDICTS = {
+    "holds": "show it; it holds for queries like those of this split",
+    "rough": f"show it in words only (likely, unlikely), or {_MORE}",
+    "misleads": f"do not show it; {_MORE}",
+}
+
+_USES = {
+    "wrong_auroc": ("to find wrong first hits", "AUROC", 0.5),
+    "out_of_gallery": ("to find queries without a match", "AUROC", 0.5),
+    "multiplicity_balanced": ("to find queries with many matches", "balanced Spearman", 0.0),
+}
+"""Figure -> what the best estimator by it is for, its unit, and its value by chance; higher is better in all."""
+
+
+def print_trust_summary(report: TrustReport, title: str) -> None:
+    """Print what to do with the probabilities and the estimators of a model: a few lines for each direction."""
+    print_wrapped(f"{title}: {counted(report.n_images, 'image')}, {counted(report.n_texts, 'text')}")
+    for key, direction in report.directions.items():
+        print_wrapped(
+            f"{ARROWS[key]}, {counted(direction.n_queries, 'query', 'queries')}:"
+            f" recall@1 {compact_interval(direction.recall)} (chance {compact_number(direction.chance)})"
+        )
+        if not direction.above_chance:
+            print_wrapped(
+                "  rely on nothing: the model does not rank better than chance here. Train it further, or check that"
+                " images and texts belong together",
+                indent=4,
+            )
+            continue
+        served = next((f for f in reversed(report.hits.get("served", [])) if f.direction == key and f.hits == 1), None)
+        advice = _AT_CHANCE if _first_hits_at_chance(direction) else _advice(served, report)
+        print_wrapped(f"  probability of the first hit: {advice}", indent=4)
+        for figure, (use, unit, by_chance) in _USES.items():
+            if (best := _best(direction, figure, by_chance)) is not None:
+                print_wrapped(f"  {use}: {_estimator(best, unit)}", indent=4)
+
+
+_AT_CHANCE = (
+    "do not show it; the first hits are at chance. A random order has as many right ones, so the probability says"
+    " nothing about a hit, however well it is calibrated. Train the model further, or search with another one"
+)
+
+
+def _first_hits_at_chance(direction: DirectionTrust) -> bool:
+    """Whether recall@1 may be that of a random order, though further down the order is better than random."""
+    recall = direction.recall
+    low = recall.value if recall.low is None else recall.low
+    return low is None or low <= direction.chance
+
+
+def _advice(served: HitFigures | None, report: TrustReport) -> str:
+    """What may be done with a probability."""
+    if served is None:
+        reason = next((note for note in report.notes if note.startswith("the probabilities of hits are left out")), "")
+        return f"not measured: {reason.partition(': ')[2] or 'see --details'}"
+    shown = f"{compact_number(served.mean_probability)} on average, {compact_number(served.rate)} are right"
+    if served.verdict == "too few":
+        return (
+            f"{shown}; {counted(served.n, 'query', 'queries')} are too few to exclude an error of 10 points"
+            f" ({_TELLING} nearly always can)"
+        )
+    return f"{shown}; {_VERDICTS[served.verdict]}"
+
+
+def _best(direction: DirectionTrust, figure: str, by_chance: float) -> tuple[str, Interval, bool] | None:
+    """The best estimator by a figure, the figure, and whether its interval lies above chance; None if unmeasured."""
+    found = {
+        name: values[figure]
+        for name, values in direction.estimators.items()
+        if figure in values and values[figure].value is not None
+    }
+    if not found:
+        return None
+    name = max(found, key=lambda name: found[name].value or 0.0)
+    low = found[name].low
+    return name, found[name], (found[name].value or 0.0) > by_chance and (low is None or low > by_chance)
+
+
+def _estimator(best: tuple[str, Interval, bool], unit: str) -> str:
+    name, figure, above = best
+    shown = f"{unit} {compact_interval(figure)}"
+    title = in_words(name)
+    return f"{title} ({shown})" if above else f"no estimator is above chance here (best: {title}, {shown})"
+
+
+def print_trust(report: TrustReport, title: str) -> None:
+    """Print the summary, and tables of the figures of each estimator of uncertainty with confidence intervals."""
+    print_trust_summary(report, title)
+    if report.hits:
+        _print_hit_table(report)
+    shown = dict.fromkeys(name for direction in report.directions.values() for name in direction.estimators)
+    figures: dict[str, None] = {}
+    for key, direction in report.directions.items():
+        columns = list(dict.fromkeys(name for values in direction.estimators.values() for name in values))
+        figures |= dict.fromkeys(columns)
+        print()
+        print_table(
+            f"{ARROWS[key]}; AURC of a perfect order {compact_interval(direction.risk_best)}; match probability of true"
+            f" against random pairs, AUROC {compact_interval(direction.right_pairs)}",
+            ["estimator", *map(in_words, columns)],
+            [
+                [in_words(name), *(compact_interval(values.get(column)) for column in columns)]
+                for name, values in direction.estimators.items()
+                if values
+            ],
+        )
+    print()
+    about = [[in_words(name), f"{report.estimators[name]['estimates']} [{name}]"] for name in shown]
+    about += [[in_words(name), f"{FIGURES[name]} [{name}]"] for name in figures]
+    print_table("What they are; in square brackets the key in the file", ["name", "what it is"], about, running=(1,))
+    print_wrapped(
+        f"Higher is less certain. In brackets: {report.level:.0%} intervals"
+        f" from {report.n_resamples} bootstrap resamples of the queries."
+    )
+    for note in report.notes:
+        print_wrapped(f"note: {note}", indent=2)
+
+
+def _print_hit_table(report: TrustReport) -> None:
+    """The probabilities of hits in galleries of several sizes."""
+    labels = ("right", "mean probability", "ECE", "ECE, distance alone", "ECE, perfect", "Brier skill", "AUROC")
+    rows = []
+    for f, baseline in zip(report.hits["served"], report.hits["distance"], strict=True):
+        cells = (f.rate, f.mean_probability, f.ece, baseline.ece, f.ece_by_chance, f.brier_skill, f.auroc)
+        rows.append([f"{f.direction}, {f.n_gallery:,}, {f.hits}", *[compact_number(c) for c in cells]])
+    print()
+    print_table("Are the probabilities of hits right?", ["queries, images, first hits", *labels], rows)
+
+
+_FRACTIONS = ("recall@", "map@", "r_precision", "rsum")
+
+
+def runs_table(
+    rows: Sequence[Row], keys: Sequence[str], title: str, text: Callable[[str], str] = lambda cell: cell
+) -> Table:
+    """The rows of a table as texts."""
+    metrics = list(dict.fromkeys(name for row in rows for name in row.figures))
+    cells = [[*map(text, labels(row)), *(text(cell(name, row.figures.get(name))) for name in metrics)] for row in rows]
+    headings = [*(keys or ("",)), *(short_name(name.replace(".", " ")) for name in metrics)]
+    n = sorted({len(row.runs) for row in rows})
+    number = f"{n[0]} to {n[-1]}" if len(n) > 1 else f"{n[0]}"
+    seeds = "one seed" if n == [1] else f"mean ± standard deviation over {number} seeds"
+    return Table(f"{title}; per cent, RSUM of 600; {seeds}", headings, cells, left=max(1, len(keys)))
+
+
+def runs_latex(table: Table) -> str:
+    """A table of runs for LaTeX with the package booktabs; its cells are LaTeX."""
+    columns = "l" * table.left + "r" * (len(table.headings) - table.left)
+    head = " & ".join(map(tex, table.headings)) + r" \\"
+    return latex(columns, head, table.rows, " ".join([table.title + ".", *table.notes]))
+
+
+def labels(row: Row) -> list[str]:
+    """The values that name a row."""
+    shown = [str(value).lower() if isinstance(value, bool) else str(value) for value in row.label]
+    return [MISSING if value is None else text for value, text in zip(row.label, shown, strict=True)] or ["all runs"]
+
+
+def cell(metric: str, value: OverSeeds | None) -> str:
+    """Recalls, precisions and RSUM in per cent; other numbers as they are."""
+    if value is None:
+        return MISSING
+    last = metric.rpartition(".")[2]
+    if last.startswith(_FRACTIONS):
+        return mean_and_deviation(100 * value.mean, value.deviation and 100 * value.deviation)
+    decimals = 1 if last in RANK_METRICS else column_decimals((value.mean, value.deviation))
+    return mean_and_deviation(value.mean, value.deviation, decimals)

@@ -8,23 +8,20 @@ grow with the data.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sfumato import __version__
-from sfumato.charts import render_page, require_matplotlib
+from sfumato.charts import FIRST, SECOND, Chart, draw_curve, render_page, require_matplotlib
 from sfumato.data.images import Problems, thumbnail
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
-from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
-from sfumato.evaluation.trust import FIGURES
-from sfumato.files import read_json, write_atomically
-from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
+from sfumato.files import write_atomically
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MatchingLogits
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import N_BINS, wilson_interval
@@ -34,14 +31,16 @@ from sfumato.models.run import LOG, RECIPE, Run, read_log
 from sfumato.reports.report_charts import (
     DirectionResult,
     ReportData,
+    Thumbnails,
     calibration_panels,
     direction_result,
+    in_percent,
     recall_by_uncertainty,
-    training_curves,
+    uncertain_queries,
     variance_histogram,
+    wrong_first_results,
 )
-from sfumato.reports.report_examples import Thumbnails, uncertain_queries, wrong_first_results
-from sfumato.reports.tables import DIRECTIONS, MISSING, in_words, interval, number, percent, signed
+from sfumato.reports.tables import DIRECTIONS, MISSING, digits, is_number, percent, signed
 from sfumato.search.exact import rank_relevant
 
 _METRICS = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
@@ -61,20 +60,6 @@ class Report:
         return {"evaluation": self.evaluation.to_json(), "calibration": self.calibration, "mistakes": self.mistakes}
 
 
-_MEASURES = {
-    "total_variance": (
-        "the sum of an embedding's variances over all dimensions",
-        "In squared units of the embedding space, as the distance.",
-    ),
-    "geometric_std": (
-        "the geometric mean of an embedding's standard deviations over all dimensions",
-        "In units of the embedding space.",
-    ),
-    "log_det": ("the logarithm of the product of an embedding's variances", "In natural units."),
-}
-"""What the scalar uncertainties are, and their units."""
-
-
 def make_report(data: ReportData) -> Report:
     """Evaluate, and write the page."""
     require_matplotlib()
@@ -87,12 +72,10 @@ def make_report(data: ReportData) -> Report:
         "data": data,
         "evaluation": evaluation,
         "points": points,
-        "measure": in_words(data.uncertainty),
-        "measure_is": _MEASURES[data.uncertainty],
         "calibrated": data.calibration is not None,
         "headline": [_recall(direction) for direction in directions],
         "summary": _summary(evaluation, calibration, mistakes, directions),
-        "tables": _tables(evaluation, data.others),
+        "rows": [_table_row(name.replace("->", "→"), metrics) for name, metrics in table_rows(evaluation)],
         "deciles": [] if points else [recall_by_uncertainty(direction, evaluation) for direction in directions],
         "histogram": None if points else variance_histogram(data),
         "correlation": evaluation.multiplicity,
@@ -102,7 +85,6 @@ def make_report(data: ReportData) -> Report:
         "extremes": [] if points else uncertain_queries(data, directions, thumbnails),
         "mistakes": mistakes,
         "shown_mistakes": [group | {"name": DIRECTIONS[group["key"]]} for group in shown_mistakes],
-        "trust": _trust(data.trust),
         "curves": training_curves(data.log),
         "signed": signed,
     }
@@ -127,7 +109,6 @@ def _evaluate(data: ReportData) -> tuple[Evaluation, list[DirectionResult]]:
         distance=data.distance,
         text_kinds=data.text_kinds,
         rank=rank,
-        uncertainty=data.uncertainty,
     )
     return evaluation, [direction_result(data, "i2t", found["i2t"]), direction_result(data, "t2i", found["t2i"])]
 
@@ -185,35 +166,19 @@ def _summary(
 def _meaning_of_variance(direction: DirectionResult, evaluation: Evaluation) -> str:
     """The meaning of the correlation of uncertainty and success in words; the threshold is two standard errors."""
     assert evaluation.uncertainty is not None
-    correlation, measure = evaluation.uncertainty[direction.key]["spearman"], in_words(evaluation.uncertainty_measure)
+    correlation = evaluation.uncertainty[direction.key]["spearman"]
     side = "images" if direction.key == "i2t" else "texts"
     if correlation is None:
-        return f"All {side} have the same result, so their {measure} cannot show which fail."
+        return f"All {side} have the same result, so their total variance cannot show which fail."
     n = int((direction.ground_truth.totals > 0).sum())
     figure = f"Spearman {signed(correlation)} over {n:,} {side}"
     if abs(correlation) < 2 / math.sqrt(max(n, 1)):
-        return f"{measure[0].upper()}{measure[1:]} does not show which {side} fail ({figure}, within chance)."
+        return f"Total variance does not show which {side} fail ({figure}, within chance)."
     strength = "clearly" if abs(correlation) > 0.2 else "slightly"
-    start = f"{side.capitalize()} with a larger {measure} fail {strength}"
+    start = f"{side.capitalize()} with a larger total variance fail {strength}"
     if correlation < 0:
         return f"{start} more often, as expected of an uncertainty ({figure})."
-    return f"{start} less often here ({figure}): do not read {measure} as uncertainty about the result."
-
-
-def _tables(evaluation: Evaluation, others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    own = [_table_row(name.replace("->", "→"), metrics) for name, metrics in table_rows(evaluation)]
-    compared = [
-        {
-            "name": result["distance"],
-            "own": result["distance"] == evaluation.distance,
-            "cells": [
-                *(percent(result[side].get(m)) for side in DIRECTIONS for m in ("recall@1", "recall@10", "map@r")),
-                number(100 * result["rsum"], 1),
-            ],
-        }
-        for result in [evaluation.to_json(), *others]
-    ]
-    return {"own": own, "compared": compared if len(compared) > 1 else []}
+    return f"{start} less often here ({figure}): do not read total variance as uncertainty about the result."
 
 
 def _table_row(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,71 +187,62 @@ def _table_row(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, "cells": [percent(metrics.get(m)) for m in _METRICS] + counts}
 
 
-def _trust(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Tables of the results of `sfumato trust`."""
-    if found is None:
-        return None
-    tables = [_trust_table(key, of, found["estimators"]) for key, of in found["directions"].items()]
-    named = {c["name"]: c for t in tables for c in (*t["rows"], *t["columns"]) if c["about"]}
-    return {
-        "tables": tables,
-        "definitions": list(named.values()),
-        "notes": found["notes"],
-        "level": f"{found['level']:.0%}",
-    }
+_CURVES: tuple[tuple[str, dict[str, tuple[str, str]]], ...] = (
+    ("training loss", {"loss": (FIRST, "loss")}),
+    (
+        "recall@1 on the validation split",
+        {"val/i2t/recall@1": (FIRST, DIRECTIONS["i2t"]), "val/t2i/recall@1": (SECOND, DIRECTIONS["t2i"])},
+    ),
+    (
+        "mean total variance in training",
+        {"total_variance/image": (FIRST, "images"), "total_variance/text": (SECOND, "texts")},
+    ),
+)
 
 
-def _trust_table(key: str, direction: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for each estimator that has figures (a constant has none), a column for each figure."""
-    rows = {name: figures for name, figures in direction["estimators"].items() if figures}
-    columns = list(dict.fromkeys(c for figures in rows.values() for c in figures))
-    show = partial(interval, show=partial(number, decimals=2))
-    return {
-        "name": DIRECTIONS[key],
-        "columns": [{"name": in_words(c), "about": FIGURES[c]} for c in columns],
-        "rows": [
-            {"name": in_words(n), "about": definitions[n]["estimates"], "cells": [show(f.get(c)) for c in columns]}
-            for n, f in rows.items()
-        ],
-        "n": direction["n_queries"],
-    }
+def training_curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Charts of the quantities in a training log."""
+    from matplotlib.ticker import MaxNLocator
+
+    shown = []
+    for name, series in _CURVES:
+        lines = {
+            key: [
+                (float(e["epoch"]) + 1, float(e[key]))
+                for e in log
+                if is_number(e.get(key)) and is_number(e.get("epoch"))
+            ]
+            for key in series
+        }
+        lines = {key: points for key, points in lines.items() if points}
+        if not lines or max(v for points in lines.values() for _, v in points) <= 0:
+            continue
+        fraction = "recall" in name
+        ends = (f"{series[key][1]} from {digits(p[0][1], 3)} to {digits(p[-1][1], 3)}" for key, p in lines.items())
+        chart = Chart(f"{name} by epoch: " + "; ".join(ends))
+        for key, points in lines.items():
+            colour, label = series[key]
+            shown_points = [{"x": x, "value": y, "low": None} for x, y in points]
+            dots = draw_curve(chart.axes, shown_points, colour, label=label, markers=len(points) <= 20)
+            for dot, (epoch, value) in zip(dots, points, strict=False):
+                chart.hover(dot, f"epoch {epoch:g}: {percent(value) if fraction else digits(value)}")
+        chart.axes.set_ylim(
+            bottom=min(0.0, chart.axes.get_ylim()[0]) if min(v for p in lines.values() for _, v in p) < 0 else 0
+        )
+        chart.axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if fraction:
+            in_percent(chart.axes.yaxis)
+        chart.axes.set_xlabel("epoch")
+        if len(lines) > 1:
+            chart.legend()
+        shown.append({"name": name, "chart": chart.svg()})
+    return shown
 
 
 def report_model(
-    retrieval_model: Model,
-    data: DataConfig,
-    split: str,
-    out: Path,
-    *,
-    name: str,
-    uncertainty: ScalarUncertainty = "total_variance",
+    retrieval_model: Model, data: DataConfig, split: str, out: Path, *, name: str, run: Run | None = None
 ) -> Report:
-    """Evaluate any model on a split of any data and write a page about it."""
-    return _report(retrieval_model, data, split, out, name, uncertainty, run=None)
-
-
-def report_run(
-    run: Run,
-    split: str,
-    out: Path | None = None,
-    *,
-    uncertainty: ScalarUncertainty = "total_variance",
-) -> tuple[Report, Path]:
-    """Evaluate a run on a split of its own data; the page with the recipe and curves, and its file."""
-    path, name = run.folder / f"report-{split}.html" if out is None else out, run.recipe.name or run.folder.name
-    return _report(run, run.recipe.data, split, path, name, uncertainty, run=run), path
-
-
-def _report(
-    retrieval_model: Model,
-    data: DataConfig,
-    split: str,
-    out: Path,
-    name: str,
-    uncertainty: ScalarUncertainty,
-    *,
-    run: Run | None,
-) -> Report:
+    """Evaluate a model on a split of some data and write a page about it; with a run, its recipe and curves too."""
     if not out.parent.is_dir():
         raise FileNotFoundError(f"cannot write {out}: the folder {out.parent} does not exist; create it first")
     problems = Problems()
@@ -306,11 +262,8 @@ def _report(
             captions=pairs.texts,
             image_names=pairs.image_ids,
             thumbnail=lambda i: thumbnail(pairs.images[i]),
-            uncertainty=uncertainty,
             text_kinds=pairs.text_kinds,
             learnt_logits=None if run is None else _learnt_logits(run),
-            others=[] if run is None else _read_evaluations(run.folder, split, run.distance, images.n, texts.n),
-            trust=None if run is None else _read_object(run.folder / f"trust-{split}.json"),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
             log=[] if run is None else read_log(run.folder / LOG),
             notes=_notes(len(problems), retrieval_model.model.image.processor.reads),
@@ -331,25 +284,3 @@ def _learnt_logits(run: Run) -> tuple[float, float] | None:
     logits = getattr(run.loss, "logits", None)
     learns_both = isinstance(logits, MatchingLogits) and logits.logit_bias.requires_grad
     return run.loss.match_logits() if learns_both else None
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object."""
-    try:
-        value = read_json(path)
-    except UserError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _read_evaluations(folder: Path, split: str, own: str, n: int, m: int) -> list[dict[str, Any]]:
-    """Read the results of `sfumato evaluate` on a split with other distances."""
-    start = f"evaluation-{split}-"
-    found = {path.stem: _read_object(path) for path in sorted(folder.glob(f"{start}*.json"))}
-    return [
-        result
-        for name, result in found.items()
-        if result is not None
-        and own != result.get("distance") == name.removeprefix(start)
-        and (result.get("n_images"), result.get("n_texts")) == (n, m)
-    ]

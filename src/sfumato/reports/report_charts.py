@@ -10,10 +10,10 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.scorer import QueryContext, Scorer
-from sfumato.charts import CARD, FAINT, FIRST, INK, SECOND, Chart, draw_curve
+from sfumato.charts import CARD, FAINT, FIRST, INK, SECOND, Chart, data_url, draw_curve
 from sfumato.distances import get_distance
 from sfumato.evaluation.protocols import Evaluation
-from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
@@ -25,7 +25,7 @@ from sfumato.metrics.reliability import (
     wilson_interval,
 )
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.reports.tables import DIRECTIONS, digits, in_words, is_number, percent, signed
+from sfumato.reports.tables import DIRECTIONS, clipped, digits, percent, probability, signed
 from sfumato.search.exact import distance_blocks, top_k
 
 RESULTS = 5
@@ -47,11 +47,8 @@ class ReportData:
     captions: Sequence[str]  # (m,) the texts
     image_names: Sequence[str]  # (n,) ids of the images
     thumbnail: Callable[[int], bytes | None]
-    uncertainty: ScalarUncertainty = "total_variance"  # the scalar uncertainty of the queries
     learnt_logits: tuple[float, float] | None = None
     text_kinds: Sequence[str] | None = None  # (m,) kinds for a breakdown; None for none
-    others: Sequence[Mapping[str, Any]] = ()
-    trust: Mapping[str, Any] | None = None
     recipe: str = ""  # the text of the run's recipe
     log: Sequence[Mapping[str, Any]] = ()  # of training, one dictionary for each epoch
     notes: Sequence[str] = ()  # sentences about omitted parts
@@ -118,7 +115,8 @@ _PAIRS = 4_000_000
 _QUANTILES = (("least", 0.0), ("tenth", 0.1), ("median", 0.5), ("nine tenths", 0.9), ("most", 1.0))
 
 
-def _in_percent(axis: "Axis") -> None:
+def in_percent(axis: "Axis") -> None:
+    """Show the numbers of an axis, fractions, in per cent."""
     from matplotlib.ticker import PercentFormatter
 
     axis.set_major_formatter(PercentFormatter(1))
@@ -138,7 +136,7 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
         chart.hover(
             bar,
             f"group {i} of 10: recall@1 {b['recall']:.1%} ({between}), {b['count']} queries, mean"
-            f" {in_words(evaluation.uncertainty_measure)} {variance}",
+            f" total variance {variance}",
         )
         rows.append([str(i), variance, f"{b['count']:,}", percent(b["recall"]), between])
     counts = sorted({b["count"] for b in bins})
@@ -162,48 +160,39 @@ def draw_recall_bins(
     axes.errorbar(places, middle, half, color=INK, linewidth=1.2, linestyle="none")
     axes.set_xticks(places)
     axes.set_ylim(bottom=0)
-    _in_percent(axes.yaxis)
+    in_percent(axes.yaxis)
     axes.set(xlabel="ten groups of queries: most certain → least certain", ylabel="recall@1")
     return bars
 
 
 def variance_histogram(data: ReportData) -> dict[str, Any]:
-    """Histogram of the uncertainties of both sides; on a logarithmic axis, but for log_det."""
+    """Histogram of the total variances of both sides, on a logarithmic axis."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     sides = {"images": data.images, "texts": data.texts}
-    variance = {side: e.uncertainty(data.uncertainty).double().cpu().numpy() for side, e in sides.items()}
-    logarithmic = data.uncertainty != "log_det"
-    shown = {side: v[v > 0] if logarithmic else v[np.isfinite(v)] for side, v in variance.items()}
-    joined, name = np.concatenate(list(shown.values())), in_words(data.uncertainty)
-    edges = _edges(joined.min(), joined.max(), logarithmic)
+    variance = {side: e.total_variance.double().cpu().numpy() for side, e in sides.items()}
+    shown = {side: v[v > 0] for side, v in variance.items()}
+    joined = np.concatenate(list(shown.values()))
+    low, high = joined.min(), joined.max()  # Values that hardly differ stand in the middle.
+    edges = np.geomspace(*((low, high) if high > 1.26 * low else (low / 1.12, high * 1.12)), 36)
     label = "; ".join(f"{side} median {digits(np.median(v), 3)}" for side, v in variance.items())
-    chart = Chart(f"Histogram of {name}: {label}")
+    chart = Chart(f"Histogram of total variance: {label}")
     for (side, v), colour, alpha in zip(shown.items(), (FIRST, SECOND), (0.75, 0.6), strict=True):
         fraction = np.histogram(v, edges)[0] / max(len(variance[side]), 1)
         bars = chart.axes.bar(edges[:-1], fraction, np.diff(edges), align="edge", color=colour, alpha=alpha, label=side)
         for bar, height, left, right in zip(bars, fraction, edges[:-1], edges[1:], strict=True):
             chart.hover(bar, f"{side}: {height:.1%} between {left:.3g} and {right:.3g}")
-    if logarithmic:
-        chart.axes.set_xscale("log")
-        wide = joined.max() > 5 * joined.min()
-        chart.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(4))
-        chart.axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        chart.axes.minorticks_off()
-    _in_percent(chart.axes.yaxis)
-    chart.axes.set(xlabel=name + (" (logarithmic)" if logarithmic else ""), ylabel="fraction of the items")
+    chart.axes.set_xscale("log")
+    chart.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(4))
+    chart.axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    chart.axes.minorticks_off()
+    in_percent(chart.axes.yaxis)
+    chart.axes.set(xlabel="total variance (logarithmic)", ylabel="fraction of the items")
     chart.legend()
     both = list(variance.values())
     rows = [["number of items", *(f"{len(v):,}" for v in both)], ["mean", *(digits(v.mean(), 3) for v in both)]]
     rows += [[name, *(digits(np.quantile(v, q), 3) for v in both)] for name, q in _QUANTILES]
     return {"chart": chart.svg(), "rows": rows, "zeros": int(sum(len(v) for v in both) - len(joined))}
-
-
-def _edges(low: float, high: float, logarithmic: bool) -> np.ndarray:
-    """36 edges of bins; values that hardly differ stand in the middle."""
-    if logarithmic:
-        return np.geomspace(*((low, high) if high > 1.26 * low else (low / 1.12, high * 1.12)), 36)
-    return np.linspace(*((low, high) if high > low else (low - 1, high + 1)), 36)
 
 
 def calibration_panels(
@@ -285,60 +274,143 @@ def _reliability_chart(curves: Mapping[str, list[dict[str, Any]]], name: str) ->
                 f" ({b['low']:.1%} to {b['high']:.1%}) of {b['count']:,}",
             )
     for axis in (axes.xaxis, axes.yaxis):
-        _in_percent(axis)
+        in_percent(axis)
         axis.set_ticks([0, 0.25, 0.5, 0.75, 1])
     axes.set(xlabel="predicted match probability", ylabel="fraction that matches")
     chart.legend()
     return chart
 
 
-_CURVES: tuple[tuple[str, dict[str, tuple[str, str]]], ...] = (
-    ("training loss", {"loss": (FIRST, "loss")}),
-    (
-        "recall@1 on the validation split",
-        {"val/i2t/recall@1": (FIRST, DIRECTIONS["i2t"]), "val/t2i/recall@1": (SECOND, DIRECTIONS["t2i"])},
-    ),
-    (
-        "mean total variance in training",
-        {"total_variance/image": (FIRST, "images"), "total_variance/text": (SECOND, "texts")},
-    ),
-)
+SHOWN = 4
+"""Most and least uncertain queries of each side that are shown."""
+
+MISTAKES = 6
+"""Wrong but plausible results shown in each direction."""
+
+IMAGES = 4 * SHOWN * RESULTS + 6 * MISTAKES
+"""No page holds more images than this."""
 
 
-def training_curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Charts of the quantities in a training log."""
-    from matplotlib.ticker import MaxNLocator
+class Thumbnails:
+    """Small images as data URLs; each image is read once."""
 
+    def __init__(self, data: ReportData) -> None:
+        self._data, self._read = data, dict[int, str | None]()
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        if position not in self._read:
+            content = self._data.thumbnail(position)
+            self._read[position] = data_url(content) if content else None
+        texts = self._data.relevance.indices[slice(*self._data.relevance.indptr[position : position + 2])]
+        name = clipped(str(self._data.image_names[position]), 60)
+        caption = f": {clipped(self._data.captions[texts[0]], 120)}" if len(texts) else ""
+        return {"src": self._read[position], "name": name, "alt": f"image {name}{caption}"}
+
+
+def uncertain_queries(
+    data: ReportData, directions: Sequence[DirectionResult], thumbnails: Thumbnails
+) -> list[dict[str, Any]]:
+    """The most and the least uncertain queries of each side with their results."""
     shown = []
-    for name, series in _CURVES:
-        lines = {
-            key: [
-                (float(e["epoch"]) + 1, float(e[key]))
-                for e in log
-                if is_number(e.get(key)) and is_number(e.get("epoch"))
-            ]
-            for key in series
-        }
-        lines = {key: points for key, points in lines.items() if points}
-        if not lines or max(v for points in lines.values() for _, v in points) <= 0:
-            continue
-        fraction = "recall" in name
-        ends = (f"{series[key][1]} from {digits(p[0][1], 3)} to {digits(p[-1][1], 3)}" for key, p in lines.items())
-        chart = Chart(f"{name} by epoch: " + "; ".join(ends))
-        for key, points in lines.items():
-            colour, label = series[key]
-            shown_points = [{"x": x, "value": y, "low": None} for x, y in points]
-            dots = draw_curve(chart.axes, shown_points, colour, label=label, markers=len(points) <= 20)
-            for dot, (epoch, value) in zip(dots, points, strict=False):
-                chart.hover(dot, f"epoch {epoch:g}: {percent(value) if fraction else digits(value)}")
-        chart.axes.set_ylim(
-            bottom=min(0.0, chart.axes.get_ylim()[0]) if min(v for p in lines.values() for _, v in p) < 0 else 0
-        )
-        chart.axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        if fraction:
-            _in_percent(chart.axes.yaxis)
-        chart.axes.set_xlabel("epoch")
-        if len(lines) > 1:
-            chart.legend()
-        shown.append({"name": name, "chart": chart.svg()})
+    for direction in directions:
+        order = np.argsort(direction.queries.total_variance.cpu().numpy(), kind="stable")
+        few = order[: min(SHOWN, len(order) // 2)]
+        for word, chosen in (("most certain", few), ("least certain", order[::-1][: len(few)])):
+            expected = _expected_matches(data, direction, chosen)
+            queries = [_query(data, direction, thumbnails, int(q), e) for q, e in zip(chosen, expected, strict=True)]
+            shown.append({"key": direction.key, "word": word, "queries": queries})
     return shown
+
+
+def _expected_matches(data: ReportData, direction: DirectionResult, chosen: np.ndarray) -> list[float]:
+    """Sum of the match probabilities of some queries over the gallery."""
+    index = torch.from_numpy(chosen.copy())
+    queries = direction.queries[index.to(direction.queries.device)]
+    distance = get_distance(data.distance).for_direction(direction.key)
+    block = torch.cat([part.cpu() for _, part in distance_blocks(queries, direction.gallery, distance)])
+    context = direction.context[index]
+    found: list[float] = (
+        data.scorer(direction.key).match_probability(block, direction.gallery.n, context).sum(1).tolist()
+    )
+    return found
+
+
+def _query(
+    data: ReportData, direction: DirectionResult, thumbnails: Thumbnails, query: int, expected: float
+) -> dict[str, Any]:
+    true, of_text = direction.true_items(query), direction.key == "t2i"
+    distances = direction.distances[query]
+    results = []
+    for item, distance, p in zip(
+        direction.closest[query].tolist(), distances.tolist(), direction.probabilities[query].tolist(), strict=True
+    ):
+        shown = thumbnails[item] if of_text else {"text": clipped(data.captions[item])}
+        results.append(shown | {"true": item in true, **_match(p, distance)})
+    kinds = data.text_kinds
+    return {
+        "picture": None if of_text else thumbnails[query],
+        "text": clipped(data.captions[query]) if of_text else None,
+        "kind": kinds[query] if of_text and kinds is not None and len(set(kinds)) > 1 else None,
+        "variance": f"{float(direction.queries[query : query + 1].total_variance):.3g}",
+        "expected": f"{expected:.1f}" if expected < 10 else f"{expected:.0f}",
+        "true": len(true),
+        "rank": f"{direction.best_rank(query):,}" if len(true) else None,
+        "results": results,
+    }
+
+
+def _match(p: float, distance: float) -> dict[str, Any]:
+    """Probability and distance of a result, for the template."""
+    return {"pct": probability(p), "width": round(100 * p), "distance": f"{distance:#.3g}"}
+
+
+def wrong_first_results(
+    data: ReportData, directions: Sequence[DirectionResult], thumbnails: Thumbnails
+) -> tuple[dict[str, dict[str, int]], list[dict[str, Any]]]:
+    """The counts of wrong first results, and the most probable of them, one for each wrong item."""
+    counts: dict[str, dict[str, int]] = {}
+    shown = []
+    for direction in directions:
+        right = direction.first_is_right
+        wrong = np.flatnonzero(right == 0)
+        probabilities, distances = direction.probabilities[:, 0].numpy(), direction.distances[:, 0].numpy()
+        plausible = int((probabilities[wrong] >= 0.5).sum())
+        counts[direction.key] = {"n": int((~np.isnan(right)).sum()), "wrong": len(wrong), "plausible": plausible}
+        rows: list[dict[str, Any]] = []
+        seen: set[int] = set()
+        for query in wrong[np.lexsort((distances[wrong], -probabilities[wrong]))].tolist():
+            item = int(direction.closest[query, 0])
+            if item not in seen and direction.ground_truth.counts[query] and len(rows) < MISTAKES:
+                seen.add(item)
+                found = _match(float(probabilities[query]), float(distances[query]))
+                rows.append(found | _wrong_result(data, direction, thumbnails, query, item))
+        shown.append({"key": direction.key, "rows": rows})
+    return counts, shown
+
+
+def _wrong_result(
+    data: ReportData, direction: DirectionResult, thumbnails: Thumbnails, query: int, item: int
+) -> dict[str, Any]:
+    """A query, its wrong first result, and its best-ranked true item with rank, distance and probability."""
+    true = int(direction.true_items(query)[0])
+    blocks = distance_blocks(
+        direction.queries[query : query + 1],
+        direction.gallery,
+        get_distance(data.distance).for_direction(direction.key),
+    )
+    distance = float(next(block for _, block in blocks)[0, true])
+    context = direction.context[torch.tensor([query])]
+    p = data.scorer(direction.key).match_probability(torch.tensor([[distance]]), direction.gallery.n, context)
+    best = _match(float(p), distance)
+    values: dict[str, Any] = {f"true_{key}": value for key, value in best.items()}
+    values["rank"] = f"{direction.best_rank(query):,}"
+    if direction.key == "t2i":
+        return values | {"asked": clipped(data.captions[query]), "found": thumbnails[item], "true": thumbnails[true]}
+    owners = data.relevance.transpose()
+    images = owners.indices[slice(*owners.indptr[item : item + 2])]
+    return values | {
+        "asked": thumbnails[query],
+        "found": clipped(data.captions[item]),
+        "owner": thumbnails[int(images[0])] if len(images) else None,
+        "true": clipped(data.captions[true]),
+    }

@@ -8,9 +8,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -19,7 +18,6 @@ from rich.console import Console
 from rich.table import Table as Printed
 
 from sfumato.errors import counted
-from sfumato.files import write_atomically, write_json
 from sfumato.metrics.bootstrap import Interval
 from sfumato.search.answer import LINE
 
@@ -35,44 +33,20 @@ DIRECTIONS = {"i2t": "image → text", "t2i": "text → image"}
 ARROWS = {"t2i": "text -> image", "i2t": "image -> text"}
 """The same on a screen."""
 
-_WORDS = {
+WORDS = {
     "total_variance": "total variance",
     "log_det": "log volume",
     "geometric_std": "geometric mean σ",
-    "sample_spread": "sample distance",
-    "self_mismatch": "mismatch with itself",
     "expected_matches": "expected matches",
     "match_entropy": "entropy, all items",
-    "match_entropy_top10": "entropy, 10 nearest",
     "top1_mismatch": "first hit mismatch",
     "margin": "margin to second hit",
-    "knn_distance": "distance to 10 items",
     "nearest_mean": "distance of means",
-    "inclusion": "includes its hits",
-    "not_included": "outside of its hits",
-    "predicted_miss": "trained predictor",
-    "more_uncertain": "more uncertain",
-    "variance_ratio": "ratio of total variances",
-    "between": "lies between its parts",
-    "off_line": "distance off the line",
-    "covers": "covers a part",
-    "includes": "includes a part",
-    "moved": "has moved by",
     "wrong_gain": "wrong, PRR",
     "wrong_excess_aurc": "wrong E-AURC",
     "out_of_gallery": "unanswerable, AUROC",
 }
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A value with its interval, as text."""
-
-    value: str  # the value
-    interval: str = ""  # "low to high"; empty if there is none
-
-    def __str__(self) -> str:
-        return f"{self.value} ({self.interval})" if self.interval else self.value
+"""Names of estimators and figures in words; others stand as they are."""
 
 
 def is_number(value: Any) -> bool:
@@ -121,20 +95,9 @@ def probability(value: float | None) -> str:
     return "<1%" if value < 0.005 else f"{value:.0%}"
 
 
-def signed(value: float | None, missing: str = "undefined") -> str:
+def signed(value: float | None) -> str:
     """A correlation with its sign."""
-    return missing if value is None else f"{value:+.2f}".replace("-", "−")
-
-
-def interval(value: Any, show: Callable[[Any], str] = number) -> Shown:
-    """A value with its confidence interval, as text."""
-    if isinstance(value, Interval):
-        value = {"value": value.value, "low": value.low, "high": value.high}
-    if not isinstance(value, Mapping):
-        return Shown(show(value))
-    low, high = value.get("low"), value.get("high")
-    both = is_number(value.get("value")) and is_number(low) and is_number(high)
-    return Shown(show(value.get("value")), f"{show(low)} to {show(high)}" if both else "")
+    return "undefined" if value is None else f"{value:+.2f}".replace("-", "−")
 
 
 def compact_number(value: float | None) -> str:
@@ -154,7 +117,7 @@ def compact_interval(value: Interval | None) -> str:
 def in_words(name: str) -> str:
     """The name of an estimator or a figure in words."""
     plain = str(name).replace("_", " ").replace("auroc", "AUROC").replace("aurc", "AURC")
-    return _WORDS.get(name, plain)
+    return WORDS.get(name, plain)
 
 
 def short_name(figure: str) -> str:
@@ -253,7 +216,7 @@ def _parts(widths: Sequence[int], left: int, width: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Table:
-    """A table for a screen or for Markdown."""
+    """A table."""
 
     title: str  # what it is about
     headings: Sequence[str]  # of its columns
@@ -267,20 +230,6 @@ class Table:
         print_table(self.title, self.headings, self.rows, left=self.left, running=self.running)
         for note in self.notes:
             print_wrapped(note, indent)
-
-    def write(self, folder: Path, values: Mapping[str, Any], tex: str) -> list[Path]:
-        """Write table.json, table.md and table.tex; the paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "table.json", values)
-        write_atomically(folder / "table.md", "\n".join([self.title, "", self.markdown(), "", *self.notes, ""]))
-        write_atomically(folder / "table.tex", tex)
-        return [folder / f"table.{ending}" for ending in ("json", "md", "tex")]
-
-    def markdown(self) -> str:
-        """The rows in Markdown, without title and notes."""
-        rule = ["---", *["---:"] * (len(self.headings) - 1)]
-        lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (self.headings, rule, *self.rows)]
-        return "\n".join(f"| {line} |" for line in lines).replace("|  |", "| |")
 
 
 _LATEX = r"""\begin{table}
@@ -372,17 +321,11 @@ def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> 
     """Print hits; with the name of the distance, their distances."""
     for hit in hits:
         label = hit.get("label") or hit.get("best_text")
-        probability = f"  {_shown(hit['match_probability'], bool(distance)):>7}" if calibrated else ""
+        p = hit["match_probability"]
+        said = f"  {f'{p:.1%}' if distance else probability(p):>7}" if calibrated else ""
         measured = f"  {distance} {hit['distance']:.4f}" if distance else ""
         folded = f"  +{len(hit['duplicates'])} nearly the same" if hit.get("duplicates") else ""
-        print(f"{probability}{measured}  {hit['id']}" + (f"  {label}" if label else "") + folded)
-
-
-def _shown(probability: float, exactly: bool) -> str:
-    """A probability in per cent, to a tenth or as people read it."""
-    if exactly:
-        return f"{probability:.1%}"
-    return "<1%" if probability < 0.005 else ">99%" if probability > 0.995 else f"{probability:.0%}"
+        print(f"{said}{measured}  {hit['id']}" + (f"  {label}" if label else "") + folded)
 
 
 def _print_above_and_below(hits: list[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from sfumato.search.gallery import Gallery
 from sfumato.search.searcher import Searcher
 from sfumato.serve.problems import Refusal
 from sfumato.workflows import index
+from sfumato.workflows.own_items import missing_note
 
 GalleryName = Literal["images", "texts"]
 
@@ -245,7 +246,7 @@ def open_sources(
         location = str(run or gallery.metadata["run"])
         shown = kind(gallery) == "images" and not loaded.model.image.processor.reads
         galleries = {kind(gallery): ServedGallery(gallery, index.item_images(gallery, location) if shown else None)}
-        if note := index.missing_note(gallery):
+        if note := missing_note(gallery):
             say(note)
         if texts is not None:
             opened.append(beside := index.open_gallery(texts))

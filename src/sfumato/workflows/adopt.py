@@ -4,8 +4,10 @@ An adopted model is a run folder whose means are the frozen model's own embeddin
 its ranking is learnt or changed; what is fitted are the probabilities. So every command that takes a run takes it.
 """
 
+import contextlib
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -16,7 +18,7 @@ import torch
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.conditional import Population
 from sfumato.data.coco import coco_images, json_kind
-from sfumato.data.feature_tables import open_table
+from sfumato.data.feature_tables import open_table, resolved_table
 from sfumato.data.hub_datasets import is_dataset_folder
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
@@ -27,7 +29,7 @@ from sfumato.encoders.joint import joint_backbone, save_model_object
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
-from sfumato.files import read_json, write_json
+from sfumato.files import is_unused, read_json, write_json
 from sfumato.gaussian import Array, GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
@@ -38,8 +40,10 @@ from sfumato.models.model import remember_words
 from sfumato.models.pretrained import ENCODER
 from sfumato.models.recipe import Recipe, check_recipe, frozen_sections, save_recipe
 from sfumato.models.run import CALIBRATION, MODEL, PROBLEMS, RECIPE, WORDS, Run, load_run, save_assets, with_own_encoder
-from sfumato.workflows.adopted_folder import ADOPTED, named_file, new_folder, pair_file
 from sfumato.workflows.search import LoadedModel
+
+ADOPTED = "adopted.json"
+"""File of a run folder with the figures of an adoption."""
 
 VAL_FRACTION, TEST_FRACTION = 0.5, 0.3
 """Fractions of the images that calibrate and that measure, where the pairs name no splits."""
@@ -93,13 +97,12 @@ class AdoptedModel(LoadedModel):
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain values."""
-        counts = ("n_images", "n_texts", "n_queries")
         return {
             "method": self.method,
             "comparison": {name: asdict(found) for name, found in self.comparison.items()},
             "retrieval": None if self.retrieval is None else asdict(self.retrieval),
             "hits": {name: [f.to_json() for f in found] for name, found in self.hits.items()},
-            **{name: dict(getattr(self, name)) for name in counts},
+            **{name: dict(getattr(self, name)) for name in ("n_images", "n_texts", "n_queries")},
             "n_left_out": self.n_left_out,
             "seconds": self.seconds,
         }
@@ -116,7 +119,6 @@ def adopt(
     test_fraction: float = TEST_FRACTION,
     population: str = "planted",
     max_queries: int = MOST_QUERIES,
-    force: bool = False,
     seed: int = 0,
 ) -> AdoptedModel:
     """Give the embeddings of a frozen model calibrated match probabilities.
@@ -136,7 +138,6 @@ def adopt(
         population: see :func:`~sfumato.models.calibrate.calibrate_split`.
         max_queries: largest number of images, and of texts, of the split val that are queries of the fit. More make
             the probabilities of large data a little better; time grows with their number times the items.
-        force: replace an adopted model in the folder.
         seed: of all random choices.
 
     Returns:
@@ -147,7 +148,7 @@ def adopt(
             empty.
         ValueError: an argument is out of range.
     """
-    with new_folder(Path(out), force, (images, texts, pairs)) as folder:
+    with _run_folder(Path(out), (images, texts, pairs)) as folder:
         recipe = _recipe_of_tables(images, texts, pairs, folder, (val_fraction, test_fraction), seed)
         return adopt_recipe(recipe, folder, method=method, population=population, max_queries=max_queries)
 
@@ -161,16 +162,15 @@ def _recipe_of_tables(
     seed: int,
 ) -> Recipe:
     """The recipe of embeddings; arrays are written into the folder."""
-    image_file, text_file = (named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
+    image_file, text_file = (_named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
     channels = [open_table(file).table.channels for file in (image_file, text_file)]
     if channels[0] != channels[1]:
         raise UserError(
             f"images have {channels[0]} channels and texts {channels[1]}; embeddings of one frozen model have equally"
             " many. To bring two models into one space, train heads: sfumato train embeddings"
         )
-    data = {"source": "embeddings", "images": image_file, "texts": text_file, "path": pair_file(pairs, folder)}
-    side = {"kind": "embeddings"}
-    return _recipe(data | {"equal_texts": "separate"}, channels[0], side, fractions, seed)
+    data = {"source": "embeddings", "images": image_file, "texts": text_file, "path": _pair_file(pairs, folder)}
+    return _recipe(data | {"equal_texts": "separate"}, channels[0], {"kind": "embeddings"}, fractions, seed)
 
 
 def _recipe(
@@ -192,7 +192,6 @@ def adopt_encoders(
     test_fraction: float = TEST_FRACTION,
     population: str = "planted",
     max_queries: int = MOST_QUERIES,
-    force: bool = False,
     seed: int = 0,
 ) -> AdoptedModel:
     """Give a CLIP or SigLIP model calibrated match probabilities on images and captions of yours.
@@ -208,7 +207,7 @@ def adopt_encoders(
         data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, a
             Karpathy JSON or COCO's own captions beside the images, or a folder of
             :func:`~sfumato.data.hub_datasets.read_dataset`.
-        out, method, val_fraction, test_fraction, population, max_queries, force, seed: see :func:`adopt`.
+        out, method, val_fraction, test_fraction, population, max_queries, seed: see :func:`adopt`.
 
     Returns:
         The adopted model; it is written into the folder.
@@ -236,7 +235,7 @@ def adopt_encoders(
         images = {"images": str(coco_images(path) if source == "coco" else path.resolve().parent)}
     pairs = {"source": source, "path": str(path.resolve()), "equal_texts": "merged", **images}
     named = isinstance(model, str | Path)
-    with new_folder(Path(out), force, (model, data)) as folder:
+    with _run_folder(Path(out), (model, data)) as folder:
         if not named:
             save_model_object(model, folder / ENCODER)
         name = str(model) if named else str(folder / ENCODER)
@@ -282,11 +281,10 @@ def adopt_recipe(
             " wrong, or they are too few, or the model does not bring the pairs closer together than others"
         ) from error
     calibration.save(folder / CALIBRATION)
-    measured = None
+    retrieval, hits = None, dict[str, list[HitFigures]]()
     if "test" in splits:
-        measured = _measure(
-            run, _embedded(run, splits["test"], problems, "test", _MOST_MEASURING), calibration, population
-        )
+        measuring = _embedded(run, splits["test"], problems, "test", _MOST_MEASURING)
+        retrieval, hits = _measure(run, measuring, calibration, population)
     problems.write(folder / PROBLEMS)
     run = load_run(folder)
     adopted = AdoptedModel(
@@ -294,8 +292,8 @@ def adopt_recipe(
         run=run,
         method=chosen,
         comparison=comparison,
-        retrieval=None if measured is None else measured[0],
-        hits={} if measured is None else measured[1],
+        retrieval=retrieval,
+        hits=hits,
         n_images={name: len(data.image_ids) for name, data in splits.items()},
         n_texts={name: len(data.text_ids) for name, data in splits.items()},
         n_queries={direction: len(fit.scores.nearest) for direction, fit in calibration.directions.items()},
@@ -358,8 +356,7 @@ def _embedded(run: Run, data: PairData, problems: Problems, name: str, most: int
     """A random part of a split, of at most that many images."""
     chosen = some_positions(len(data.image_ids), most, run.recipe.train.seed)
     prepared = prepare_split(run.model, data.keep_images(chosen), problems, name)
-    images, texts = embed_split(run.model, prepared)
-    return _Split(images, texts, prepared.data)
+    return _Split(*embed_split(run.model, prepared), prepared.data)
 
 
 def _calibrate(
@@ -406,3 +403,48 @@ def _compare(
         for name in METHODS
         if name in methods
     }
+
+
+@contextlib.contextmanager
+def _run_folder(folder: Path, inputs: Sequence[Any]) -> Iterator[Path]:
+    """An empty folder for an adopted model. If the block fails, everything is as it was before."""
+    for value in inputs:
+        if isinstance(value, str | Path) and Path(value).resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{value} lies in {folder}; give another folder with --out")
+    if not is_unused(folder):
+        raise UserError(f"{folder} exists already; give a new or empty folder with --out, or remove it")
+    existed = folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder)
+        if existed:
+            folder.mkdir()
+        raise
+
+
+def _named_file(value: str | Path | Array, folder: Path, name: str) -> str:
+    """The absolute path of a table; an array is written into the folder."""
+    if isinstance(value, str | Path):
+        return resolved_table(str(value))
+    array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    if array.ndim != 2 or not np.issubdtype(array.dtype, np.floating):
+        raise UserError(f"{name}: got an array of {array.shape} {array.dtype}; expected (n, c) floating numbers")
+    path = folder / f"{name}.npy"
+    np.save(path, array, allow_pickle=False)
+    return str(path.resolve())
+
+
+def _pair_file(pairs: str | Path | Sequence[tuple[int, int]] | None, folder: Path) -> str:
+    """The absolute path of the pairs; "" for row i with row i. Rows are written into the folder."""
+    if pairs is None:
+        return ""
+    if isinstance(pairs, str | Path):
+        return str(Path(pairs).resolve())
+    rows = np.asarray(pairs)
+    if rows.ndim != 2 or rows.shape[1] != 2 or not np.issubdtype(rows.dtype, np.integer):
+        raise UserError(f"pairs: got {rows.shape} {rows.dtype}; expected (p, 2) rows of an image and a text")
+    path = folder / "pairs.csv"
+    np.savetxt(path, rows, "%d", delimiter=",", header="image,text", comments="")
+    return str(path.resolve())

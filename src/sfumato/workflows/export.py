@@ -1,26 +1,33 @@
-"""Export of trained models to a folder in the layout of the Hugging Face hub, and loading of such a folder.
+"""Export of trained models to a folder in the layout of the Hugging Face hub, with a model card.
 
 model.safetensors   the weights that embedding needs     config.json   section model of the recipe, distance and logits
 tokenizer.json      its words or subword tokens          README.md     a model card
 calibration.json    what was fitted on held-out pairs    encoder/      its frozen model, where no name finds it
 
-`hf upload OWNER/NAME FOLDER` puts it on the hub.
+`hf upload OWNER/NAME FOLDER` puts it on the hub. Everything in the model card comes from the run folder; what is not
+known there, such as a licence, is said to be unknown. Its words stand in model_card.md.j2.
 """
 
 import fnmatch
+import json
+import re
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save as safetensors_bytes
 
 from sfumato import __version__
+from sfumato.charts import render_page
+from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.errors import UserError
-from sfumato.files import is_unused, new_folder, write_atomically, write_json
+from sfumato.files import is_unused, new_folder, read_json, write_atomically, write_json
+from sfumato.models.calibrate import describe_calibration
 from sfumato.models.pretrained import CALIBRATION, CONFIG, ENCODER, ENCODER_FILES, TOKENIZER, WEIGHTS
 from sfumato.models.run import Run, load_assets, load_run
 from sfumato.models.sections import ModelConfig
-from sfumato.workflows.model_card import model_card, without_folders
+from sfumato.workflows.adopt import ADOPTED
 
 CARD = "README.md"
 
@@ -90,3 +97,155 @@ def _without_local_paths(config: ModelConfig, own: Path | None) -> dict[str, Any
             if found := values[side].get(key):
                 values[side][key] = ENCODER if own and Path(found) == own else without_folders(found)
     return values
+
+
+_NAME = r"[\w.-]+(?:/[\w.-]+)?"
+_HUB_NAME = re.compile(rf"(?:open_clip:|hf-hub:)?{_NAME}(?:\+{_NAME})*")
+_BASE_MODEL = re.compile(r"(?:hf-hub:)?([\w.-]+/[\w.-]+)")
+
+_WAYS = {"i2t": "image to text", "t2i": "text to image"}
+
+
+def model_card(run: Run, *, license: str = "", own_encoder: bool = False) -> str:
+    """The model card of a run; own_encoder: its frozen model is beside it."""
+    model, evaluations, bases = run.recipe.model, _evaluations(run.folder), _base_models(run.recipe.model)
+    sides = (model.image, model.text)
+    pictures = not (model.image.reads_embeddings or model.text.reads_embeddings or model.image.reads_regions)
+    text, image = _example(model)
+    about = {} if run.calibration is None else run.calibration.metadata
+    pairs = f"{about['pairs']:,} pairs" if "pairs" in about else "pairs"
+    values = {
+        "metadata": _metadata(run, evaluations, license, pictures),
+        "recipe": run.recipe,
+        "model": model,
+        "encoders": [_encoder(side) for side in sides],
+        "frozen": _shown_once(side.frozen_backbone for side in sides),
+        "own_encoder": own_encoder,
+        "adopted": (run.folder / ADOPTED).is_file(),
+        "data": _data(run),
+        "distance": run.loss.distance.name,
+        "license": license,
+        "below": f"; the base model{'s have their' if len(bases) > 1 else ' has its'} own" if bases else "",
+        "package": _package(model),
+        "text": text,
+        "image": image,
+        "pictures": pictures,
+        "formula": f"sigmoid({run.logit_bias:.4g} - {run.logit_scale:.4g} * distance)",
+        "calibration": run.calibration,
+        "pairs": pairs + (f" of the split {about['split']}" if "split" in about else ""),
+        "first_hits": _first_hits(run),
+        "scores": [_score(split, found) for split, found in evaluations],
+        "version": __version__,
+    }
+    return render_page("model_card.md.j2", values)
+
+
+def _metadata(
+    run: Run, evaluations: Sequence[tuple[str, dict[str, Any]]], license: str, pictures: bool
+) -> dict[str, str]:
+    """What the hub reads; every value is written as JSON, which YAML contains."""
+    results = [_result(run, split, found) for split, found in evaluations]
+    values = {
+        "library_name": "sfumato",
+        "license": license,
+        "pipeline_tag": "zero-shot-image-classification" if pictures else "",
+        "tags": ["image-text-retrieval", "image-text-matching", "probabilistic-embeddings"],
+        "base_model": _base_models(run.recipe.model),
+        "model-index": [{"name": run.recipe.name, "results": results}] if results else [],
+    }
+    return {key: json.dumps(value, ensure_ascii=False) for key, value in values.items() if value}
+
+
+def _result(run: Run, split: str, evaluation: dict[str, Any]) -> dict[str, Any]:
+    """One evaluation in the form of the hub's model-index; recalls are fractions."""
+    return {
+        "task": {"type": "image-text-retrieval", "name": "Image-text retrieval"},
+        "dataset": {"type": run.recipe.data.source, "name": _data(run), "split": split},
+        "metrics": [
+            {
+                "type": f"{way}_recall@{k}",
+                "name": f"{_WAYS[way]} recall@{k} by {evaluation['distance']}",
+                "value": round(evaluation[way][f"recall@{k}"], 4),
+            }
+            for way in _WAYS
+            for k in (1, 5, 10)
+        ],
+    }
+
+
+def _first_hits(run: Run) -> list[str]:
+    """The probability of first hits against the fraction that match: of the adoption, else of the calibration."""
+    lines, path = [], run.folder / ADOPTED
+    adopted = read_json(path)["hits"].get("served", []) if path.is_file() else []
+    found = {one["direction"]: one for one in adopted if one["hits"] == 1}
+    where = "images that measure alone"
+    if not found and run.calibration is not None:
+        where = "halves of the queries that fitted the other half"
+        for way, known in describe_calibration(run.calibration).items():
+            if way in _WAYS and "first_hit" in known:
+                found[way] = {**known["first_hit"], "n": known["n_queries"]}
+    for way in _WAYS:
+        if way in found:
+            one = found[way]
+            lines.append(
+                f"First hits of {one['n']:,} held-out queries, {_WAYS[way]}: mean probability"
+                f" {one['mean_probability']:.1%}, {one['rate']:.1%} match, expected calibration error"
+                f" {one['ece']:.1%} ({one['ece_by_chance']:.1%} by chance); on {where}."
+            )
+    return lines
+
+
+def _data(run: Run) -> str:
+    """The source of the data and the name of its file, without the folders of this machine."""
+    data = run.recipe.data
+    return data.source + (f" ({Path(data.path).name})" if data.path else "")
+
+
+def _base_models(model: ModelConfig) -> list[str]:
+    """The pre-trained models that are named as on the hub."""
+    found = (_BASE_MODEL.fullmatch(name) for name in _shown_once(side.base_model for side in (model.image, model.text)))
+    return [one[1] for one in found if one]
+
+
+def _example(model: ModelConfig) -> tuple[str, str]:
+    """A text and an image for the example of a model card."""
+    if model.text.reads_embeddings:
+        return 'open("embedding-of-a-text.npy", "rb").read()', 'open("embedding-of-a-photo.npy", "rb").read()'
+    photo = "regions-of-a-photo.npy" if model.image.reads_regions else "photo.jpg"
+    return '"a giraffe", "two people on a bench"', f'open("{photo}", "rb").read()'
+
+
+def _evaluations(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(split, evaluation) of `sfumato evaluate`, and what an adoption measured."""
+    found = [(path, read_json(path)) for path in sorted(folder.glob("evaluation-*.json"))]
+    named = [(path.stem.removeprefix("evaluation-").removesuffix(f"-{one['distance']}"), one) for path, one in found]
+    adopted = read_json(folder / ADOPTED)["retrieval"] if (folder / ADOPTED).is_file() else None
+    return named + ([("test", adopted)] if adopted and not any(split == "test" for split, _ in named) else [])
+
+
+def _score(split: str, result: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    recalls = [result[way][f"recall@{k}"] for way in _WAYS for k in (1, 5, 10)]
+    shown = [f"{100 * value:.1f}" for value in (*recalls, result["rsum"])]
+    return [split, result["distance"], str(result["n_images"]), str(result["n_texts"]), *shown]
+
+
+def _encoder(config: EncoderConfig) -> str:
+    """A short description of the encoder of one side."""
+    return f"{config.kind} ({without_folders(config.origin)})" if config.origin else config.kind
+
+
+def _shown_once(names: Iterable[str]) -> list[str]:
+    """The distinct non-empty names, without local folders."""
+    return list(dict.fromkeys(without_folders(name) for name in names if name))
+
+
+def _package(config: ModelConfig) -> str:
+    """The package to install for a model."""
+    extras = sorted(config.image.extras | config.text.extras, reverse=True)
+    return f"'sfumato[{','.join(extras)}]'" if extras else "sfumato"
+
+
+def without_folders(name: str) -> str:
+    """A hub name unchanged; for a local folder only its last component, because its path is private."""
+    return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else Path(name).name

@@ -1,16 +1,23 @@
-"""Galleries of a model: built in memory; collections are filled, copied and opened."""
+"""Galleries of a model: built in memory; collections are filled, copied and opened.
+
+Other programs may compute embeddings batch by batch, on as many machines as they have: :class:`RowEmbedder` is the
+function that they call for each batch of rows; they write its rows to Parquet files, and `sfumato index --data FILES`
+fills a gallery from these, a batch at a time.
+"""
 
 import contextlib
 import itertools
-import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.emoji import emoji_names
-from sfumato.data.feature_tables import EmbeddingRow
+from sfumato.data.feature_tables import EmbeddingRow, vectors_of
 from sfumato.data.images import (
     DIGEST,
     FileImage,
@@ -23,12 +30,12 @@ from sfumato.data.images import (
 )
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.feature_rows import EmbeddingProcessor
-from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import Direction
+from sfumato.errors import UserError, first_line, need
+from sfumato.gaussian import GaussianEmbedding, check_finite
+from sfumato.ids import Direction, check_ids
 from sfumato.models import embed
 from sfumato.models.calibrate import describe_calibration
-from sfumato.models.embed import load_splits
+from sfumato.models.embed import embedding_steps, encode_each, load_splits, model_digest
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import (
@@ -48,23 +55,7 @@ from sfumato.search.folder import check_empty, is_collection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.stores.protocol import anchored, scheme
-
-
-@dataclass(frozen=True)
-class Source:
-    """A place that items come from."""
-
-    path: str  # absolute; of archives as it was given
-    kind: str  # "folder", "manifest", "karpathy", "coco", "datasets" or "shards"
-    root: str  # folder that the images lie in
-    begin: str = ""  # beginning of the ids of its items
-
-    def moved(self, root: str) -> "Source":
-        """The same source with another root."""
-        path = self.path
-        if os.path.isabs(path) and Path(path).is_relative_to(self.root):
-            path = str(Path(root, Path(path).relative_to(self.root)))
-        return replace(self, root=root, path=path)
+from sfumato.workflows.own_items import sources_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,12 +175,6 @@ def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store:
         return copied.store.url, len(copied)
 
 
-def model_of(folder: Path) -> str:
-    """The folder or name of the model that a collection was made with."""
-    with contextlib.closing(open_gallery(folder, unfinished=True)) as gallery:
-        return str(gallery.metadata["run"])
-
-
 def delete_items(folder: Path, ids: Sequence[str]) -> tuple[int, list[str]]:
     """Delete items of a collection. Returns their number, and the ids that it does not have."""
     if not is_collection(folder):
@@ -221,11 +206,10 @@ def _check_images(collection: GaussianCollection, added: Mapping[str, Any]) -> N
     """Refuse images that are elsewhere than those of the collection, since they could not be shown."""
     kept = collection.metadata.get("pictures") or {}
     if kept != added:
-        where = kept.get("folder") or (f"the {kept['split']} split" if kept else "an unknown folder")
-        other = added.get("folder") or (f"the {added['split']} split" if added else "an unknown folder")
+        places = [p.get("folder") or (f"the {p['split']} split" if p else "an unknown folder") for p in (kept, added)]
         raise UserError(
-            f"the images of {collection.folder} are in {where}, and those of the new items in {other}: the new images"
-            " could not be shown; add the folder itself with --data, or index them into another collection"
+            f"the images of {collection.folder} are in {places[0]}, and those of the new items in {places[1]}: the new"
+            " images could not be shown; add the folder itself with --data, or index them into another collection"
         )
 
 
@@ -366,17 +350,85 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
     return found
 
 
-def sources_of(gallery: Gallery) -> list[Source]:
-    """The sources of the images of a gallery."""
-    folder = (gallery.metadata.get("pictures") or {}).get("folder")
-    known = gallery.metadata.get("sources", [vars(Source(folder, "folder", folder))] if folder else [])
-    return [Source(**one) for one in known]
+_ROW_COLUMNS = {"id", "mean", "log_var", "model"}
+_ROWS = 4096
+"""Rows in memory at a time."""
 
 
-def missing_note(gallery: Gallery) -> str:
-    """What to do about folders of images that are not there; "" if all are."""
-    gone = [one.root for one in sources_of(gallery) if not os.path.isdir(one.root)]
-    if not gone:
-        return ""
-    new = "NEW" if len(sources_of(gallery)) == 1 else f"{gone[0]}=NEW"
-    return f"note: {', '.join(gone)} is not there, so its images cannot be shown; if it has moved, add --images {new}"
+class RowEmbedder:
+    """A model as a function of a batch of rows, for Ray Data's `map_batches` and its like.
+
+    A batch is a dictionary of columns: `id`, and `bytes` with image files or `text`. The result has the same columns
+    without `bytes`, and `mean`, `log_var` and `model`. Rows that cannot be embedded are left out with a warning.
+    """
+
+    def __init__(self, model: str, *, modality: Literal["images", "texts"] = "images") -> None:
+        loaded = load_model(model)
+        self._column = "bytes" if modality == "images" else "text"
+        tower = loaded.model.image if modality == "images" else loaded.model.text
+        self._prepare, self._encode = embedding_steps(tower, modality)
+        self._digest = model_digest(loaded.model)
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Embed a batch."""
+        if missing := {"id", self._column} - batch.keys():
+            raise UserError(f"RowEmbedder: no column {' and '.join(sorted(missing))}; got {', '.join(batch)}")
+        ready: list[tuple[int, Any]] = []
+        for row, item in enumerate(batch[self._column]):
+            try:
+                ready.append((row, self._prepare(item)))
+            except (ValueError, OSError, MemoryError) as error:
+                self._leave_out(batch["id"][row], error)
+        kept, rows = encode_each(self._encode, ready, lambda row, error: self._leave_out(batch["id"][row], error))
+        found = GaussianEmbedding.cat(rows) if rows else GaussianEmbedding.point(torch.empty(0, 0))
+        named = {name: [values[row] for row in kept] for name, values in batch.items() if name != "bytes"}
+        numbers = {"mean": found.mean.numpy(), "log_var": found.log_var.numpy()}
+        return named | {name: list(value) for name, value in numbers.items()} | {"model": [self._digest] * len(kept)}
+
+    def _leave_out(self, id: str, error: Exception) -> None:
+        warnings.warn(f"{id} is left out: {error}", stacklevel=2)
+
+
+def is_embedded(data: str | Path) -> bool:
+    """Whether a name is a Parquet file, or a folder of such files, with rows of :class:`RowEmbedder`."""
+    path = Path(data)
+    if path.suffix.lower() != ".parquet" and not (path.is_dir() and any(path.glob("*.parquet"))):
+        return False
+    return path.exists() and {"mean", "log_var"} <= set(_dataset(path).schema.names)
+
+
+def embedded_parts(model: Model, data: str | Path, images: Path | None = None) -> Iterator[GalleryPart]:
+    """The rows of Parquet files, some at a time; `images` is the folder in which the ids are paths of images."""
+    table = _dataset(Path(data))
+    if missing := _ROW_COLUMNS - set(table.schema.names):
+        raise UserError(f"{data}: no column {' and '.join(sorted(missing))}; RowEmbedder writes them")
+    digest, folder = model_digest(model.model), {} if images is None else {"folder": str(images.resolve())}
+
+    def parts() -> Iterator[GalleryPart]:
+        for batch in table.to_batches(batch_size=_ROWS):
+            if not batch.num_rows:
+                continue
+            numbers = ("mean", "log_var")
+            rows = batch.drop_columns(list(numbers)).to_pydict()
+            if set(rows["model"]) != {digest}:
+                raise UserError(f"{data} holds embeddings by another model; give that model, or embed again")
+            check_ids(rows["id"], f"{data}")
+            mean, log_var = (vectors_of([batch.column(name)], f"{data}: the vectors of {name}") for name in numbers)
+            embeddings = GaussianEmbedding(mean.float(), log_var.float())
+            check_finite(embeddings, str(data))
+            others = {name: values for name, values in rows.items() if name not in _ROW_COLUMNS}
+            kept = {name: values for name, values in others.items() if all(isinstance(one, str) for one in values)}
+            texts = kept.pop("text", None)
+            yield GalleryPart(embeddings, rows["id"], texts, kept, folder)
+
+    return parts()
+
+
+def _dataset(path: Path) -> Any:
+    with need("parquet", f"{path}: Parquet files need pyarrow"):
+        import pyarrow
+        import pyarrow.dataset
+    try:
+        return pyarrow.dataset.dataset(path, format="parquet")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a complete Parquet file ({first_line(error)})") from error

@@ -1,17 +1,27 @@
-"""People's verdicts on the hits of an index measure its probabilities and refine them."""
+"""People's verdicts: on the hits of an index, which they measure and refine, and on lists of other search engines.
+
+Files of other engines are in the formats of TREC. A run has a line for each hit, `QUERY Q0 ITEM RANK SCORE TAG`; qrels
+a line for each judged pair, `QUERY 0 ITEM GRADE`. Queries and items of a run stay as they are written. To find them in
+qrels, percent-encoding is read, as that of GET /v1/judgements?format=qrels.
+"""
 
 import contextlib
 import copy
+import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import torch
 
 from sfumato.calibration.fits import N_FOLDS, FitsCalibration, JudgedHits
+from sfumato.calibration.score_lists import ScoreCalibrator
 from sfumato.errors import UserError
+from sfumato.evaluation.hits import HitFigures, hit_figures
 from sfumato.evaluation.judgements import (
     JudgedFigures,
     Judgement,
@@ -19,8 +29,10 @@ from sfumato.evaluation.judgements import (
     ShownHit,
     judged_figures,
     pair_verdicts,
+    read_qrels,
     read_verdicts,
 )
+from sfumato.files import write_atomically
 from sfumato.search.answer import Hit
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import FITS
@@ -40,10 +52,6 @@ class Found:
     hit: dict[tuple[str, str], Hit]  # by query and id
     target: str
 
-    def first(self, k: int) -> list[ShownHit]:
-        """The first k of each query."""
-        return [one for one in self.shown if one.rank <= k]
-
 
 def find_hits(searcher: Searcher, queries: Sequence[str], k: int) -> Found:
     """Search by texts for what people judge."""
@@ -57,19 +65,6 @@ def find_hits(searcher: Searcher, queries: Sequence[str], k: int) -> Found:
             shown.append(ShownHit(answer.query, one.id, one.rank, p))
             hit[answer.query, one.id] = one
     return Found(shown, hit, target)
-
-
-@contextlib.contextmanager
-def _opened(folder: Path, run: str | None, store: str | None) -> Iterator[Searcher]:
-    with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
-        yield searcher
-
-
-def _of_target(path: Path, target: str) -> list[Judgement]:
-    """The verdicts of a file on one target."""
-    if own := [one for one in read_verdicts(path) if one.target == target]:
-        return own
-    raise UserError(f'{path} holds no verdicts of target "{target}"; judge hits with sfumato serve --judgements')
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ def evaluate_index(
 ) -> Judged:
     """Measure the first k hits of the judged queries by verdicts."""
     verdicts = read_verdicts(path)
-    with _opened(folder, run, store) as searcher:
+    with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         found = find_hits(searcher, list(dict.fromkeys(one.query for one in verdicts)), k)
     own = [one for one in verdicts if one.target == found.target]
     lost = {one.pair for one in own} - set(found.hit)
@@ -125,8 +120,10 @@ class NotRefinedError(UserError):
 
 def refine_index(folder: Path, path: Path) -> Refined:
     """Refine the calibration of target "fits" by the verdicts of a file, and keep it with the collection."""
-    verdicts = _of_target(path, "fits")
-    with _opened(folder, None, None) as searcher:
+    verdicts = [one for one in read_verdicts(path) if one.target == "fits"]
+    if not verdicts:
+        raise UserError(f'{path} holds no verdicts of target "fits"; judge hits with sfumato serve --judgements')
+    with contextlib.closing(load_index(folder)) as searcher:
         return refine(searcher, verdicts)
 
 
@@ -158,7 +155,7 @@ def refine(searcher: Searcher, verdicts: Sequence[Judgement], *, k: int = 10, se
     p = hits.logit.sigmoid()
     rows = [known[one.query, one.id] for one in pairs]
     after = _cross_fitted(packaged, hits, seed).sigmoid().tolist()
-    first = found.first(k)
+    first = [one for one in found.shown if one.rank <= k]
     return Refined(
         changed=tuple(KINDS[name] for name in changes),
         n=len(pairs),
@@ -190,3 +187,156 @@ def _cross_fitted(fits: FitsCalibration, hits: JudgedHits, seed: int) -> torch.T
         changes = fits.corrections(hits.some(fold != k), seed=seed)
         logit[fold == k] = fits.corrected_logits(changes, hits.some(fold == k))
     return logit
+
+
+_FOLDS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class RankedLists:
+    """The hits of a run, in the order of the file."""
+
+    query: list[str]
+    item: list[str]
+    score: np.ndarray  # (n,)
+
+    @classmethod
+    def read(cls, path: Path) -> "RankedLists":
+        """Read a run."""
+        rows = [_row(path, number, line) for number, line in _lines(path)]
+        if not rows:
+            raise UserError(f"{path} holds no hit; expected lines QUERY Q0 ITEM RANK SCORE TAG")
+        query, item, score = (list(column) for column in zip(*rows, strict=True))
+        seen = set[tuple[str, str]]()
+        for pair in zip(query, item, strict=True):
+            if pair in seen:
+                raise UserError(f"{path}: item {pair[1]!r} is twice among the hits of {pair[0]!r}; keep one of them")
+            seen.add(pair)
+        return cls(query, item, np.array(score))
+
+    @property
+    def groups(self) -> np.ndarray:
+        """(n,) the number of the query of each hit."""
+        number = {query: i for i, query in enumerate(dict.fromkeys(self.query))}
+        return np.array([number[query] for query in self.query])
+
+    def labels(self, qrels: Path, unjudged: str) -> np.ndarray:
+        """(n,) 1 for a match, 0 for none, NaN where nobody judged and that is unknown; queries of the qrels alone."""
+        found = {one.pair: float(one.yes) for one in read_qrels(qrels)}
+        queries = {query for query, _ in found}
+        other = 0.0 if unjudged == "no" else math.nan
+        pairs = [(unquote(query), unquote(item)) for query, item in zip(self.query, self.item, strict=True)]
+        return np.array([found.get(pair, other if pair[0] in queries else math.nan) for pair in pairs])
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}; give a TREC run in UTF-8") from error
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _row(path: Path, number: int, line: str) -> tuple[str, str, float]:
+    columns = line.split()
+    try:
+        query, _, item, _, score, _ = columns
+        value = float(score)
+    except ValueError:
+        value, query, item = math.nan, "", ""
+    if not math.isfinite(value):
+        raise UserError(
+            f"{path}, line {number}: {line.strip()[:80]!r} is no line of a TREC run; expected six columns, QUERY Q0"
+            " ITEM RANK SCORE TAG, with a number as SCORE"
+        )
+    return query, item, value
+
+
+@dataclass(frozen=True)
+class FittedLists:
+    """What a calibrator was fitted on, and how good its probabilities are for queries that it was not fitted on."""
+
+    queries: int
+    judged: int  # hits with a label
+    matches: int
+    comparable: bool  # whether scores of different queries are used as such
+    figures: tuple[HitFigures, ...]  # of the first hit, and of the first ten, each fold by a fit on the others
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**vars(self), "figures": [one.to_json() for one in self.figures]}
+
+
+def fit_lists(run: Path, qrels: Path, calibrator: ScoreCalibrator, *, unjudged: str = "no") -> FittedLists:
+    """Fit a calibrator on a judged run."""
+    hits = RankedLists.read(run)
+    label = hits.labels(qrels, unjudged)
+    known = ~np.isnan(label)
+    if not known.any():
+        raise UserError(f"{qrels} judges no query of {run}; are the queries named alike?")
+    if not 0 < label[known].mean() < 1:
+        which = "match" if label[known].all() else "match none"
+        raise UserError(f"{run}: all judged hits {which}, by {qrels}; a fit needs hits that match and others")
+    inside = np.isin(hits.groups, np.unique(hits.groups[known]))
+    score, label, groups = hits.score[inside], label[inside], hits.groups[inside]
+    figures = _held_out(calibrator, score, label, groups)
+    calibrator.fit(score, label, groups=groups)
+    n = len(np.unique(groups))
+    return FittedLists(n, int(known.sum()), int(np.nansum(label)), calibrator.formula_.knots is not None, figures)
+
+
+def _held_out(
+    calibrator: ScoreCalibrator, score: np.ndarray, label: np.ndarray, groups: np.ndarray
+) -> tuple[HitFigures, ...]:
+    """Figures of the first hit and the first ten; nothing where a fold would lack matches."""
+    queries = np.random.default_rng(0).permutation(np.unique(groups))
+    p = np.full(len(score), np.nan)
+    for k in range(_FOLDS):
+        asked = np.isin(groups, queries[k::_FOLDS])
+        others = label[~asked]
+        if not 0 < np.nansum(others) < (~np.isnan(others)).sum():
+            return ()
+        made = ScoreCalibrator(**calibrator.get_params()).fit(score[~asked], others, groups=groups[~asked])
+        if asked.any():
+            p[asked] = made.predict_proba(score[asked], groups=groups[asked])[:, 1]
+    order = np.lexsort((-p, groups))
+    first = np.searchsorted(groups[order], groups[order])
+    rank = np.empty(len(p), dtype=np.int64)
+    rank[order] = np.arange(len(p)) - first
+    size = round(len(p) / len(queries))
+    found = []
+    for most in (1, 10):
+        seen = (rank < most) & ~np.isnan(label)
+        if not seen.any():
+            return ()
+        q, y = torch.from_numpy(p[seen]), torch.from_numpy(label[seen])
+        found.append(hit_figures(q, y, "t2i", size, most))
+    return tuple(found)
+
+
+def score_lists(run: Path, calibrator: ScoreCalibrator, out: Path) -> tuple[int, int, float]:
+    """Write a run with probabilities. Returns (queries, hits, expected matches of all).
+
+    As JSON lines, one a query, if the name ends with .jsonl; else as a TREC run whose scores are the probabilities.
+    """
+    hits = RankedLists.read(run)
+    groups = hits.groups
+    p = calibrator.predict_proba(hits.score, groups=groups)[:, 1]
+    expected = calibrator.expected_matches(hits.score, groups=groups)
+    nothing = calibrator.nothing_matches(hits.score, groups=groups)
+    order = np.lexsort((-p, groups))
+    bounds = np.searchsorted(groups[order], np.arange(len(expected) + 1))
+    lines = []
+    for q in range(len(expected)):
+        rows = order[bounds[q] : bounds[q + 1]].tolist()
+        name = hits.query[rows[0]]
+        if out.suffix == ".jsonl":
+            found = [
+                {"id": hits.item[i], "score": float(hits.score[i]), "match_probability": float(p[i])} for i in rows
+            ]
+            whole = {"expected_matches": float(expected[q]), "nothing_probability": float(nothing[q])}
+            lines.append(json.dumps({"query": name, **whole, "hits": found}, ensure_ascii=False))
+        else:
+            lines += [f"{name} Q0 {hits.item[i]} {rank} {p[i]:.9g} sfumato" for rank, i in enumerate(rows, 1)]
+    write_atomically(out, "\n".join(lines) + "\n")
+    return len(expected), len(p), float(expected.sum())

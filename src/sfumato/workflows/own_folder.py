@@ -30,16 +30,14 @@ from sfumato.search.folder import is_collection
 from sfumato.search.texts import item_texts
 from sfumato.workflows.index import (
     GalleryPart,
-    Source,
     check_same,
     create_collection,
     keep_trained,
     open_gallery,
     own_or_anchored,
-    sources_of,
     training_note,
 )
-from sfumato.workflows.own_items import Item, list_items, named_source, some_items
+from sfumato.workflows.own_items import Item, Source, list_items, named_source, some_items, sources_of
 
 STAT = "_stat"
 """Hidden fields of an item: what its file was when it was read."""
@@ -66,14 +64,7 @@ class Filled:
     with_texts: int = 0
     store: str = ""  # URL of the store
     note: str = ""  # what the probabilities are worth where images trained the model
-    problems: Problems = field(default_factory=Problems)
-
-    def add(self, other: "Filled") -> None:
-        """Add what was done with another source; what is unchanged is counted once."""
-        for name in ("new", "changed", "moved", "unchanged", "with_texts"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.problems.items += other.problems.items
-        self.problems.notes += other.problems.notes
+    problems: Problems = field(default_factory=Problems)  # of listing and of reading
 
     @property
     def line(self) -> str:
@@ -102,14 +93,20 @@ class Filling:
     """Puts items of a source into a collection, which is made for the first embeddings if there is none."""
 
     def __init__(
-        self, model: Model, source: Source, number: int, collection: "GaussianCollection | NewCollection"
+        self,
+        model: Model,
+        source: Source,
+        number: int,
+        collection: "GaussianCollection | NewCollection",
+        known: Mapping[str, Mapping[str, str]],
+        done: Filled,
     ) -> None:
-        self.model, self.source, self.number, self.done = model, source, number, Filled()
-        self._collection, self.known = collection, dict[str, Mapping[str, str]]()
+        self.source, self.number, self.known, self.done = source, number, known, done
+        self._collection = collection
         self._prepare, self._encode = embedding_steps(model.model.image, "images")
         self._waiting: list[tuple[Item, _Read, GaussianEmbedding]] = []
 
-    def fill(self, items: Sequence[Item], gone: dict[str, str]) -> Filled:
+    def fill(self, items: Sequence[Item], gone: dict[str, str]) -> None:
         """Embed the items that are new or changed; ``gone`` has the ids of vanished ones by the digest of the file."""
         todo = [item for item in items if not self._unchanged(item)]
         work = partial(self._read, gone=gone)
@@ -129,7 +126,6 @@ class Filling:
                 advance(1)
             self._embed(batch)
             self._store()
-        return self.done
 
     def _unchanged(self, item: Item) -> bool:
         known = self.known.get(item.id)
@@ -141,7 +137,7 @@ class Filling:
         try:
             if error := id_error(item.id):
                 raise ValueError(error)
-            data = item.read()
+            data = item.image.read_bytes()
             digest = hashlib.blake2b(data, digest_size=16).hexdigest()
             payload = {**item.fields(data, own), ROOT: str(self.number), STAT: item.stat, DIGEST: digest}
             if item.file and item.file != item.id:
@@ -199,9 +195,8 @@ def index_data(model: Model, data: str, out: Path, store: str = "file:") -> tupl
     """Make a collection of what a user named, or go on with an interrupted one. Returns (its items, what was done)."""
     if is_collection(out):
         return add_data(model, data, out)
-    source, problems = named_source(data), Problems()
-    endings = file_endings(model.model)
-    items = some_items(list_items(source, endings, problems), source, endings, problems)
+    source, done, endings = named_source(data), Filled(), file_endings(model.model)
+    items = some_items(list_items(source, endings, done.problems), source, endings, done.problems)
     with contextlib.ExitStack() as stack:
 
         def create(embeddings: GaussianEmbedding, ids: Sequence[str]) -> GaussianCollection:
@@ -218,11 +213,10 @@ def index_data(model: Model, data: str, out: Path, store: str = "file:") -> tupl
             return collection
 
         made: list[GaussianCollection] = []
-        done = Filling(model, source, 0, create).fill(items, {})
+        Filling(model, source, 0, create, {}, done).fill(items, {})
         if not made:
-            done.problems.items[:0], done.problems.notes[:0] = problems.items, problems.notes
             raise UserError(f"none of {len(items)} images can be used:\n{done.problems.summary()}")
-        _finish(made[0], model, done, problems)
+        _finish(made[0], model, done)
         return len(made[0]), done
 
 
@@ -233,26 +227,25 @@ def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
     """Add what a user named to a collection; what is there and unchanged stays."""
     with GaussianCollection.open(out, unfinished=True) as collection:
         check_same(collection, model, "t2i")
-        source, sources, problems = named_source(data), sources_of(collection), Problems()
+        source, sources, done = named_source(data), sources_of(collection), Filled()
         number, below = _place(source, sources)
         if number == len(sources):
             source = replace(source, begin=_beginning(source, sources) if len(collection) else "")
             sources.append(source)
         endings = file_endings(model.model)
-        items = some_items(list_items(sources[number], endings, problems), source, endings, problems)
+        items = some_items(list_items(sources[number], endings, done.problems), source, endings, done.problems)
         items = [item for item in items if item.file.startswith(below)]
         with collection.filling(_GO_ON):
             collection.keep({"sources": [vars(one) for one in sources]})
-            filling = Filling(model, sources[number], number, collection)
-            filling.known = _look_up(collection, [item.id for item in items])
-            done = filling.fill(items, {})
-            _finish(collection, model, done, problems)
+            known = _look_up(collection, [item.id for item in items])
+            Filling(model, sources[number], number, collection, known, done).fill(items, {})
+            _finish(collection, model, done)
         return len(collection), done
 
 
 def sync_data(model: Model, out: Path, *, force: bool = False) -> tuple[int, Filled]:
     """Bring a collection in step with its sources: new, changed, moved and deleted files."""
-    total, problems = Filled(), Problems()
+    done = Filled()
     with GaussianCollection.open(out, unfinished=True) as collection:
         check_same(collection, model, "t2i")
         if not (sources := sources_of(collection)):
@@ -267,12 +260,10 @@ def sync_data(model: Model, out: Path, *, force: bool = False) -> tuple[int, Fil
             raise UserError(
                 f"there is no folder {missing[0]}; if it has moved, add --images {new}; --force drops its images"
             )
-        listed = [
-            [i for i in list_items(one, endings, problems) if i.id not in left_out] if one.root not in missing else []
-            for one in sources
-        ]
+        there_are = [[] if one.root in missing else list_items(one, endings, done.problems) for one in sources]
+        listed = [[item for item in items if item.id not in left_out] for items in there_are]
         there = {item.id for items in listed for item in items}
-        vanished = _vanished(known, there, sources, problems)
+        vanished = _vanished(known, there, sources, done.problems)
         n_own, n_new = sum(ROOT in payload for payload in known.values()), len(there - known.keys())
         if not force and len(vanished) > max(_FEW, _MOST_DELETED * n_own) and 2 * n_new < len(vanished):
             raise UserError(
@@ -282,12 +273,10 @@ def sync_data(model: Model, out: Path, *, force: bool = False) -> tuple[int, Fil
         gone = {known[i][DIGEST]: i for i in vanished if DIGEST in known[i]}
         with collection.filling(_GO_ON):
             for number, (source, items) in enumerate(zip(sources, listed, strict=True)):
-                filling = Filling(model, source, number, collection)
-                filling.known = known
-                total.add(filling.fill(items, gone))
-            total.deleted = collection.delete(list(_look_up(collection, vanished)))
-            _finish(collection, model, total, problems)
-        return len(collection), total
+                Filling(model, source, number, collection, known, done).fill(items, gone)
+            done.deleted = collection.delete(list(_look_up(collection, vanished)))
+            _finish(collection, model, done)
+        return len(collection), done
 
 
 def _vanished(
@@ -353,9 +342,8 @@ def _beginning(source: Source, sources: Sequence[Source]) -> str:
     return next(f"{n}/" for k in itertools.count(1) if (n := name + f"-{k}" * (k > 1)) not in taken)
 
 
-def _finish(collection: GaussianCollection, model: Model, done: Filled, listed: Problems) -> None:
-    """Build the search structures, count the images that trained the model, and put problems of the listing first."""
+def _finish(collection: GaussianCollection, model: Model, done: Filled) -> None:
+    """Build the search structures, and count the images that trained the model."""
     collection.optimise()
     keep_trained(collection, model)
     done.store, done.note = collection.store.url, training_note(collection)
-    done.problems.items[:0], done.problems.notes[:0] = listed.items, listed.notes

@@ -4,25 +4,41 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sfumato.data.coco import coco_images, json_kind, read_coco_captions, read_karpathy
 from sfumato.data.hub_datasets import is_dataset_folder, read_dataset
 from sfumato.data.image_decoding import spelt
-from sfumato.data.images import FileImage, Problems, image_files
+from sfumato.data.images import FileImage, ImageSource, Problems, image_files
 from sfumato.data.manifest import COLUMNS, MANIFEST_SUFFIXES, manifest_items
 from sfumato.data.pairs import PairData
 from sfumato.data.photographs import describe_image, file_fields
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.errors import UserError
 from sfumato.files import read_json
-from sfumato.workflows.index import Source
+from sfumato.search.gallery import Gallery
 
 _BESIDE, _AFTER = (".txt", ".xmp"), (".xmp", ".json", ".supplemental-metadata.json")
 """Endings of the files of texts beside an image: in place of its own, and after it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place that items come from."""
+
+    path: str  # absolute; of archives as it was given
+    kind: str  # "folder", "manifest", "karpathy", "coco", "datasets" or "shards"
+    root: str  # folder that the images lie in
+    begin: str = ""  # beginning of the ids of its items
+
+    def moved(self, root: str) -> "Source":
+        """The same source with another root."""
+        path = self.path
+        if os.path.isabs(path) and Path(path).is_relative_to(self.root):
+            path = str(Path(root, Path(path).relative_to(self.root)))
+        return replace(self, root=root, path=path)
 
 
 def named_source(data: str) -> Source:
@@ -49,6 +65,22 @@ def named_source(data: str) -> Source:
     return Source(str(path.resolve()), kind, str(path.resolve().parent))
 
 
+def sources_of(gallery: Gallery) -> list[Source]:
+    """The sources of the images of a gallery."""
+    folder = (gallery.metadata.get("pictures") or {}).get("folder")
+    known = gallery.metadata.get("sources", [vars(Source(folder, "folder", folder))] if folder else [])
+    return [Source(**one) for one in known]
+
+
+def missing_note(gallery: Gallery) -> str:
+    """What to do about folders of images that are not there; "" if all are."""
+    gone = [one.root for one in sources_of(gallery) if not os.path.isdir(one.root)]
+    if not gone:
+        return ""
+    new = "NEW" if len(sources_of(gallery)) == 1 else f"{gone[0]}=NEW"
+    return f"note: {', '.join(gone)} is not there, so its images cannot be shown; if it has moved, add --images {new}"
+
+
 @dataclass(frozen=True)
 class Item:
     """An image of a source, not read yet."""
@@ -56,8 +88,14 @@ class Item:
     id: str
     file: str  # path below the root; "" in an archive
     stat: str  # size and time of its file and of those beside it; "" if unknown
-    read: Callable[[], bytes] = field(repr=False)
-    fields: Callable[[bytes, Problems], dict[str, str]] = field(repr=False)
+    image: ImageSource = field(repr=False)
+    given: Mapping[str, str]  # fields that the source has for it
+    root: Path | None = None  # folder of a file whose texts beside it and folders are fields, too
+
+    def fields(self, data: bytes, problems: Problems) -> dict[str, str]:
+        """The fields of an image with this content."""
+        found = describe_image(data) if self.root is None else file_fields(self.root, self.file, data, problems)
+        return {**found, **self.given}
 
 
 def list_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
@@ -87,14 +125,10 @@ def some_items(items: list[Item], source: Source, endings: frozenset[str], probl
 
 def _file_item(source: Source, id: str, name: str, given: Mapping[str, str]) -> Item:
     path = Path(source.root, name)
-
-    def fields(data: bytes, problems: Problems) -> dict[str, str]:
-        return {**file_fields(Path(source.root), name, data, problems), **given}
-
     stat = _stat_of(path)
     if given:  # What a manifest says may change without the file.
         stat += f" {hashlib.blake2b(json.dumps(given, sort_keys=True).encode(), digest_size=8).hexdigest()}"
-    return Item(source.begin + id, name, stat, FileImage(path).read_bytes, fields)
+    return Item(source.begin + id, name, stat, FileImage(path), given, Path(source.root))
 
 
 def _stat_of(path: Path) -> str:
@@ -126,14 +160,10 @@ def _data_items(source: Source, data: PairData) -> list[Item]:
     captions: dict[int, list[str]] = {}
     for image, text in data.pairs.tolist():
         captions.setdefault(image, []).append(data.texts[text])
-
-    def fields(texts: Sequence[str], content: bytes, problems: Problems) -> dict[str, str]:
-        return describe_image(content) | {"captions": "\n".join(texts)}
-
     found = []
     for i, (id, image) in enumerate(zip(data.image_ids, data.images, strict=True)):
         path = image.path if isinstance(image, FileImage) else None
         name = os.path.relpath(path, source.root) if path else ""
         stat = _stat_of(path or Path(image.location.split("!")[0]))
-        found.append(Item(source.begin + id, name, stat, image.read_bytes, partial(fields, captions.get(i, []))))
+        found.append(Item(source.begin + id, name, stat, image, {"captions": "\n".join(captions.get(i, []))}))
     return found

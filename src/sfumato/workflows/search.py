@@ -13,6 +13,7 @@ import torch
 
 from sfumato.data.image_inputs import ImageInput, image_sources
 from sfumato.data.images import Problems, SplitImages
+from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import EmbeddingProcessor
@@ -60,15 +61,12 @@ class LoadedModel(Model):
         Raises:
             UserError: the model is no run, has no calibration, or its data have no such split.
         """
-        if not (Path(self.source) / RECIPE).is_file():
-            raise UserError(
-                f"{self.source} is not a run and has no data of its own; use Reliability.of(probability, match)"
-            )
+        config = self._own_data("Reliability.of(probability, match)")
         if self.calibration is None:
             raise UserError(
                 f"{self.source} has no calibration; make one: {as_typed('sfumato', 'calibrate', self.source)}"
             )
-        config, problems = load_recipe(Path(self.source) / RECIPE).data, Problems()
+        problems = Problems()
         data = read_split(config, split, problems)
         data = data.keep_images(some_positions(len(data.image_ids), _MOST_MEASURING, 0))
         prepared = prepare_split(self.model, data, problems, split)
@@ -105,14 +103,16 @@ class LoadedModel(Model):
         Raises:
             UserError: the model is no run, or its data have no such split.
         """
-        if not (Path(self.source) / RECIPE).is_file():
-            raise UserError(
-                f"{self.source} is not a run and has no data of its own; use RecallByUncertainty.of(uncertainty, hit)"
-            )
-        prepared = load_split(self.model, load_recipe(Path(self.source) / RECIPE).data, split)
+        prepared = load_split(self.model, self._own_data("RecallByUncertainty.of(uncertainty, hit)"), split)
         query = EmbeddedSplit(*embed_split(self.model, prepared), prepared.data.relevance()).query(direction)
         values, hit = query.queries.uncertainty(uncertainty), query.first_hits(self.distance)
         return RecallByUncertainty.of(values, hit, n_bins=n_bins)
+
+    def _own_data(self, otherwise: str) -> DataConfig:
+        path = Path(self.source) / RECIPE
+        if not path.is_file():
+            raise UserError(f"{self.source} is not a run and has no data of its own; use {otherwise}")
+        return load_recipe(path).data
 
     def index(
         self,

@@ -1,7 +1,6 @@
 """The uncertainty benchmark of a model on a split: it embeds the required items and writes the figures.
 
-The benchmark uses no labels at test time for its estimates. The fitted parts, the match logits and the learnt
-estimator, use only the validation split.
+The benchmark uses no labels at test time for its estimates: the match logits are fitted on the validation split.
 """
 
 from collections.abc import Sequence
@@ -15,8 +14,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
 from sfumato.distances import get_distance
-from sfumato.errors import UserError
-from sfumato.evaluation.estimators import FailurePredictor, Matching, usable_estimators
+from sfumato.evaluation.estimators import Matching, usable_estimators
 from sfumato.evaluation.hits import Fold, HitFigures, measure_hits, without_nearest
 from sfumato.evaluation.protocols import EmbeddedSplit
 from sfumato.evaluation.trust import (
@@ -37,8 +35,8 @@ from sfumato.models.embed import Sides, embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import Run
 
-QUERIES: dict[str, tuple[Side, ...]] = {"text": ("text",), "image": ("image",), "both": ("text", "image")}
-"""Sides of the queries by the option."""
+_SIDES: tuple[Side, ...] = ("text", "image")
+"""Sides of the queries."""
 
 _LEVEL = 0.95
 
@@ -51,39 +49,35 @@ def trust_model(
     data: DataConfig,
     split: str,
     *,
-    queries: str = "both",
     n_resamples: int = 1000,
     seed: int = 0,
 ) -> TrustReport:
     """Measure the quality of a model's uncertainties on a split of any data."""
-    _check_options(queries, n_resamples, seed)
     model = retrieval_model.model
     prepared = load_split(model, data, split)
     embedded = EmbeddedSplit(*embed_split(model, prepared), prepared.data.relevance())
-    wanted = QUERIES[queries]
-    predictors, notes = _failure_predictors(retrieval_model, data, split, wanted, seed)
     estimators = usable_estimators(embedded.images, embedded.texts)
-    if len(estimators) < len(usable_estimators()):
-        notes.append("estimators that need variances are left out: some embeddings are points")
+    left_out = len(estimators) < len(usable_estimators())
+    notes = ["estimators that need variances are left out: some embeddings are points"] if left_out else []
     many = many_to_many(embedded.relevance)
     proxies = {} if many else _proxies(embedded.texts, prepared.data, embedded.relevance)
+    logits = retrieval_model.distance, retrieval_model.logit_scale, retrieval_model.logit_bias
     directions: dict[str, DirectionTrust] = {}
-    for side in wanted:
+    for side in _SIDES:
         query = embedded.query(DIRECTION_OF[side])
         values, groups = proxies, resampled_together(embedded.relevance, prepared.data.groups, side == "text")
         if side == "text" and groups is not None:  # A caption has the proxies of its image, if it has an image.
             lacking = np.full(embedded.texts.n, np.nan)
             values = {k: np.append(v, lacking)[groups] for k, v in proxies.items()}
-        own = {"predicted_miss": predictors[side].estimator()} if side in predictors else {}
         directions[query.direction] = measure_trust(
             query.queries,
             query.gallery,
             query.relevance,
-            Matching(*_logits(retrieval_model), query.direction),
-            estimators=estimators | own, multiplicity=many, proxies=values, groups=groups,
+            Matching(*logits, query.direction),
+            estimators=estimators, multiplicity=many, proxies=values, groups=groups,
             n_resamples=n_resamples, level=_LEVEL, seed=seed,
         )  # fmt: skip
-    hits, unmeasured = _hits(retrieval_model, data, embedded, prepared.data, split, list(directions), seed)
+    hits, unmeasured = _hits(retrieval_model, data, embedded, prepared.data, split, seed)
     return TrustReport(
         split=split,
         distance=retrieval_model.distance,
@@ -93,9 +87,7 @@ def trust_model(
         n_resamples=n_resamples,
         level=_LEVEL,
         seed=seed,
-        estimators=described(
-            estimators | {predictor.estimator().name: predictor.estimator() for predictor in predictors.values()}
-        ),
+        estimators=described(estimators),
         directions=directions,
         notes=[*notes, *unmeasured],
         hits=hits,
@@ -108,7 +100,6 @@ def _hits(
     split_embeddings: EmbeddedSplit,
     pairs: PairData,
     split: str,
-    directions: Sequence[str],
     seed: int,
 ) -> tuple[dict[str, list[HitFigures]], list[str]]:
     """The probabilities beside hits, by what they are computed from, and notes on them.
@@ -152,17 +143,9 @@ def _hits(
         name: measure_hits(some, distance, match, embedded=embedded, seed=seed)
         for name, some in (("served", folds), ("distance", alone))
     }
-    figures = {name: [f for f in found if f.direction in directions] for name, found in measured.items()}
     if len(chosen) < n:
         notes.append(f"the probabilities of hits are those among {len(chosen)} random images")
-    return figures, notes
-
-
-def _check_options(queries: str, n_resamples: int, seed: int) -> None:
-    if queries not in QUERIES:
-        raise ValueError(f"queries must be one of {', '.join(QUERIES)}, got {queries!r}")
-    if n_resamples < 0 or seed < 0:
-        raise ValueError(f"bootstrap and seed must not be negative, got {n_resamples} and {seed}")
+    return measured, notes
 
 
 def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> dict[str, np.ndarray]:
@@ -170,34 +153,6 @@ def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> 
     worded = not data.text_rows or data.texts != data.text_ids
     words = {"caption_words": caption_words(data.texts, relevance)} if worded else {}
     return {"caption_distance": caption_distance(texts, relevance)} | words
-
-
-def _failure_predictors(
-    retrieval_model: Model, data: DataConfig, split: str, sides: Sequence[Side], seed: int
-) -> tuple[dict[Side, FailurePredictor], list[str]]:
-    """Failure predictors by side, fitted on the validation split, and notes on those left out."""
-    if split in ("val", WORDINGS):
-        of_split = "the split that is measured" if split == "val" else f"whose images {split} has"
-        return {}, [f"predicted_miss is left out: it is fitted on val, {of_split}"]
-    try:
-        prepared = load_split(retrieval_model.model, data, "val")
-    except UserError as error:
-        return {}, [f"predicted_miss is left out: {error}"]
-    embedded = EmbeddedSplit(*embed_split(retrieval_model.model, prepared), prepared.data.relevance())
-    predictors, notes = dict[Side, FailurePredictor](), list[str]()
-    for side in sides:
-        query = embedded.query(DIRECTION_OF[side])
-        hit = query.first_hits(retrieval_model.distance)
-        known = np.flatnonzero(~np.isnan(hit))
-        try:
-            predictors[side] = FailurePredictor.fit(query.queries[torch.from_numpy(known)], 1 - hit[known], seed=seed)
-        except ValueError as error:
-            notes.append(f"predicted_miss is left out of {query.direction}: {error}")
-    return predictors, notes
-
-
-def _logits(model: Model) -> tuple[str, float, float]:
-    return model.distance, model.logit_scale, model.logit_bias
 
 
 def cross_fitted(
