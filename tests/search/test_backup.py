@@ -1,6 +1,5 @@
 """Copies of a collection while another process writes to it, and backups that are restored, compared by content."""
 
-import hashlib
 import itertools
 import os
 import random
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 from support.postgresql import postgresql
 from support.processes import Started
+from support.rare_words import quick_vectors
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
@@ -24,19 +24,12 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search import texts as texts_module
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.index import copy_gallery
-from sfumato.search.texts import WIDTH, item_texts, text_vectors
+from sfumato.search.texts import item_texts, text_vectors
 from sfumato.workflows.search import load_index
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "operate.md"
 QUERIES = ["a dog on a beach", "a red car"]
 N, D = 90, 5
-
-
-def quick_vectors(texts):
-    """Another vector for each text, without MiniLM."""
-    seeds = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") for text in texts]
-    rows = [torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    return torch.nn.functional.normalize(torch.stack(rows), dim=1) if rows else torch.empty(0, WIDTH)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ which writes the same with any version: folders, rows of PostgreSQL, a file of M
 """
 
 import contextlib
-import hashlib
 import json
 import sqlite3
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.postgresql import postgresql
+from support.rare_words import quick_vectors
 
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
@@ -30,13 +30,6 @@ from sfumato.search.stores.protocol import Records, open_store
 
 OLD = Path(__file__).with_name("formats_f5d496a8.tar.xz")
 N, D = 12, 5
-
-
-def vectors_of(texts):
-    """Another vector for each text, without MiniLM."""
-    seeds = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") for text in texts]
-    rows = [torch.randn(384, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    return torch.nn.functional.normalize(torch.stack(rows), dim=1) if rows else torch.empty(0, 384)
 
 
 def gaussians(n, seed):
@@ -78,13 +71,17 @@ def write_all(folder, server):
 
 
 def dumped(server):
-    command = [server.programs / "pg_dump", "-h", "127.0.0.1", "-p", str(server.port), "-U", "postgres", "postgres"]
-    return subprocess.run(command, check=True, timeout=60, capture_output=True).stdout
+    return on_server(server, "pg_dump", "postgres")
+
+
+def on_server(server, program, *words):
+    address = ["-h", "127.0.0.1", "-p", str(server.port), "-U", "postgres"]
+    return subprocess.run([server.programs / program, *address, *words], check=True, timeout=60, stdout=-1).stdout
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(texts_module, "sentence_vectors", vectors_of)
+    monkeypatch.setattr(texts_module, "sentence_vectors", quick_vectors)
 
 
 @pytest.fixture
@@ -122,7 +119,7 @@ def assert_whole(collection, old, name):
             (records,) = copied.texts.store.scan()
             assert len(records) == len(captions)
             by_id = dict(zip(records.ids, records.vectors, strict=True))
-            torch.testing.assert_close(by_id[IDS[1]], vectors_of(["a dog number 1"])[0], rtol=0, atol=1e-6)
+            torch.testing.assert_close(by_id[IDS[1]], quick_vectors(["a dog number 1"])[0], rtol=0, atol=1e-6)
     collection.delete(["new"])
     assert_answers(collection, old, name)
 
@@ -138,21 +135,7 @@ def test_folders_of_an_earlier_version(old):
 
 def test_rows_of_postgresql_of_an_earlier_version(old, server):
     server.execute("CREATE DATABASE earlier")
-    psql = [
-        server.programs / "psql",
-        "-h",
-        "127.0.0.1",
-        "-p",
-        str(server.port),
-        "-U",
-        "postgres",
-        "-q",
-        "-d",
-        "earlier",
-    ]
-    subprocess.run(
-        [*psql, "-v", "ON_ERROR_STOP=1", "-f", old / "rows.sql"], check=True, timeout=60, capture_output=True
-    )
+    on_server(server, "psql", "-q", "-d", "earlier", "-v", "ON_ERROR_STOP=1", "-f", old / "rows.sql")
     with GaussianCollection.open(old / "postgresql", server.url(database="earlier", table="images")) as collection:
         assert_whole(collection, old, "postgresql")
 
@@ -170,13 +153,6 @@ def refused(open_it, found, known):
         UserError, match=rf"has format \S*\b{found}, written by a later version.*up to \S*\b{known}\. Up"
     ):
         open_it()
-
-
-def later(folder, table, change):
-    """Change the fingerprint in a store of a folder."""
-    with contextlib.closing(sqlite3.connect(folder / "records.sqlite", isolation_level=None)) as connection:
-        (text,) = connection.execute(f"SELECT value FROM {table} WHERE name = 'fingerprint'").fetchone()
-        connection.execute(f"UPDATE {table} SET value = ? WHERE name = 'fingerprint'", [change(text)])
 
 
 def test_folders_of_a_later_version_are_refused(old, sfumato):
@@ -210,7 +186,7 @@ def test_stores_of_a_later_version_are_refused(old, server, tmp_path):
 
 
 if __name__ == "__main__":
-    texts_module.sentence_vectors = vectors_of
+    texts_module.sentence_vectors = quick_vectors
     with tempfile.TemporaryDirectory() as temporary, postgresql() as own_server:
         made = Path(temporary) / "made"
         made.mkdir()

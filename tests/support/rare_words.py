@@ -1,4 +1,6 @@
-"""A large collection in which one item has a rare word in one of its captions, and nothing else that fits."""
+"""Texts for tests of search: vectors without MiniLM, and a collection with a rare word in one of its captions."""
+
+import hashlib
 
 import torch
 
@@ -7,6 +9,14 @@ from sfumato.search.answer import QueryInfo, SearchOptions
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import WORDS, Filter, Records
+
+
+def quick_vectors(texts):
+    """Another vector for each text, without MiniLM."""
+    seeds = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") for text in texts]
+    rows = [torch.randn(384, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return torch.nn.functional.normalize(torch.stack(rows), dim=1) if rows else torch.empty(0, 384)
+
 
 SCENES = ("a dog in the snow", "a cake on a table", "children run over a meadow", "a red car in the street")
 RARE = "\n".join((*SCENES[1:], "the tin box of the Ostrakavelli"))
