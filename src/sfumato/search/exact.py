@@ -210,7 +210,7 @@ def _smallest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 LIFTED_DISTANCES = tuple(name for name, distance in DISTANCES.items() if distance.lift)
-"""The distances that lift; the others need engine "exact"."""
+"""The distances that lift; the others are searched in memory alone."""
 
 
 def gallery_centre(gallery: GaussianEmbedding) -> Tensor:
@@ -295,8 +295,7 @@ def _lift(distance: str) -> Lift:
     if lift is None:
         raise ValueError(
             f"distance {distance!r} is not a Euclidean distance of lifted vectors (those are"
-            f" {', '.join(LIFTED_DISTANCES)});"
-            ' a GaussianIndex with engine="exact" searches by it in memory'
+            f" {', '.join(LIFTED_DISTANCES)}); a GaussianIndex searches by it in memory"
         )
     return lift
 

@@ -75,8 +75,6 @@ _RECONNECT = {
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1000,
 }
-
-
 """A server that was restarted is found within a second or so; by default it may take two minutes."""
 
 

@@ -16,8 +16,6 @@ from sfumato.errors import UserError, first_line
 from sfumato.search.stores.protocol import redacted
 
 _SILENCE = 10
-
-
 """Seconds after statement_timeout until a server that has not even cancelled the statement is given up."""
 
 
