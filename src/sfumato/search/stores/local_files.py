@@ -34,21 +34,16 @@ Fetch = Callable[[Positions], Vectors]
 _WRITER = ".writer"
 """Name of the file that says which process holds the write lock, or held it last."""
 
-
 DATABASE, FORMAT = "records.sqlite", 2
 """Name of the file, and the version of its tables."""
 
-
 RECORD = "SELECT id, uncertainty, payload, vector FROM items JOIN vectors USING (position)"
-
 
 LIST = "(SELECT value FROM json_each(?))"
 """A list of values given by :func:`listed`."""
 
-
 _DISK_PAGE = 16_384
 """Bytes of a page: with SQLite's usual 4,096, vectors of 512 dimensions would fill half of each."""
-
 
 _SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -57,7 +52,6 @@ CREATE TABLE items (position INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL
 CREATE TABLE vectors (position INTEGER PRIMARY KEY, vector BLOB NOT NULL);
 CREATE TABLE indexes (file TEXT NOT NULL, bytes INTEGER NOT NULL, positions BLOB NOT NULL);
 """
-
 
 _WORD_TABLE = "CREATE VIRTUAL TABLE words USING fts5(stems, tokenize='unicode61 remove_diacritics 0')"
 """The field WORDS of payloads, by position."""

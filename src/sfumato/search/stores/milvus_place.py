@@ -69,7 +69,6 @@ OPTIONS = {
 
 _INDEXES, SQ8 = ("FLAT", "HNSW", "IVF_FLAT", "AUTOINDEX"), "IVF_SQ8"
 
-
 _RECONNECT = {
     "grpc.use_local_subchannel_pool": 1,
     "grpc.initial_reconnect_backoff_ms": 100,
@@ -77,9 +76,7 @@ _RECONNECT = {
 }
 """A server that was restarted is found within a second or so; by default it may take two minutes."""
 
-
 _embedded: dict[str, int] = {}
-
 
 _embedded_lock = threading.Lock()
 
