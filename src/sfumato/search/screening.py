@@ -42,8 +42,8 @@ from sfumato.search.exact import in_parallel, pair_distances
 _GROUP = 16
 """Rows whose smallest bound is compared at first."""
 
-_FIRST = 64
-"""Rows that are compared at first; then twice as many, and so on, as the reach falls."""
+_FIRST = 2**14
+"""Products that are compared at first; then twice as many, and so on, as the reach falls."""
 
 _BLOCK = 2**20
 """Largest number of products at a time, for each thread: 4 MiB in float32, which stay in the cache."""
@@ -115,7 +115,7 @@ class _Pending:
         with self._lock:
             self._parts.append(found)
             self._size += len(found)
-            if self._size > 2 * self._pruned + 8 * len(self.reach) * (self._k or 1) or self._size > _MANY_PAIRS:
+            if self._size > 2 * self._pruned + 4 * len(self.reach) * (self._k or 1) or self._size > _MANY_PAIRS:
                 pairs = _Pairs.cat(self._parts)
                 if self._k is not None:
                     self.reach = _reduced(self.reach, pairs, self._k)
@@ -180,6 +180,8 @@ class Comparison:
         if pairs is None:
             halves = zip(self._parts(-(-n // 2)), reach.split(-(-n // 2)), strict=True)
             return [one for half, far in halves for one in half._closest(far, k)]
+        if len(pairs) <= 4 * k * n:
+            return self.ranked(pairs.query, pairs.item, k)
         # The k lowest bounds first: their distances exclude most of the others.
         pairs = pairs.take(_sorted_by(pairs.query, pairs.lower))
         counts = torch.bincount(pairs.query, minlength=n)
@@ -234,7 +236,7 @@ class Comparison:
 
     def _slices(self, step: int) -> Iterator[tuple[Block, slice]]:
         """All rows, at most `step` of a block at a time, and few at first."""
-        n = _FIRST
+        n = min(1024, max(_GROUP, _FIRST // len(self.vectors) // _GROUP * _GROUP))
         for block in self.blocks():
             start, end = 0, len(block.item)
             while start < end:
@@ -249,13 +251,13 @@ class Comparison:
         weight, scale, square = block.weight[rows], block.scale[rows], relative.length.square()
         apart = square + float(weight[0]) - 2 * relative.length * (longest + rounding)
         apart -= 1e-6 * (square + float(weight[-1])) + 2**-20 * relative.length * longest
-        wanted = (~(apart > reach[relative.query])).nonzero().squeeze(1)
+        wanted = (~(apart > reach)).nonzero().squeeze(1)
         if not len(wanted):
             return None
-        if len(wanted) < len(relative.query):
-            relative, square = relative.take(wanted), square[wanted]
+        if len(wanted) < len(reach):
+            relative, square, reach = relative.take(wanted), square[wanted], reach[wanted]
         error = self._error(relative, longest, rounding)
-        limit = reach[relative.query] - square + error
+        limit = reach - square + error
         limit += 2**-20 * limit.abs()
         limit = torch.where(longest * (relative.length + longest) < _HUGE, limit, torch.inf).float()
         product, lost = _products(block.coded[rows], relative.coded, products), _output_error(block.coded.dtype)
