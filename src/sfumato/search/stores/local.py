@@ -6,7 +6,7 @@
 
 SQLite is the database: an acknowledged write is a committed transaction, forced to
 disk. A row never changes: a replaced item gets a new position. So vectors in memory are valid as long as their items
-exist. Searches keep them in memory, up to a limit, in pages of 8,192 positions each. Items outside of the index are
+exist. Searches keep them in memory, up to a limit, in pages of 4,096 positions each. Items outside of the index are
 compared with the queries directly. All candidates are ranked by distances from the full vectors. Words are in a
 table of SQLite's FTS5, which a few builds of SQLite and stores of earlier versions lack: these find no words.
 
@@ -64,7 +64,7 @@ class LocalIndex:
     positions: Positions  # of its rows, ascending
 
 
-_PAGE = 8192
+_PAGE = 4096
 """Positions in a page."""
 
 _QUERIES = 256
