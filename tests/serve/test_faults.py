@@ -185,6 +185,9 @@ def test_every_error_is_a_problem(client):
         (b'{"queries":[{"text":"a"}],"colour":1}', "body.colour"),
         (b'{"queries":[{"text":"a"}],"filter":{"wear":{}}}', "body.filter.wear"),
         (b'{"queries":[{"text":"  "}]}', "body.queries.0.text"),
+        (b'{"queries":[{"text":"a\\u0000b"}]}', "body.queries.0.text"),
+        (b'{"queries":[{"id":"a\\u0000b"}]}', "body.queries.0.id"),
+        (b'{"queries":[{"text":"a"}],"filter":{"where":{"a\\u0000":["b"]}}}', "body.filter.where.a\0.[key]"),
         (b'{"queries":[{"text":"a","id":"b"}]}', "body.queries.0"),
         (b'{"queries":[]}', "body.queries"),
         (b'{"queries":[{"image":"\xc3\xa9"}]}', "body.queries.0.image"),
@@ -192,12 +195,15 @@ def test_every_error_is_a_problem(client):
     ):
         told = problem(client.post("/v1/search", content=body, headers={"Content-Type": "application/json"}), 422)
         assert told["errors"][0]["where"] == where, told
-        assert told["errors"][0]["message"]
+        message = told["errors"][0]["message"]
+        in_words = b"u0000" in body or b'"  "' in body
+        assert message and ("NUL" in message) == in_words and "pattern" not in told["detail"]
         if "unknown" in told["detail"]:
             assert f"{where}: unknown field '{where.rpartition('.')[2]}'" in told["detail"]
     wrong = "search", "search?q=", "search?q=a&where=nothing", "search?q=a&x=1", "items?limit=0"
     for path in wrong:
         assert problem(client.get(f"/v1/{path}"), 422)["errors"][0]["where"].startswith("query"), path
+    assert "expected FIELD=VALUE" in client.get("/v1/search?q=a&where=nothing").json()["detail"]
     problem(client.get("/v1/items/nobody"), 404)
     problem(client.post("/v1/search", json={"queries": [{"id": "nobody"}]}), 404)
 
