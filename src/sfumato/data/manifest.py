@@ -184,8 +184,7 @@ def manifest_items(
         except ValueError as error:
             problems.add(location, str(error))
         else:
-            if item.texts or not captioned:
-                yield item, values
+            yield item, values
 
 
 def _item(location: str, values: dict[str, Any], root: Path, problems: Problems, captioned: bool) -> SourceItem:
