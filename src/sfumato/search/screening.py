@@ -189,7 +189,7 @@ class Comparison:
         found = torch.full((len(pairs),), torch.inf, dtype=torch.float64)
         found[first] = self.exact(pairs.query[first], pairs.item[first])
         far = torch.full((n,), -torch.inf, dtype=torch.float64)
-        far = far.scatter_reduce(0, pairs.query[first], found[first], "amax").masked_fill(counts < k, torch.inf)
+        far = far.scatter_reduce(0, pairs.query[first], found[first], "amax")
         far = far - self.constant + _wide_error(self._e) * (far + self.constant)
         rest = ~first & ~(pairs.lower > far[pairs.query])
         found[rest] = self.exact(pairs.query[rest], pairs.item[rest])
