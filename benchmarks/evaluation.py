@@ -43,7 +43,7 @@ from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.evaluation.benchmarks import figures as figures_of
 from sfumato.evaluation.benchmarks import rank
 from sfumato.evaluation.ground_truth import GroundTruth
-from sfumato.evaluation.sources import Embeddings, Scores
+from sfumato.evaluation.protocols import Embeddings, Scores
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.exact import distance_blocks
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from sfumato.distances.distance import Distance
 from sfumato.evaluation.benchmarks import BenchmarkRanks, figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth
-from sfumato.evaluation.protocols import EvaluationOptions
-from sfumato.evaluation.sources import EmbeddedSet, Embeddings, distance_of_score
+from sfumato.evaluation.protocols import EmbeddedSet, Embeddings, EvaluationOptions, distance_of_score
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.relevance import Relevance

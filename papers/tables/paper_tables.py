@@ -18,7 +18,7 @@ from sfumato.data.sources import DataConfig
 from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import measure, read_ground_truths
 from sfumato.evaluation.ground_truth import GroundTruth
-from sfumato.evaluation.sources import EmbeddedSet
+from sfumato.evaluation.protocols import EmbeddedSet
 from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.models.evaluate import embed_for_evaluation

@@ -7,7 +7,7 @@ from support.references_metrics import metrics_by_definition
 from sfumato.distances import csd_matrix
 from sfumato.evaluation.benchmarks import figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_pairs, in_folds
-from sfumato.evaluation.sources import Embeddings
+from sfumato.evaluation.protocols import Embeddings
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import ALL_METRICS, RECALLS

@@ -20,7 +20,7 @@ from sfumato.evaluation.embedded_input import (
     read_ground_truths,
 )
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
-from sfumato.evaluation.sources import EmbeddedSet
+from sfumato.evaluation.protocols import EmbeddedSet
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
 N, M, D = 6, 12, 3

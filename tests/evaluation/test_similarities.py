@@ -8,7 +8,7 @@ from support.references_metrics import metrics_by_definition
 
 from sfumato.evaluation.benchmarks import figures, rank
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
-from sfumato.evaluation.sources import SimilarityMatrix, ranked_by
+from sfumato.evaluation.protocols import SimilarityMatrix, ranked_by
 from sfumato.gaussian import GaussianEmbedding
 
 N, M, D = 40, 80, 4

@@ -1,7 +1,7 @@
 """Figures of embeddings, scores and lists against ground truths, in one call each."""
 
 from sfumato.evaluation.benchmarks import figures, rank
-from sfumato.evaluation.sources import Embeddings, Lists, Scores
+from sfumato.evaluation.protocols import Embeddings, Lists, Scores
 
 
 def evaluate_benchmarks(images, texts, image_ids, text_ids, ground_truths, **options):

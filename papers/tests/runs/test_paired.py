@@ -14,7 +14,7 @@ from papers.runs.strategies import STRATEGIES, FaissRanker
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import COMPARED, PerQuery, per_query_table, rank, write_per_query
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
-from sfumato.evaluation.sources import Embeddings, Lists
+from sfumato.evaluation.protocols import Embeddings, Lists
 from sfumato.gaussian import GaussianEmbedding
 
 # Three images and four texts on a line. Distances: a to t1..t4 = 1, 4, 9, 16; b: 1, 0, 1, 4 ...

@@ -8,7 +8,7 @@ from support.references_metrics import csd_by_loops, metrics_by_definition, squa
 
 from papers.runs.strategies import STRATEGIES, STRATEGY_SETS, FaissRanker, choose_strategies, evaluate_strategies
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs, in_folds
-from sfumato.evaluation.sources import EmbeddedSet
+from sfumato.evaluation.protocols import EmbeddedSet
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import UNLISTED, per_query_metrics, ranks_from_lists

@@ -1,6 +1,6 @@
 """Evaluation of embeddings, a score matrix or ranked lists against several ground truths at once.
 
-``figures(rank(source, image_ids, text_ids, ground_truths))``: evaluation/sources.py has the sources. Distances are
+``figures(rank(source, image_ids, text_ids, ground_truths))``: evaluation/protocols.py has the sources. Distances are
 computed once per direction, a block of queries at a time. The ranks that any ground truth needs are counted while the
 block is in memory, and ranks that several ground truths share are counted once.
 """

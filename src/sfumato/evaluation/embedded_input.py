@@ -23,8 +23,15 @@ from sfumato.evaluation.benchmark_ground_truths import (
 )
 from sfumato.evaluation.benchmarks import BenchmarkRanks, Source, figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
-from sfumato.evaluation.protocols import EvaluationOptions, samples_of
-from sfumato.evaluation.sources import EmbeddedSet, Lists, Scores, distance_of_score, ranked_by
+from sfumato.evaluation.protocols import (
+    EmbeddedSet,
+    EvaluationOptions,
+    Lists,
+    Scores,
+    distance_of_score,
+    ranked_by,
+    samples_of,
+)
 from sfumato.files import read_json
 from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY

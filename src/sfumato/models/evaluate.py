@@ -7,8 +7,7 @@ from typing import Any
 from sfumato.data.sources import DataConfig
 from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
-from sfumato.evaluation.protocols import Evaluation, EvaluationOptions, evaluate_retrieval
-from sfumato.evaluation.sources import EmbeddedSet
+from sfumato.evaluation.protocols import EmbeddedSet, Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.model import Model
