@@ -117,7 +117,7 @@ def test_in_the_first_stage_backbone_and_word_vectors_rest_and_in_the_second_all
     steps = len(factors[0])
     assert [len(f) for f in factors[:3]] == [steps] * 3 and steps > 2
     cosine = lambda share: (1 + np.cos(np.pi * share)) / 2
-    assert factors[0] == pytest.approx([cosine(k / steps) for k in range(steps)])
+    assert factors[0] == pytest.approx([cosine(k / 2 / steps) for k in range(steps)])  # As long as the second.
     assert factors[1] + factors[2] == pytest.approx([0.1 * cosine(k / 2 / steps) for k in range(2 * steps)])
 
 
