@@ -72,7 +72,7 @@ def test_training_writes_both_calibrations(run):
     assert scores.n_gallery == len(scores.nearest) == 300
 
 
-@pytest.mark.parametrize(("split", "own"), [("all", True), ("train", True), ("test", False), ("val", False)])
+@pytest.mark.parametrize(("split", "own"), [("all", True), ("train", True), ("test", False)])
 def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, split, own):
     said, model = index(sfumato, run, tmp_path / "index", "--split", split), load_run(run)
     gallery = open_gallery(tmp_path / "index")
@@ -86,13 +86,6 @@ def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, spl
         assert ("searches for the other 120 find theirs less often" in said["note"]) == (split == "all")
     else:
         assert said["note"] == ""
-
-
-def test_a_collection_and_the_interface_choose_alike(run, sfumato, tmp_path):
-    sfumato("index", run, "--split", "all", "--out", tmp_path / "store", "--store", "file:")
-    with open_gallery(tmp_path / "store") as collection:
-        assert collection.scorer.calibration == load_run(run).training_calibration
-        assert training_note(collection).startswith("240 of the 360 images")
 
 
 def test_without_such_captions_the_note_says_the_way_out(folder, sfumato, tmp_path):
