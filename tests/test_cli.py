@@ -189,7 +189,14 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
     assert "rely on nothing" in folded(out) or "too few to exclude" in folded(out)
     assert all(word in out for word in ("recall@1", "chance", "--details"))
     out = sfumato.printed("trust", work / "run", "--details")
-    shown = ("Brier", "text -> image", "image -> text", "expected_matches", "AUROC", "mean probability")
+    shown = (
+        "Brier",
+        "text -> image",
+        "image -> text",
+        "expected_matches",
+        "AUROC",
+        "Are the probabilities of hits right?",
+    )
     for word in shown:
         assert word in folded(out)
     for name, title in (("nearest_mean", "distance of means"), ("match_entropy", "entropy, all items")):
