@@ -294,9 +294,8 @@ def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
 @pytest.mark.parametrize("slope", [0.0, 1.0])
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
 def test_the_risk_holds_with_five_captions_an_image(correlation, slope, monkeypatch):
-    monkeypatch.setattr(
-        "sfumato.calibration.query_scores._strictest", lambda *_: None
-    )  # Slow, and only for the message.
+    # It is slow, and only for the message.
+    monkeypatch.setattr("sfumato.calibration.query_scores._strictest", lambda *_: None)
     above, certified = broken(correlation, grouped=True, slope=slope)
     assert above < 0.17 and (certified > 0.8 or (correlation, slope) != (0.5, 1.0))
     if correlation == 0.8 and not slope:

@@ -67,7 +67,7 @@ def test_the_latest_verdict_of_one_judge_counts():
     assert merged([ONE], [replace(ONE, yes=0)])[0].yes == 0, "the last of equally late ones"
     assert {(one.judge, one.yes) for one in merged([ONE], [other])} == {("ann", 1), ("bob", 0)}
     (both,) = pair_verdicts([ONE, replace(other, weight=4.0)])
-    assert (both.yes, both.weight, both.n_judges) == (0.5, 3.0, 2)
+    assert (both.yes, both.weight) == (0.5, 3.0)
 
 
 def test_qrels_are_four_columns_and_come_back(tmp_path):

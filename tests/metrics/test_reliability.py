@@ -27,17 +27,6 @@ def test_worked_by_hand():
     assert brier_score(probability, match) == pytest.approx((0.81 + 0.25 + 0.16 + 0.01) / 6)
 
 
-def test_agrees_with_a_loop():
-    generator = torch.Generator().manual_seed(0)
-    probability, match = torch.rand(301, generator=generator), (torch.rand(301, generator=generator) < 0.3).float()
-    total = 0.0
-    for b in range(15):
-        inside = [i for i in range(301) if min(int(float(probability[i]) * 15), 14) == b]
-        if inside:
-            total += abs(sum(float(probability[i]) - float(match[i]) for i in inside)) / 301
-    assert expected_calibration_error(probability, match, binning="width") == pytest.approx(total, abs=1e-6)
-
-
 def test_bad_input_is_named():
     good = torch.tensor([0.5])
     raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([1.5]), good)

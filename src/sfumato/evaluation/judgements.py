@@ -155,7 +155,6 @@ class PairVerdict:
     id: str
     yes: float  # fraction of the judges who say yes
     weight: float  # mean of their weights
-    n_judges: int
 
 
 def pair_verdicts(judgements: Iterable[Judgement]) -> list[PairVerdict]:
@@ -164,7 +163,7 @@ def pair_verdicts(judgements: Iterable[Judgement]) -> list[PairVerdict]:
     for one in merged(judgements):
         by_pair[one.pair].append(one)
     return [
-        PairVerdict(*pair, sum(one.yes for one in own) / len(own), sum(one.weight for one in own) / len(own), len(own))
+        PairVerdict(*pair, sum(one.yes for one in own) / len(own), sum(one.weight for one in own) / len(own))
         for pair, own in by_pair.items()
     ]
 

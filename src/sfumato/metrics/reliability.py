@@ -26,7 +26,7 @@ N_BINS = 15
 
 
 def reliability_curve(
-    probability: Array, match: Array, *, n_bins: int = N_BINS, binning: Binning = "count", confidence: float = 0.95
+    probability: Array, match: Array, *, n_bins: int = N_BINS, binning: Binning = "count"
 ) -> list[dict[str, Any]]:
     """The reliability curve: predicted probability and observed fraction in each bin. probability (k,), match (k,)."""
     probability, match = _tensors(probability, match, "reliability_curve")
@@ -48,7 +48,7 @@ def reliability_curve(
     for b in range(n_bins):
         if size := int(count[b]):
             observed = float(sums[1][b]) / size
-            low, high = wilson_interval(observed, size, confidence=confidence)
+            low, high = wilson_interval(observed, size)
             bins.append(
                 {"probability": float(sums[0][b]) / size, "observed": observed, "low": low, "high": high, "count": size}
             )
