@@ -46,7 +46,7 @@ METHODS: dict[str, type[PosthocMethod]] = {
 
 NOT_BUILT: dict[str, str] = {
     "grove": "GroVE is 1,024 Gaussian processes. For 30,000 pairs in 512 dimensions its published 250 epochs take at"
-    " least 100 hours of one core (papers/benchmarks/grove_cost.py). A query takes 20 gradient steps from a random"
+    " least 100 hours of one core. A query takes 20 gradient steps from a random"
     " start, at least .9 s there (392 ms in its table 10, where others take 30 to 33), and two calls give two answers",
     "geoflowvlm": "GeoFlowVLM (arXiv 2605.13352) learns a flow on a product of spheres. We know its abstract alone;"
     " memory_entropy asks its question of the model's own logits",

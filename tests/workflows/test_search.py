@@ -355,8 +355,8 @@ def test_the_recall_by_uncertainty_of_a_run_is_that_of_its_evaluation(toy, model
     evaluation, path = evaluate_run(load_run(toy / "run"), "test")
     for direction in ("t2i", "i2t"):
         found = model.recall_by_uncertainty("test", direction=direction)
-        assert found == RecallByUncertainty.of_figures(evaluation.uncertainty[direction])
-        assert found == RecallByUncertainty.of_figures(json.loads(path.read_text())["uncertainty"][direction])
+        assert found == RecallByUncertainty(**evaluation.uncertainty[direction])
+        assert found == RecallByUncertainty(**json.loads(path.read_text())["uncertainty"][direction])
     assert len(model.recall_by_uncertainty(n_bins=3, uncertainty="log_det").bins) == 3
     with pytest.raises(UserError, match="has no split 'none'; it has train"):
         model.recall_by_uncertainty("none")

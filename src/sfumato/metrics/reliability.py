@@ -298,7 +298,7 @@ class RecallByUncertainty:
         spearman: of the uncertainties and the single results; None if undefined.
     """
 
-    bins: tuple[dict[str, Any], ...]
+    bins: list[dict[str, Any]]
     correlation: float | None
     spearman: float | None
 
