@@ -30,11 +30,11 @@ def test_bins_worked_by_hand():
     hit = np.array([0, 1, 0, 1, 1, 0, np.nan])
     result = RecallByUncertainty.of(torch.from_numpy(uncertainty), hit, n_bins=3)
     # Without the NaN: in order 1 2 | 3 4 | 5 9, hits 1 1 | 0 1 | 0 0.
-    assert result.bins == (
+    assert result.bins == [
         {"uncertainty": 1.5, "recall": 1.0, "count": 2},
         {"uncertainty": 3.5, "recall": 0.5, "count": 2},
         {"uncertainty": 7.0, "recall": 0.0, "count": 2},
-    )
+    ]
     assert result.correlation == pytest.approx(-1)
     assert result.spearman == pytest.approx(scipy.stats.spearmanr(uncertainty[:6], hit[:6]).statistic)
     assert result == RecallByUncertainty(**vars(result)) and "6 queries in 3 groups" in repr(result)
