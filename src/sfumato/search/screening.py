@@ -43,7 +43,7 @@ _GROUP = 16
 """Rows whose smallest bound is compared at first."""
 
 _FIRST = 2**14
-"""Products that are compared at first; then twice as many, and so on, as the reach falls."""
+"""Products that are compared at first; then four times as many, and so on, as the reach falls."""
 
 _BLOCK = 2**20
 """Largest number of products at a time, for each thread: 4 MiB in float32, which stay in the cache."""
@@ -115,18 +115,19 @@ class _Pending:
         with self._lock:
             self._parts.append(found)
             self._size += len(found)
-            if self._size > 2 * self._pruned + 4 * len(self.reach) * (self._k or 1) or self._size > _MANY_PAIRS:
-                pairs = _Pairs.cat(self._parts)
-                if self._k is not None:
-                    self.reach = _reduced(self.reach, pairs, self._k)
-                    pairs = pairs.take((~(pairs.lower > self.reach[pairs.query])).nonzero().squeeze(1))
-                self._parts, self._size, self._pruned = [pairs], len(pairs), len(pairs)
+            if self._size > 2 * self._pruned + len(self.reach) * (self._k or 1) or self._size > _MANY_PAIRS:
+                self._parts = [self.pairs()]
+                self._size = self._pruned = len(self._parts[0])
                 self.too_many = self._size > _MANY_PAIRS and len(self.reach) > 1
 
     def pairs(self) -> _Pairs:
-        """All of them."""
+        """Those in reach, which falls to the k-th smallest upper bound."""
         none, nothing = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.float64)
-        return _Pairs.cat([_Pairs(none, none, nothing, nothing), *self._parts])
+        pairs = _Pairs.cat([_Pairs(none, none, nothing, nothing), *self._parts])
+        if self._k is None:
+            return pairs
+        self.reach = _reduced(self.reach, pairs, self._k)
+        return pairs.take((~(pairs.lower > self.reach[pairs.query])).nonzero().squeeze(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +242,7 @@ class Comparison:
             start, end = 0, len(block.item)
             while start < end:
                 yield block, slice(start, min(start + n, end))
-                start, n = start + n, min(2 * n, step)
+                start, n = start + n, min(4 * n, step)
 
     def _survivors(
         self, block: Block, rows: slice, relative: _Relative, reach: Tensor, products: Tensor

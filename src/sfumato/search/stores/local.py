@@ -64,8 +64,8 @@ class LocalIndex:
     positions: Positions  # of its rows, ascending
 
 
-_PAGE = 4096
-"""Positions in a page."""
+_PAGE, _WIDE = 4096, 16_384
+"""Positions in a page: in one of the last ones, which additions change, and in the others."""
 
 _QUERIES = 256
 """Queries that are answered at a time."""
@@ -321,8 +321,9 @@ class LocalStore(StoreBase):
         with self._memory:
             known, pages = self._pages
         if known != version:
-            select = f"SELECT position / {_PAGE} AS page, count(*), max(position) FROM items GROUP BY page"
-            pages = sorted(connection.execute(select))
+            wide = connection.execute(f"SELECT max(position) / {_WIDE} * {_WIDE} FROM items").fetchone()
+            select = "SELECT min(position), count(*), max(position) FROM items GROUP BY position"
+            pages = sorted(connection.execute(f"{select} / iif(position < ?, {_WIDE}, {_PAGE})", wide))
             with self._memory:
                 self._pages = version, pages
                 self._blocks = {page: self._blocks[page] for page in pages if page in self._blocks}
@@ -337,16 +338,15 @@ class LocalStore(StoreBase):
     def _block(self, connection: sqlite3.Connection, page: tuple[int, int, int]) -> Block:
         """The vectors of a page, from memory or from disk; they are kept in memory if there is room.
 
-        A page is identified by its number, count and last position: new rows raise the last position, and deletions
-        lower the count.
+        A page is identified by its first position, count and last position: new rows raise the last position, and
+        deletions lower the count.
         """
         with self._memory:
             if page in self._blocks:
                 return self._blocks[page]
             held = sum(block.coded.numel() for block in self._blocks.values())
-        first = page[0] * _PAGE
         select = "SELECT position, vector FROM vectors WHERE position BETWEEN ? AND ? ORDER BY position"
-        rows = connection.execute(select, (first, first + _PAGE - 1)).fetchall()
+        rows = connection.execute(select, (page[0], page[2])).fetchall()
         positions = np.array([row[0] for row in rows], dtype=np.int64)
         block = Block.of_vectors(torch.from_numpy(positions), self._matrix([row[1] for row in rows]))
         with self._memory:
