@@ -15,13 +15,16 @@ install: $(VENV)/.demo  ## an environment in .venv for the commands of the READM
 demo: $(VENV)/.demo  ## train, evaluate, index and search on the embedded emoji set; writes runs/demo/index.html
 	$(BIN)/sfumato demo
 
-test: $(VENV)/.dev  ## the tests of the package, on as many processes as there are cores
-	$(BIN)/python -m pytest tests --numprocesses auto --dist loadfile --no-loadscope-reorder
+TESTS := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.dev  ## the tests of the package that need no server and no patience, on as many processes as there are cores
+	$(TESTS) tests -m 'not slow and not engine'
 
 test-papers: $(VENV)/.dev  ## the tests of what repeats and studies the papers
-	$(BIN)/python -m pytest papers/tests --numprocesses auto --dist loadfile --no-loadscope-reorder
+	$(TESTS) papers/tests
 
-test-all: test test-papers  ## all tests
+test-all: test test-papers  ## all tests: also those with real servers and a browser, and the slow ones
+	$(TESTS) tests -m 'slow or engine'
 
 quick: style types  ## style, types and the tests of what changed since origin/main, in less than a minute
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $$($(BIN)/python scripts/quick.py)

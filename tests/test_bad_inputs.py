@@ -26,6 +26,7 @@ def bad_inputs():
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_bad_inputs(bad_inputs, tmp_path):
     assert tuple(bad_inputs.ENTRANCES) == ENTRANCES
     for name in ENTRANCES:

@@ -102,6 +102,7 @@ def run(top, *words):
     )
 
 
+@pytest.mark.slow
 def test_every_addition_is_at_most_three_edits_and_works(made):
     top, changed = made
     assert list(changed) == KINDS
@@ -110,6 +111,7 @@ def test_every_addition_is_at_most_three_edits_and_works(made):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_additions_pass_the_tests_that_their_kind_shares(made):
     top, _ = made
     done = run(top, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "mine or Mine", *SHARED)

@@ -4,6 +4,7 @@ import json
 import re
 
 import numpy as np
+import pytest
 from markupsafe import escape
 from support.words import folded
 
@@ -25,6 +26,7 @@ def read_every_fourth(config, problems):
     return {name: data.keep_images(np.arange(0, len(data.image_ids), 4)) for name, data in splits.items()}
 
 
+@pytest.mark.slow
 def test_demo_makes_a_self_contained_page(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(SOURCES, "emoji", Source(read_every_fourth, needs_path=False))
     pairs, _ = draw_examples(read_every_fourth(load_recipe(find_recipe("emoji-demo")).data, None)["style"])

@@ -49,6 +49,7 @@ def run_block(folder, block):
     exec(block, {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 def test_the_blocks_of_guides_run(tmp_path):
     blocks_of = lambda page: blocks("python", read(f"docs/{page}.md"))
     [block] = blocks_of("start/five-minutes")
@@ -92,6 +93,7 @@ def visited(tmp_path_factory):
     return folder, folded(printed_by(run_lines, folder, lines))
 
 
+@pytest.mark.slow
 def test_shell_blocks_run_and_python_blocks_where_they_ran(visited):
     folder, printed = visited
     assert "recall@1" in printed and printed.count("192 images in ") == 2 and "200 images in " in printed
@@ -102,6 +104,7 @@ def test_shell_blocks_run_and_python_blocks_where_they_ran(visited):
     assert "%  csd" in first and second.startswith("[('0', "), "text 0 is of image 0"
 
 
+@pytest.mark.slow
 def test_the_service_of_the_readme_starts(visited):
     folder, _ = visited
     [line] = [line for line in commands("README.md") if " serve " in line]

@@ -291,6 +291,7 @@ def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
 
 
 # 90 % confidence: of 200 sets 20 are expected to break the risk at most. 34 of 200 have a probability of .001.
+@pytest.mark.slow
 @pytest.mark.parametrize("slope", [0.0, 1.0])
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
 def test_the_risk_holds_with_five_captions_an_image(correlation, slope, monkeypatch):
@@ -374,6 +375,7 @@ def hoeffding_bentkus(precision, n):
 HELD_OUT_SETS = 300
 
 
+@pytest.mark.slow
 def test_risk_and_precision_are_kept_on_new_queries():
     generator = torch.Generator().manual_seed(5)
     new, ground_truth = scene(generator, 20_000, 40, n_matches=2, shift=3.5)

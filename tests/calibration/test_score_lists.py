@@ -148,6 +148,7 @@ def test_scores_are_used_as_such_where_they_are_comparable():
         assert ScoreCalibrator().fit(scores, labels, groups=queries).formula_.knots is None
 
 
+@pytest.mark.slow
 def test_probabilities_and_their_sums_hold_on_new_lists():
     """Each mean within 4 standard errors: a right fit fails once in 5,000 times (2 lists of figures, 3 kinds)."""
     scores, labels, queries = simulated(3000, 11)

@@ -23,6 +23,7 @@ def run_block(block, folder, monkeypatch, capsys):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_lines_with_sentence_transformers_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     taught_clip(tmp_path / "model", two_colours(tmp_path))

@@ -25,7 +25,7 @@ from sfumato.search.searcher import Searcher
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, create_collection
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")]
 K = 24
 REAL = os.environ.get("SFUMATO_DEMO_RUN")
 

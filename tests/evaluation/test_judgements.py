@@ -115,6 +115,7 @@ def test_a_sample_has_known_probabilities():
     assert {hit.why for hit in sample_hits(bare, 60)} == {"rank 1", "rank 2-3", "rank 4-10", "rank 11-"}
 
 
+@pytest.mark.slow
 def test_estimates_are_unbiased():
     """Over 400 samples of 40 of 360 hits. A false alarm has z = 4.5: seven in a million for each of three."""
     hits, yes = lists()

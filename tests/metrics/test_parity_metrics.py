@@ -114,6 +114,7 @@ def check(official, result):
             assert found == pytest.approx(both[direction], rel=4e-16), (key, direction)
 
 
+@pytest.mark.slow
 def test_parity_scores():
     described, _, ground_truths, images, captions = coco()
     result = evaluate_score_matrix(coco_scores().numpy(), images, captions, ground_truths.values(), better="larger")
@@ -126,6 +127,7 @@ def test_parity_scores():
     assert result["coco_1k"]["rsum"] == pytest.approx(sum(recalls), rel=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [500, 50])
 def test_parity_ranked_lists(k):
     described, _, ground_truths, images, captions = coco()

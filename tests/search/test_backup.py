@@ -154,7 +154,7 @@ def made(tmp_path, store):
     return tmp_path / "live", Writer(tmp_path / "live")
 
 
-@pytest.mark.parametrize("kind", ["file", "postgresql"])
+@pytest.mark.parametrize("kind", ["file", pytest.param("postgresql", marks=pytest.mark.engine)])
 def test_a_copy_while_another_process_writes_is_one_state_and_restores(tmp_path, kind, request):
     url = request.getfixturevalue("server").url if kind == "postgresql" else lambda: "store"
     folder, writer = made(tmp_path, url())
@@ -201,6 +201,7 @@ def commands_of_the_guide():
     return ["\n".join(line.strip() for line in block.splitlines()) for block in blocks]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_guide_as_printed(tmp_path, server, monkeypatch):
     """Only the address of the server is another one."""
     pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")

@@ -133,6 +133,7 @@ def test_folders_of_an_earlier_version(old):
     assert ids == IDS and torch.equal(embeddings.mean, gaussians(N, 0).mean)
 
 
+@pytest.mark.engine
 def test_rows_of_postgresql_of_an_earlier_version(old, server):
     server.execute("CREATE DATABASE earlier")
     on_server(server, "psql", "-q", "-d", "earlier", "-v", "ON_ERROR_STOP=1", "-f", old / "rows.sql")
@@ -170,6 +171,7 @@ def test_folders_of_a_later_version_are_refused(old, sfumato):
     refused(lambda: load_embeddings(old / "one.safetensors"), "sfumato-embeddings-2", "sfumato-embeddings-1")
 
 
+@pytest.mark.engine
 def test_stores_of_a_later_version_are_refused(old, server, tmp_path):
     from sfumato.search.stores import milvus, pgvector
     from sfumato.search.stores.protocol import create_store

@@ -39,6 +39,8 @@ from sfumato.search.stores import milvus, milvus_place
 from sfumato.search.stores import protocol as stores
 from sfumato.search.stores.protocol import Filter, Records, without_password
 
+pytestmark = pytest.mark.engine
+
 if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)
 

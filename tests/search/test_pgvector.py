@@ -34,6 +34,8 @@ from sfumato.errors import UserError
 from sfumato.search.stores import pgvector_connections
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 
+pytestmark = pytest.mark.engine
+
 pytest.importorskip("psycopg")
 
 DEBIAN = Path("/usr/lib/postgresql/15/bin")

@@ -117,6 +117,7 @@ def test_products_of_int8_are_exact_where_they_are_used():
         assert torch.equal(product.double(), rows.double() @ queries.double().T)
 
 
+@pytest.mark.slow
 def test_with_avx2_alone(request):
     """It has products of int8 that saturate: the same tests in a process that may use nothing newer."""
     if os.environ.get("ONEDNN_MAX_CPU_ISA"):

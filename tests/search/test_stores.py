@@ -73,6 +73,7 @@ def index_files(folder):
     return sorted(folder.glob("index-*"))
 
 
+@pytest.mark.slow
 def test_recall_at_the_defaults(tmp_path, needs_faiss):
     store = create_store(f"{tmp_path}/store?engine=hnsw&exact_below=1000", 24)
     batch, late, wanted = clustered(5000, 24, 1), clustered(200, 24, 2), clustered(100, 24, 3).vectors
@@ -106,6 +107,7 @@ def test_recall_at_the_defaults(tmp_path, needs_faiss):
     with_faiss.close()
 
 
+@pytest.mark.slow
 def test_compressed_vectors_are_candidates_only(tmp_path, needs_faiss):
     """48 of 96 numbers hardly vary: they are left out, and a byte is kept of each other; results are as exact."""
     spread = torch.cat([torch.ones(48), torch.full((48,), 0.01)])

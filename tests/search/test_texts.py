@@ -118,6 +118,7 @@ def by_loops(collection, gallery, query, text, neutral=False):
     return pairs, [(1 / (1 + math.exp(z)), i) for z, i in found], linear(of["nothing"], -best[0], listed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a dog", "vehicles in snow", "zebra", "a cat and an animal on a sofa"])
 def test_order_and_probabilities_are_those_of_the_formula(made, text):
     collection, gallery = made

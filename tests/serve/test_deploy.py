@@ -168,6 +168,7 @@ def gone_off(good, tmp_path, few=1):
     return found
 
 
+@pytest.mark.engine
 def test_alerts_go_off_when_they_should_and_not_otherwise(tmp_path):
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")

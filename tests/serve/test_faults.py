@@ -222,6 +222,7 @@ def test_limits(sources):
         assert len(client.get("/v1/search?q=a").json()["answers"][0]["hits"]) == 5  # The usual 10 are not asked for.
 
 
+@pytest.mark.slow
 def test_malformed_requests_never_make_it_stumble(client, monkeypatch):
     pytest.importorskip("schemathesis")
     folder = Path(__file__).parents[2] / "benchmarks"

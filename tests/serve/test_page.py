@@ -21,7 +21,7 @@ from sfumato.serve.settings import open_sources
 
 playwright = Lazy("playwright.sync_api", "needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")]
 expect = lambda *given: playwright.expect(*given)
 
 OUTLINE = """() => {

@@ -20,6 +20,9 @@ from sfumato.serve.settings import open_sources
 from sfumato.workflows.index import create_collection
 
 
+pytestmark = pytest.mark.engine
+
+
 @pytest.fixture(scope="module")
 def store():
     pytest.importorskip("psycopg")

@@ -524,6 +524,7 @@ def test_a_network_needs_a_key():
     assert hosts_of("::1", []) == hosts_of("localhost", []) == ("127.0.0.1", "localhost", "[::1]")
 
 
+@pytest.mark.slow
 def test_sigterm_lets_requests_finish(collection):
     process = Process(collection, "--set", "batch_window_ms=1500")
     until(lambda: ready(process.client))
@@ -540,6 +541,7 @@ def test_sigterm_lets_requests_finish(collection):
     assert status == 0 and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_what_was_acknowledged_survives_kill_9(collection):
     process, acknowledged, sent = Process(collection), [], threading.Event()
     until(lambda: ready(process.client))

@@ -37,6 +37,7 @@ def worlds(tmp_path_factory):
     return {size: [read(f"{size}-{rank}") for rank in range(size)] for size in (1, 3)}
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_are_those_of_one_process(worlds):
     expected_values, expected = worlds[1][0]
     for values, gradients in worlds[3]:
@@ -76,6 +77,7 @@ def same_numbers(a: object, b: object) -> bool:
     return a == pytest.approx(b, rel=1e-6) if isinstance(a, float) else a == b
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path):
     """Frozen random features would do; here batch norms see half batches, so only the kind of result is compared."""
     recipe = make_toy(tmp_path)

@@ -81,6 +81,7 @@ def taught(tmp_path_factory):
     return manifest, str(taught_clip(folder / "model", manifest))
 
 
+@pytest.mark.slow
 def test_training_keeps_the_embeddings_of_the_model(taught, tmp_path, monkeypatch):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
     manifest, folder = taught

@@ -147,6 +147,7 @@ def inline(values):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_of_every_table_trains(world, tmp_path, name, monkeypatch):
     monkeypatch.setitem(ARCHITECTURES, "ViT-Ti/16", {"image": (24, 2, 3), "text": (24, 2, 3)})

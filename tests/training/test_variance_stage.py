@@ -131,6 +131,7 @@ def test_only_estimators_that_look_at_a_gallery_can_teach(name):
         teacher_values(VarianceStageConfig(teacher=name), *related(), "t2i")
 
 
+@pytest.mark.slow
 def test_the_hidden_network_learns_what_was_taught():
     built, store = tower(variance_hidden=32, hidden_dropout=0.2)
     config = VarianceStageConfig(epochs=200, batch_size=5, lr=2e-3, weight_decay=0.01, floor=0.1)

@@ -101,6 +101,7 @@ def test_the_folder_is_a_run_of_its_own_figures(adopted):
     assert "AdoptedModel(" in repr(adopted) and "400 images" in repr(adopted)
 
 
+@pytest.mark.slow
 def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     """The three commands of the guide, from the folder of the files; then from another folder."""
     images, texts, pairs = frozen()

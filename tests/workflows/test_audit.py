@@ -346,6 +346,7 @@ def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path, c
     assert distance == sorted(distance)
 
 
+@pytest.mark.slow
 def test_cross_fitting_trains_on_the_other_parts(work, sfumato, tmp_path):
     arguments = "audit", work / "run", "--cross-fit", 2, "--out", tmp_path / "c", "--top", 500, "--json"
     status, out, err = sfumato(*arguments)

@@ -68,6 +68,7 @@ def test_load_model_takes_a_name_on_the_hub(toy, run, tmp_path, monkeypatch):
     assert_embeds_alike(load_run(run).model, load_model("somebody/toy").model, picture(toy))
 
 
+@pytest.mark.slow
 def test_the_card_runs_as_it_stands(toy, run, tmp_path):
     out = export_run(run, tmp_path / "out")
     (out / "photo.jpg").write_bytes(b"")
