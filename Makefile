@@ -27,7 +27,7 @@ test-all: test test-papers  ## all tests: also those with real servers and a bro
 	$(TESTS) tests -m 'slow or engine'
 
 quick: style types  ## style, types and the tests of what changed since origin/main, in less than a minute
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $$($(BIN)/python scripts/quick.py)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile -m 'not slow and not engine' $$($(BIN)/python scripts/quick.py)
 
 style: $(VENV)/.dev  ## ruff: rules and layout of the code
 	$(BIN)/ruff check .

@@ -19,7 +19,6 @@ from sfumato.models.run import load_run
 from sfumato.serve.settings import open_sources
 from sfumato.workflows.index import create_collection
 
-
 pytestmark = pytest.mark.engine
 
 
