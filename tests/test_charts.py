@@ -15,7 +15,6 @@ from sfumato.charts import (
     write_drawing,
 )
 from sfumato.errors import UserError
-from sfumato.reports.report import training_curves
 
 LINK = "{http://www.w3.org/1999/xlink}href"
 
@@ -44,16 +43,6 @@ def test_a_chart_is_one_element_without_references_to_elsewhere():
     assert {e.attrib[LINK][1:] for e in root.iter("use")} <= ids
 
 
-def test_each_marker_of_a_collection_has_its_title():
-    chart = Chart("dots")
-    n = 40
-    chart.hover(chart.axes.scatter(range(n), range(n), s=28), *(f"dot {k}" for k in range(n)))
-    dots = [e for e in parsed(chart.svg()).iter("use") if e.find("title") is not None]
-    assert [e.find("title").text for e in dots] == [f"dot {k}" for k in range(n)]
-    positions = [float(e.attrib["x"]) for e in dots]
-    assert positions == sorted(positions) and len(set(positions)) == n
-
-
 def test_writing_a_figure_leaves_it_as_it_was(tmp_path):
     """Its layout too, which is found once for both files, and leaves room for the label."""
     from matplotlib import pyplot
@@ -72,11 +61,3 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"pip install 'sfumato\[report\]'"):
         require_matplotlib()
-
-
-def test_training_curves_show_the_values_of_the_log():
-    log = [{"epoch": e, "loss": 4.0 - e, "val/i2t/recall@1": 0.1 * e} for e in range(3)]
-    loss, recall = training_curves(log)
-    assert [e.text for e in parsed(loss["chart"]).iter("title")] == ["epoch 1: 4", "epoch 2: 3", "epoch 3: 2"]
-    assert [e.text for e in parsed(recall["chart"]).iter("title")][1:] == ["epoch 2: 10.0%", "epoch 3: 20.0%"]
-    assert training_curves([{"epoch": 0, "loss": 0.0}]) == []

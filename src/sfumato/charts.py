@@ -156,7 +156,7 @@ class Chart:
         from matplotlib.figure import Figure
 
         self._label, self._width, self._height = label, width, height
-        self._titles: dict[str, list[str]] = {}
+        self._titles: dict[str, str] = {}
         with matplotlib.rc_context(STYLE):
             self._figure = Figure(figsize=(width / 72, height / 72), layout=None if plane else "constrained")
             self.axes: Axes = self._figure.add_axes((0, 0, 1, 1)) if plane else self._figure.subplots()
@@ -165,11 +165,11 @@ class Chart:
             else:
                 self.axes.grid(axis="y")
 
-    def hover(self, artist: "Artist", *titles: str) -> None:
+    def hover(self, artist: "Artist", title: str) -> None:
         """Give a shape a title that browsers show under the pointer."""
         name = f"titled-{len(self._titles)}"
         artist.set_gid(name)
-        self._titles[name] = [f"<title>{html.escape(title)}</title>" for title in titles]
+        self._titles[name] = f"<title>{html.escape(title)}</title>"
 
     def legend(self) -> None:
         """Put a legend of all labelled series above the axes."""
@@ -191,27 +191,11 @@ class Chart:
         text = re.sub(r' clip-path="[^"]*"|; font-family: [^;"]*|<defs> <clipPath.*?</defs>', "", text)
         text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
         text = re.sub(r'<g id="[^"]*" ?/>', "", text)
-        text = re.sub(r'<g id="([^"]*)">', lambda found: "<g>" + self._children(found[1]), text)
-        for name, titles in self._titles.items():
-            if len(titles) > 1:
-                text = _title_each(text, f"<!--{name}-->", titles)
+        text = re.sub(r'<g id="([^"]*)">', lambda found: "<g>" + self._titles.get(found[1], ""), text)
         for colour, variable in _VARIABLES.items():
             text = text.replace(colour, f"var({variable}, {colour})")
         label = html.escape(self._label)
         return Markup(f'<svg viewBox="0 0 {self._width} {self._height}" role="img" aria-label="{label}">{text}</svg>')
-
-    def _children(self, name: str) -> str:
-        titles = self._titles.get(name, [])
-        return titles[0] if len(titles) == 1 else f"<!--{name}-->" if titles else ""
-
-
-def _title_each(text: str, mark: str, titles: list[str]) -> str:
-    """Put one title into each marker of the group that starts with a mark."""
-    before, _, after = text.partition(mark)
-    waiting = iter(titles)
-    return before + re.sub(
-        r"<use ([^>]*)/>", lambda use: f"<use {use[1]}>{next(waiting)}</use>", after, count=len(titles)
-    )
 
 
 @cache

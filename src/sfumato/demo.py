@@ -211,9 +211,7 @@ def _expected_chart(data: PairData, expected: np.ndarray, counts: np.ndarray) ->
         chosen = np.flatnonzero(kinds == kind)
         if len(chosen):
             x, y = (counts * jitter)[chosen], expected[chosen].clip(0.1)
-            dots = axes.scatter(x.clip(0.1), y, s=28, color=colour, alpha=0.45, linewidth=0, label=kind)
-            titles = [f"{data.texts[i]}: {counts[i]} true, {expected[i]:.1f} expected" for i in chosen]
-            chart.hover(dots, *titles)
+            axes.scatter(x.clip(0.1), y, s=28, color=colour, alpha=0.45, linewidth=0, label=kind)
     for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
         scale("log")
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -4,10 +4,8 @@ import contextlib
 import errno
 import json
 import os
-import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -15,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.errors import UserError
-
-_TEMPORARY = re.compile(r"\..+\.[0-9a-z_]{8,}\.tmp")
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
@@ -83,17 +79,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     sync_folder(folder.parent)
-
-
-def remove_leftovers(folder: Path, age: float) -> int:
-    """Remove the temporary files of :func:`write_atomically` that killed processes have left."""
-    removed = 0
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):
-            if _TEMPORARY.fullmatch(path.name) and path.is_file() and time.time() - path.stat().st_mtime > age:
-                path.unlink()
-                removed += 1
-    return removed
 
 
 def sync_folder(folder: Path) -> None:

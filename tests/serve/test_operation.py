@@ -1,10 +1,9 @@
-"""What those who run the service rely on: it is drained before it ends, its log is JSON if wanted, and it is traced."""
+"""What those who run the service rely on: it is drained before it ends, and its log is JSON if wanted."""
 
 import contextlib
 import json
 import logging
 import signal
-import sys
 import time
 
 import httpx
@@ -13,7 +12,6 @@ from support.raising import raises
 from support.serving import KEY, Process, in_base64, picture, ready, served, until
 
 from sfumato.errors import UserError
-from sfumato.serve.app import create_app
 from sfumato.serve.server import JsonFormatter, formatter_of, log_to_stderr
 
 SECRET = "a purple walrus"
@@ -89,37 +87,3 @@ def test_lines_for_people_stay(capsys):
     record = logging.LogRecord("a", logging.INFO, "", 0, "two\nlines %d", (1,), None)
     assert json.loads(JsonFormatter().format(record))["message"] == "two\nlines 1"
     raises(UserError, "--log-format must be text or json, got 'xml'", formatter_of, "xml")
-
-
-def test_traces_hold_routes_and_nothing_that_was_asked(sources):
-    pytest.importorskip("opentelemetry.instrumentation.fastapi", reason="the extra otel is not installed")
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-    from starlette.testclient import TestClient
-
-    from sfumato.serve.server import trace, tracer_provider
-
-    spans, app = InMemorySpanExporter(), create_app(sources)
-    trace(app, tracer_provider(SimpleSpanProcessor(spans)))
-    with TestClient(app) as client:
-        until(lambda: ready(client))
-        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-        client.get("/v1/search", params={"q": SECRET}, headers={"traceparent": parent, "X-API-Key": KEY})
-        client.get(f"/v1/items/{SECRET}")
-        client.get(f"/{SECRET}")
-        client.get("/metrics")
-    found = spans.get_finished_spans()
-    assert [span.name for span in found] == ["GET /v1/search", "GET /v1/items/{id:path}", "GET"]
-    assert f"{found[0].context.trace_id:x}" in parent and found[0].resource.attributes["service.name"] == "sfumato"
-    told = json.dumps([dict(span.attributes) for span in found])
-    assert '"http.status_code": 200' in told and '"http.status_code": 404' in told
-    assert not any(word in told for word in (SECRET, SECRET.replace(" ", "+"), "walrus", KEY))
-
-
-def test_traces_need_their_extra(collection, sfumato, monkeypatch):
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    monkeypatch.setitem(sys.modules, "opentelemetry.instrumentation.fastapi", None)
-    status, _, err = sfumato("serve", collection, "--otel")
-    assert status == 2 and "--otel needs OpenTelemetry: pip install 'sfumato[otel]'" in err
-    status, _, err = sfumato("serve", collection, "--log-format", "xml")
-    assert status == 2 and "--log-format must be text or json" in err

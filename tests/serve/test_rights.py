@@ -1,16 +1,12 @@
 """Who may write: keys that read, keys that write, and services that take no writes."""
 
 import logging
-import time
 
 import pytest
-from serve.test_sweep import aged
 from support.raising import raises
-from support.serving import KEY, by_image, new_item, picture, problem, served, until
+from support.serving import KEY, by_image, new_item, picture, problem, served
 
-from sfumato.data.images import UploadedImages
 from sfumato.errors import UserError
-from sfumato.search.collection import UPLOADED_IMAGES
 from sfumato.serve.settings import Settings, open_sources, read_keys
 
 READER = "a-key-for-reading"
@@ -60,8 +56,6 @@ def test_a_reading_key_reads_and_does_not_write(collection, caplog):
 
 
 def test_a_service_that_takes_no_writes(collection):
-    uploads = UploadedImages(collection / UPLOADED_IMAGES)
-    orphan = aged(uploads.path_of(uploads.write("no item", picture())))
     for keys in ((), (KEY,)):
         with served(open_sources(collection), keys=keys, read_only=True) as client:
             assert told(client) == ("read", False)
@@ -70,11 +64,6 @@ def test_a_service_that_takes_no_writes(collection):
             for method, path, body in WRITES:
                 assert "--read-only" in problem(client.request(method, path, **body), 403)["detail"]
             problem(client.put("/v1/items/000.png"), 403)  # Whatever may become a write.
-            if not keys:
-                time.sleep(0.5)
-            assert orphan.exists()  # Nothing is swept.
-    with served(open_sources(collection)):
-        until(lambda: not orphan.exists())  # A service that writes sweeps.
 
 
 def test_the_command_takes_rights(collection, sfumato, monkeypatch):

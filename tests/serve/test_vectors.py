@@ -193,11 +193,3 @@ def test_a_vector_that_the_model_cannot_embed(tmp_path, texts):
         told = [search(client, query(texts[3]), query(sign * np.array(huge)), status=422) for sign in (1, -1)]
     message = "body.queries.1.vector: the embedding of this vector by the model is not finite"
     assert all(message in one["detail"] for one in told)
-
-
-def test_the_documentation_has_an_example_that_works(vectors, client, points):
-    schema = vectors.get("/openapi.json").json()["components"]["schemas"]["SearchRequest"]
-    (example,) = schema["examples"]
-    assert search(vectors, *example["queries"])[0]["hits"]
-    other = client.get("/openapi.json").json()["components"]["schemas"]["SearchRequest"]["examples"]
-    assert other[0]["queries"] == [{"text": "a red bird"}]  # The examples of two services are apart.

@@ -262,23 +262,16 @@ class Frozen:
     )
 
 
-@dataclass(frozen=True)
-class AdoptFlags:
-    """How the probabilities are fitted and measured."""
-
-    method: str = flag(
-        "auto",
-        "What probabilities depend on: distance, nearest (items), reference (queries), or auto, the best of them.",
-    )
-    queries: Population = "planted"
-
-
 @command()
 def adopt(
     *,
     frozen: Frozen,
     out: Path = flag(Path("runs/adopted"), "Folder of the adopted model: new, or empty."),
-    given: AdoptFlags,
+    method: str = flag(
+        "auto",
+        "What probabilities depend on: distance, nearest (items), reference (queries), or auto, the best of them.",
+    ),
+    queries: Population = "planted",
     as_json: AsJson = False,
 ) -> None:
     """Give a frozen model calibrated probabilities.
@@ -290,13 +283,14 @@ def adopt(
     from sfumato.workflows.adopt import adopt as adopt_embeddings
     from sfumato.workflows.adopt import adopt_encoders
 
-    options = {name: value for name, value in vars(given).items() if name != "queries"} | {"population": given.queries}
     check_out_folder(out)
     with writing(out):
         if frozen.model and frozen.data and frozen.images is frozen.texts is frozen.pairs is None:
-            adopted = adopt_encoders(frozen.model, frozen.data, out, **options)
+            adopted = adopt_encoders(frozen.model, frozen.data, out, method=method, population=queries)
         elif frozen.model is frozen.data is None and frozen.images and frozen.texts:
-            adopted = adopt_embeddings(frozen.images, frozen.texts, frozen.pairs, out, **options)
+            adopted = adopt_embeddings(
+                frozen.images, frozen.texts, frozen.pairs, out, method=method, population=queries
+            )
         else:
             raise UserError("give MODEL with --data, or --images and --texts with the embeddings of a model")
     if as_json:

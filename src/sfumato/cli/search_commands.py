@@ -339,7 +339,6 @@ def serve(
     ),
     access_log: bool = flag(False, "Log a line for every request.", "--access-log"),
     log_format: str = rare("text", "Lines of the log: text, or json for one object a line.", metavar="text|json"),
-    otel: bool = rare(False, "Send traces by OpenTelemetry; its OTEL_* variables say where to.", "--otel"),
     limits: list[str] | None = rare(
         None, "Change a limit, e.g. timeout=60 or max_upload_mb=20; repeatable.", "--set", metavar="NAME=VALUE"
     ),
@@ -359,7 +358,6 @@ def serve(
         from sfumato.serve.settings import Settings, open_sources, parse_limits, read_keys
 
     server.formatter_of(log_format)
-    provider = server.tracer_provider() if otel else None
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     if judgements is not None:
         check_out_file(judgements, option="--judgements")
@@ -376,6 +374,4 @@ def serve(
         say(f"the images of {folder} are looked for in {', '.join(images)} from now on")
     sources = open_sources(folder, texts, run=run, store=store, device=choose_device())
     app = create_app(sources, settings)
-    if provider is not None:
-        server.trace(app, provider)
     server.run_app(app, host=host, port=port, access_log=access_log, log_format=log_format)

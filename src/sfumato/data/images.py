@@ -352,11 +352,6 @@ class UploadedImages:
         """Remove an image that no payload names any more, if it exists."""
         self.path_of(name).unlink(missing_ok=True)
 
-    @property
-    def orphans(self) -> Path:
-        """Folder of images that no item names, which are deleted later."""
-        return self.folder / ".orphans"
-
     @staticmethod
     def is_name(name: str) -> bool:
         """Whether a text is a name that :meth:`write` gives."""

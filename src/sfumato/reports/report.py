@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sfumato import __version__
-from sfumato.charts import FIRST, SECOND, Chart, draw_curve, render_page, require_matplotlib
+from sfumato.charts import render_page, require_matplotlib
 from sfumato.data.images import Problems, thumbnail
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
@@ -27,20 +27,19 @@ from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import N_BINS, wilson_interval
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.model import Model
-from sfumato.models.run import LOG, RECIPE, Run, read_log
+from sfumato.models.run import RECIPE, Run
 from sfumato.reports.report_charts import (
     DirectionResult,
     ReportData,
     Thumbnails,
     calibration_panels,
     direction_result,
-    in_percent,
     recall_by_uncertainty,
     uncertain_queries,
     variance_histogram,
     wrong_first_results,
 )
-from sfumato.reports.tables import DIRECTIONS, MISSING, digits, is_number, percent, signed
+from sfumato.reports.tables import DIRECTIONS, MISSING, percent, signed
 from sfumato.search.exact import rank_relevant
 
 _METRICS = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
@@ -85,7 +84,6 @@ def make_report(data: ReportData) -> Report:
         "extremes": [] if points else uncertain_queries(data, directions, thumbnails),
         "mistakes": mistakes,
         "shown_mistakes": [group | {"name": DIRECTIONS[group["key"]]} for group in shown_mistakes],
-        "curves": training_curves(data.log),
         "signed": signed,
     }
     return Report(render_page("report.html.j2", values), evaluation, calibration, mistakes)
@@ -187,62 +185,10 @@ def _table_row(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, "cells": [percent(metrics.get(m)) for m in _METRICS] + counts}
 
 
-_CURVES: tuple[tuple[str, dict[str, tuple[str, str]]], ...] = (
-    ("training loss", {"loss": (FIRST, "loss")}),
-    (
-        "recall@1 on the validation split",
-        {"val/i2t/recall@1": (FIRST, DIRECTIONS["i2t"]), "val/t2i/recall@1": (SECOND, DIRECTIONS["t2i"])},
-    ),
-    (
-        "mean total variance in training",
-        {"total_variance/image": (FIRST, "images"), "total_variance/text": (SECOND, "texts")},
-    ),
-)
-
-
-def training_curves(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Charts of the quantities in a training log."""
-    from matplotlib.ticker import MaxNLocator
-
-    shown = []
-    for name, series in _CURVES:
-        lines = {
-            key: [
-                (float(e["epoch"]) + 1, float(e[key]))
-                for e in log
-                if is_number(e.get(key)) and is_number(e.get("epoch"))
-            ]
-            for key in series
-        }
-        lines = {key: points for key, points in lines.items() if points}
-        if not lines or max(v for points in lines.values() for _, v in points) <= 0:
-            continue
-        fraction = "recall" in name
-        ends = (f"{series[key][1]} from {digits(p[0][1], 3)} to {digits(p[-1][1], 3)}" for key, p in lines.items())
-        chart = Chart(f"{name} by epoch: " + "; ".join(ends))
-        for key, points in lines.items():
-            colour, label = series[key]
-            shown_points = [{"x": x, "value": y, "low": None} for x, y in points]
-            dots = draw_curve(chart.axes, shown_points, colour, label=label, markers=len(points) <= 20)
-            for dot, (epoch, value) in zip(dots, points, strict=False):
-                chart.hover(dot, f"epoch {epoch:g}: {percent(value) if fraction else digits(value)}")
-        chart.axes.set_ylim(
-            bottom=min(0.0, chart.axes.get_ylim()[0]) if min(v for p in lines.values() for _, v in p) < 0 else 0
-        )
-        chart.axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        if fraction:
-            in_percent(chart.axes.yaxis)
-        chart.axes.set_xlabel("epoch")
-        if len(lines) > 1:
-            chart.legend()
-        shown.append({"name": name, "chart": chart.svg()})
-    return shown
-
-
 def report_model(
     retrieval_model: Model, data: DataConfig, split: str, out: Path, *, name: str, run: Run | None = None
 ) -> Report:
-    """Evaluate a model on a split of some data and write a page about it; with a run, its recipe and curves too."""
+    """Evaluate a model on a split of some data and write a page about it; with a run, its recipe too."""
     if not out.parent.is_dir():
         raise FileNotFoundError(f"cannot write {out}: the folder {out.parent} does not exist; create it first")
     problems = Problems()
@@ -265,7 +211,6 @@ def report_model(
             text_kinds=pairs.text_kinds,
             learnt_logits=None if run is None else _learnt_logits(run),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
-            log=[] if run is None else read_log(run.folder / LOG),
             notes=_notes(len(problems), retrieval_model.model.image.processor.reads),
             version=__version__,
         )

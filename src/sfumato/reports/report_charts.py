@@ -50,7 +50,6 @@ class ReportData:
     learnt_logits: tuple[float, float] | None = None
     text_kinds: Sequence[str] | None = None  # (m,) kinds for a breakdown; None for none
     recipe: str = ""  # the text of the run's recipe
-    log: Sequence[Mapping[str, Any]] = ()  # of training, one dictionary for each epoch
     notes: Sequence[str] = ()  # sentences about omitted parts
     version: str = ""  # of the program that makes the page
 
@@ -130,14 +129,9 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
     chart = Chart(f"Recall at 1 of ten groups by uncertainty, {name}: " + ", ".join(f"{b['recall']:.0%}" for b in bins))
     rows = []
     intervals = [wilson_interval(b["recall"], b["count"]) for b in bins]
-    bars = draw_recall_bins(chart.axes, [b["recall"] for b in bins], intervals)
-    for i, (b, bar, (low, high)) in enumerate(zip(bins, bars, intervals, strict=True), 1):
+    draw_recall_bins(chart.axes, [b["recall"] for b in bins], intervals)
+    for i, (b, (low, high)) in enumerate(zip(bins, intervals, strict=True), 1):
         between, variance = f"{low:.1%} to {high:.1%}", digits(b["uncertainty"], 3)
-        chart.hover(
-            bar,
-            f"group {i} of 10: recall@1 {b['recall']:.1%} ({between}), {b['count']} queries, mean"
-            f" total variance {variance}",
-        )
         rows.append([str(i), variance, f"{b['count']:,}", percent(b["recall"]), between])
     counts = sorted({b["count"] for b in bins})
     return {
@@ -179,9 +173,7 @@ def variance_histogram(data: ReportData) -> dict[str, Any]:
     chart = Chart(f"Histogram of total variance: {label}")
     for (side, v), colour, alpha in zip(shown.items(), (FIRST, SECOND), (0.75, 0.6), strict=True):
         fraction = np.histogram(v, edges)[0] / max(len(variance[side]), 1)
-        bars = chart.axes.bar(edges[:-1], fraction, np.diff(edges), align="edge", color=colour, alpha=alpha, label=side)
-        for bar, height, left, right in zip(bars, fraction, edges[:-1], edges[1:], strict=True):
-            chart.hover(bar, f"{side}: {height:.1%} between {left:.3g} and {right:.3g}")
+        chart.axes.bar(edges[:-1], fraction, np.diff(edges), align="edge", color=colour, alpha=alpha, label=side)
     chart.axes.set_xscale("log")
     chart.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(4))
     chart.axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -268,11 +260,6 @@ def _reliability_chart(curves: Mapping[str, list[dict[str, Any]]], name: str) ->
         dots = draw_curve(axes, points, colour, label=f"{version} calibration", line=line)
         for dot, b in zip(dots, curve, strict=True):
             dot.set(markersize=5 + 8 * np.log1p(b["count"]) / np.log1p(most), markerfacecolor=face)
-            chart.hover(
-                dot,
-                f"{version} calibration: predicted {b['probability']:.1%}, observed {b['observed']:.1%}"
-                f" ({b['low']:.1%} to {b['high']:.1%}) of {b['count']:,}",
-            )
     for axis in (axes.xaxis, axes.yaxis):
         in_percent(axis)
         axis.set_ticks([0, 0.25, 0.5, 0.75, 1])

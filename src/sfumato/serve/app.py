@@ -114,8 +114,6 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.start()
-        if not settings.read_only:
-            writer.start()
         yield
         service.ready.clear()
         await writer.close()

@@ -187,8 +187,6 @@ def documented(app: FastAPI) -> dict[str, Any]:
         "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
     }
     document["security"] = [{}, {"bearer": []}, {"header": []}]
-    kinds = app.state.service.embedder.kinds()
-    _fit_example(document, {} if kinds.text else kinds.vector)
     _type_values(document["components"]["schemas"])
     return document
 
@@ -202,11 +200,3 @@ def _type_values(schema: Any) -> None:
         schema = list(schema.values())
     for inner in schema if isinstance(schema, list) else ():
         _type_values(inner)
-
-
-def _fit_example(document: dict[str, Any], vector: Mapping[str, int]) -> None:
-    """Give a search of a model without texts an example of a vector of the right length, so that it works."""
-    schema = document["components"]["schemas"]["SearchRequest"]
-    for modality, length in list(vector.items())[:1]:
-        (example,) = schema["examples"]
-        schema["examples"] = [{**example, "queries": [{"vector": [0.1] * length, "modality": modality}]}]

@@ -1,9 +1,6 @@
 """Running the service: one uvicorn process that prints its address once it is ready and shuts down gracefully.
 
-Its log goes to standard error: lines for people, or one JSON object a line for programs. Its traces go by OpenTelemetry
-where the user asks for them; nothing of it is imported otherwise. The variables of OpenTelemetry say where traces go
-and how many: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the others. A trace holds the
-template of a route: no query, no id and no key.
+Its log goes to standard error: lines for people, or one JSON object a line for programs.
 """
 
 import asyncio
@@ -15,24 +12,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from sfumato.errors import UserError, need
-from sfumato.serve.app import route_of
+from sfumato.errors import UserError
 from sfumato.serve.guard import share_memory
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-    from opentelemetry.trace import Span
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 """Names of this machine for itself."""
@@ -120,46 +110,6 @@ def log_to_stderr(formatter: logging.Formatter, *, access_log: bool) -> None:
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("sfumato.serve").setLevel(logging.DEBUG if access_log else logging.INFO)
-
-
-def tracer_provider(processor: "SpanProcessor | None" = None) -> "TracerProvider":
-    """What collects traces, for :func:`trace`; for the exporter of OTLP unless a processor is given."""
-    with need("otel", "--otel needs OpenTelemetry"):
-        import opentelemetry.instrumentation.fastapi  # noqa: F401
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    named = Resource({SERVICE_NAME: "sfumato"}).merge(OTELResourceDetector().detect())
-    provider = TracerProvider(resource=named)
-    provider.add_span_processor(processor or BatchSpanProcessor(OTLPSpanExporter()))
-    return provider
-
-
-def trace(app: FastAPI, provider: "TracerProvider") -> None:
-    """Trace the requests to an application."""
-    from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
-
-    FastAPIInstrumentor.instrument_app(
-        app,
-        server_request_hook=partial(_without_queries, app),
-        tracer_provider=provider,
-        excluded_urls="/healthz,/readyz,/metrics",
-        exclude_spans=["receive", "send"],
-    )
-
-
-_PLACES = {"http.target": "{}", "url.path": "{}", "http.url": "{}", "url.full": "{}", "url.query": "", "http.query": ""}
-"""Attributes of a span that would hold the path or the query, and what they hold instead."""
-
-
-def _without_queries(app: FastAPI, span: "Span", scope: dict[str, Any]) -> None:
-    """Put the template of the route in the place of the path and the query."""
-    route = route_of(app, scope.get("method", "GET"), scope["path"])
-    given: Mapping[str, object] = getattr(span, "attributes", None) or {}
-    for name, held in _PLACES.items():
-        if name in given:
-            span.set_attribute(name, held.format(route))
 
 
 class Server(uvicorn.Server):
