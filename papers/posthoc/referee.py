@@ -7,18 +7,13 @@ seed; nothing is chosen on it. The ranking is that of the frozen cosine for all.
 read the figures.
 """
 
-import contextlib
-import ctypes
-import gc
 import platform
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +29,7 @@ from papers.posthoc.contestants import (
     pair_calibration,
 )
 from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit
+from papers.posthoc.peak_memory import PeakMemory
 from papers.posthoc.referee_report import (
     FORMAT,
     ContestantFigures,
@@ -410,43 +406,3 @@ def _ambiguity(contestant: Contestant, scene: _Scene, options: RefereeOptions) -
     value = balanced_spearman(u, counts, seed=options.seed)
     resampled = resampled_balanced_spearman({"u": u}, counts, n_resamples=options.n_resamples, seed=options.seed)
     return percentile_interval(value, resampled["u"])
-
-
-# ---------------------------------------------------------------- memory
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-class PeakMemory:
-    """A context that measures its own peak of resident memory, which counts what torch and NumPy allocate.
-
-    Linux keeps the largest value and can forget it; other systems cannot, and give None.
-
-    Memory that the allocator keeps for later is given back to the system first; otherwise a block that reuses it would
-    seem to need none.
-    """
-
-    megabytes: float | None = None  # 10^6 bytes above the start; None before the end, and where it cannot be measured
-
-    def __enter__(self) -> Self:
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError, TypeError):  # Only glibc has it.
-            ctypes.CDLL(None).malloc_trim(0)
-        try:
-            _RESET.write_text("5", encoding="ascii")
-            self._start: float | None = _largest()
-        except OSError:
-            self._start = None
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._start is not None:
-            self.megabytes = max(0.0, _largest() - self._start)
-
-
-def _largest() -> float:
-    found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text(encoding="ascii"))
-    if found is None:
-        raise OSError(f"{_STATUS} has no VmHWM")
-    return int(found[1]) * 1024 / 1e6

@@ -12,8 +12,12 @@ import pytest
 from support.scripts import benchmark
 from support.words import folded
 
+from papers.benchmarks import uncertainty_tables
+from papers.benchmarks.uncertainty_multiplicity import partial_statistic
+from papers.benchmarks.uncertainty_scenes import NEIGHBOURS, similarity
+
 ROOT = Path(__file__).resolve().parents[2]
-script, multiplicity = benchmark("results_page"), importlib.import_module("papers.benchmarks.uncertainty_multiplicity")
+script = benchmark("results_page")
 
 
 def test_the_pages_are_those_of_the_files():
@@ -22,10 +26,10 @@ def test_the_pages_are_those_of_the_files():
     around = script.page(script.all_results(), f"before {script.BEGIN} old {script.END} after")
     assert re.fullmatch(r"before <!--.*--> after", around, re.DOTALL) and f"{script.BEGIN} old" not in around
     report = json.loads((ROOT / "benchmarks" / "results" / "uncertainty.json").read_text(encoding="utf-8"))
-    text = multiplicity.PAGE.read_text(encoding="utf-8")
-    assert text == multiplicity.page(report, text)
+    text = uncertainty_tables.PAGE.read_text(encoding="utf-8")
+    assert text == uncertainty_tables.page(report, text)
     report["scenes"]["emoji texts"]["scores"]["baseline: few words"]["all"]["value"] = 0.987
-    assert text != multiplicity.page(report, text), "the figures are those of the report"
+    assert text != uncertainty_tables.page(report, text), "the figures are those of the report"
 
 
 def test_every_method_of_a_file_has_a_name_and_every_figure_a_baseline():
@@ -75,7 +79,7 @@ def test_a_partial_rank_correlation_is_that_of_the_residuals():
     rank = [np.argsort(np.argsort(values)).astype(float) for values in (x, y, z)]
     line = np.stack([rank[2], np.ones(50)], axis=1)
     a, b = (r - line @ np.linalg.lstsq(line, r, rcond=None)[0] for r in rank[:2])
-    found = multiplicity.partial_statistic(x, y, z)(np.ones((1, 50)))
+    found = partial_statistic(x, y, z)(np.ones((1, 50)))
     assert found == pytest.approx([np.corrcoef(a, b)[0, 1]], abs=1e-9)
 
 
@@ -83,10 +87,10 @@ def test_neighbours_of_an_item_are_those_of_other_owners():
     random = np.random.default_rng(0)
     x, owners = random.normal(size=(24, 3)), np.arange(24) // 2
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-    found = multiplicity.similarity(x, x[:12], owners)
+    found = similarity(x, x[:12], owners)
     for k in range(24):
         near = sorted(unit[k] @ unit[j] for j in range(24) if owners[j] != owners[k])[-10:]
-        assert found[multiplicity.NEIGHBOURS][k] == pytest.approx(np.mean(near))
+        assert found[NEIGHBOURS][k] == pytest.approx(np.mean(near))
         assert found["similar to training"][k] == pytest.approx(np.mean([unit[k] @ unit[j] for j in range(12)]))
 
 

@@ -18,11 +18,12 @@ from support.toy import make_toy
 from support.words import folded, too_wide
 from torch.nn import functional
 
-from papers.posthoc import METHODS, fit_hit_logits
+from papers.posthoc import METHODS, fit_hit_logits, peak_memory
 from papers.posthoc import referee as referee_module
 from papers.posthoc.contestants import BASELINES, contestants, fit_contestant, pair_calibration
 from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze
-from papers.posthoc.referee import PeakMemory, RefereeOptions, adapter_epochs, referee_model, wanted_methods
+from papers.posthoc.peak_memory import PeakMemory
+from papers.posthoc.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
 from papers.posthoc.referee_tables import corruption_table, referee_summary, referee_table, referee_tables
 from papers.shown import markdown
 from papers.uncertainty.corruption import corrupted_queries
@@ -354,7 +355,7 @@ def test_peak_memory_sees_what_is_freed_again_and_not_what_was_there(monkeypatch
     with PeakMemory() as nothing:
         pass
     assert nothing.megabytes < 3
-    monkeypatch.setattr(referee_module, "_RESET", tmp_path / "none" / "clear_refs")  # As on other systems.
+    monkeypatch.setattr(peak_memory, "_RESET", tmp_path / "none" / "clear_refs")  # As on other systems.
     with PeakMemory() as unknown:
         pass
     assert unknown.megabytes is None
