@@ -31,10 +31,10 @@ from match_loss import peak_mb
 from towers import inputs as clip_inputs
 
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import MatchLoss
 from sfumato.losses.pcme import PCMELoss, PCMEOptions

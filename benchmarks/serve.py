@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from service_world import WORDS, ServiceProcess, large_sources
 
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.towers import DualEncoder
 from sfumato.models.run import load_model
 from sfumato.serve.app import create_app
 from sfumato.serve.server import run_app

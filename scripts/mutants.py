@@ -20,7 +20,7 @@ from quick import imported
 
 SOURCE = Path("src/sfumato")
 GROUPS = {
-    "mathematics": ["gaussian.py", "losses/prolip.py", "matching.py", "distances", "losses", "metrics"],
+    "mathematics": ["gaussian.py", "losses/contrastive.py", "matching.py", "distances", "losses", "metrics"],
     "calibration": ["calibration"],
     "search": ["search"],
     "stores": ["search/stores"],

@@ -11,7 +11,7 @@ from support.batches import batch
 from support.parity import released_inclusion_loss, released_inclusion_test, released_log_inclusion
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.prolip import inclusion_losses, inclusion_test, log_inclusion
+from sfumato.losses.contrastive import inclusion_losses, inclusion_test, log_inclusion
 
 inclusion_loss = lambda *sides, **options: inclusion_losses(*sides, **options).mean()
 

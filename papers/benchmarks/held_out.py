@@ -33,7 +33,7 @@ from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
-from sfumato.training.variance_stage import teach_variances
+from sfumato.training.validation import teach_variances
 
 TEACHERS = ("listed_matches", "expected_matches", "match_entropy")
 GALLERY = ("expected_matches", "match_entropy", "top1_mismatch")

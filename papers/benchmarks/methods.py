@@ -30,7 +30,7 @@ from typing import Any
 
 from sfumato.evaluation.benchmarks import COMPARED
 from sfumato.metrics.retrieval import RECALLS
-from sfumato.models.evaluate import evaluate_run
+from sfumato.models.embed import evaluate_run
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import LAST, RECIPE, load_run
 from sfumato.training.loop import fit

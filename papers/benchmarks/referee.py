@@ -41,7 +41,7 @@ from papers.posthoc.referee_tables import referee_summary, referee_tables
 from papers.uncertainty.corruption import corrupted_inputs
 from sfumato.data.images import Problems
 from sfumato.encoders.backbones import text_backbone
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.towers import DualEncoder
 from sfumato.files import write_atomically
 from sfumato.metrics.bootstrap import spearman
 from sfumato.models.embed import load_splits

@@ -16,10 +16,10 @@ from torch import Tensor
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.encoders.convolutional import ResNetEncoder, ResNetImageConfig, resnet_encoder
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import BilinearProcessor, TokenProcessor
 from sfumato.encoders.scratch import WordEncoder
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError
 from sfumato.matching import SampledLogits
 from sfumato.models.pretrained import FOREIGN

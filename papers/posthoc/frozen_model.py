@@ -21,9 +21,9 @@ from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
-from sfumato.encoders.dual import Tower
 from sfumato.encoders.encoder_protocol import Item, Store, TokenFeatures
 from sfumato.encoders.heads import AveragePool, GaussianHead
+from sfumato.encoders.towers import Tower
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Query
 from sfumato.evaluation.trust import many_to_many, resampled_together

@@ -34,8 +34,8 @@ from sfumato.calibration.platt import fit_logits
 from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
+from sfumato.losses.contrastive import ProLIPLoss, ProLIPOptions
 from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions
-from sfumato.losses.prolip import ProLIPLoss, ProLIPOptions
 
 _N_LOGITS = 1024
 """Number of pairs that give the first scale and bias of match logits."""

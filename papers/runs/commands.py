@@ -147,7 +147,7 @@ def strategies(
     from sfumato.evaluation.benchmarks import per_query_table, write_per_query
     from sfumato.evaluation.protocols import EvaluationOptions
     from sfumato.matching import MATCH_PROBABILITY
-    from sfumato.models.evaluate import embed_for_evaluation
+    from sfumato.models.embed import embed_for_evaluation
 
     chosen = choose_strategies(names)
     if per_query is not None:

@@ -29,7 +29,7 @@ from sfumato.evaluation.benchmarks import COMPARED, PerQuery, query_name, write_
 from sfumato.evaluation.embedded_input import measure
 from sfumato.files import read_json
 from sfumato.metrics.retrieval import ALL_METRICS
-from sfumato.models.evaluate import embed_for_evaluation, evaluate_run
+from sfumato.models.embed import embed_for_evaluation, evaluate_run
 from sfumato.models.run import LOG, MODEL, load_run
 from sfumato.progress import say
 from sfumato.workflows.table import (

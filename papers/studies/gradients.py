@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.infonce import InfoNCEOptions, infonce_loss
+from sfumato.losses.contrastive import InfoNCEOptions, infonce_loss
 from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss
 from sfumato.losses.triplet import TripletOptions, triplet_loss
 

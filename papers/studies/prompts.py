@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import Array, GaussianEmbedding, as_tensor
 from sfumato.models.embed import read_lines

@@ -22,7 +22,7 @@ from sfumato.data.transforms import MixPlan, encode_png
 from sfumato.errors import need
 from sfumato.evaluation.trust import words_of
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.prolip import inclusion_test
+from sfumato.losses.contrastive import inclusion_test
 from sfumato.metrics.bootstrap import Statistic, bootstrap, mean_statistic
 from sfumato.metrics.relevance import Relevance
 from sfumato.reports.tables import WORDS

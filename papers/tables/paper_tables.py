@@ -21,7 +21,7 @@ from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.protocols import EmbeddedSet
 from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
-from sfumato.models.evaluate import embed_for_evaluation
+from sfumato.models.embed import embed_for_evaluation
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe
 from sfumato.models.run import MODEL, Run, load_run
 from sfumato.progress import say

@@ -14,7 +14,7 @@ import torch
 from papers.uncertainty.damage import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, Corruption
 from sfumato.data.images import ImageSource
 from sfumato.data.pairs import PairData
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.towers import DualEncoder
 from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side

@@ -12,7 +12,7 @@ from torch import Tensor
 from sfumato.evaluation.estimators import ESTIMATORS as ESTIMATORS
 from sfumato.evaluation.estimators import NEAREST, Block, Estimator, entropy, register_estimator
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.prolip import inclusion_test, log_inclusion
+from sfumato.losses.contrastive import inclusion_test, log_inclusion
 from sfumato.matching import match_logit
 from sfumato.reports.tables import WORDS
 

@@ -18,8 +18,7 @@ from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_r
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import balanced_spearman, spearman
-from sfumato.models.embed import embed_split, load_split
-from sfumato.models.evaluate import evaluate_run
+from sfumato.models.embed import embed_split, evaluate_run, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
 from sfumato.reports.evaluation import print_evaluation

@@ -14,12 +14,12 @@ from support.toy import make_toy
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sfumato.encoders.encoder_protocol import Encoder, ImageEncoderConfig, TextEncoderConfig, TokenFeatures
-from sfumato.encoders.encoder_registry import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
+from sfumato.encoders.towers import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.errors import UserError
 from sfumato.models.build import Assets, build_model, fresh_tokenizer
-from sfumato.models.evaluate import evaluate_run
+from sfumato.models.embed import evaluate_run
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
 from sfumato.models.run import load_model, load_run
 from sfumato.training.loop import fit

@@ -9,11 +9,11 @@ from PIL import Image
 from support.pictures import encoded, png
 
 from sfumato.encoders.backbones import image_backbone, text_backbone
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
 from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, HeadOptions, MaxPool
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, tokenize, train_tokenizer
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError
 
 

@@ -10,7 +10,7 @@ from support.pictures import encoded, write_tar
 from support.words import folded, too_wide
 
 from sfumato.distances.distance import seeded_samples
-from sfumato.models.evaluate import embed_for_evaluation
+from sfumato.models.embed import embed_for_evaluation
 from sfumato.models.run import load_run
 
 RECIPE = """

@@ -7,7 +7,7 @@ import torch
 from support import references
 from torch.distributions import Independent, Normal
 
-from sfumato.training.variance_stage import dispersion_loss, match_dispersion
+from sfumato.training.validation import dispersion_loss, match_dispersion
 
 ITEM, PARTNER = torch.tensor([3, 0, 1, 0, 3, 1, 0, 3]), torch.tensor([6, 2, 0, 5, 1, 4, 0, 2])
 

@@ -7,7 +7,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.infonce import InfoNCELoss, InfoNCEOptions, infonce_loss
+from sfumato.losses.contrastive import InfoNCELoss, InfoNCEOptions, infonce_loss
 
 
 @pytest.mark.parametrize("distance", ["squared_l2", "csd", "bhattacharyya"])

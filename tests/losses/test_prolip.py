@@ -13,7 +13,7 @@ from support.parity import released_inclusion_loss
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import vib_loss
-from sfumato.losses.prolip import ProLIPLoss, ProLIPOptions, inclusion_losses, inclusion_test, prolip_loss
+from sfumato.losses.contrastive import ProLIPLoss, ProLIPOptions, inclusion_losses, inclusion_test, prolip_loss
 
 NOTHING_ELSE = ProLIPOptions(beta=0.0, inclusion_weight=0.0)
 

@@ -15,10 +15,9 @@ from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LOSSES
 from sfumato.losses.base import LossOptions, PairBlock, loss_of_block
-from sfumato.losses.infonce import InfoNCEOptions
+from sfumato.losses.contrastive import InfoNCEOptions, ProLIPOptions
 from sfumato.losses.pcme import PCMEOptions
 from sfumato.losses.pcmepp import PCMEPPOptions
-from sfumato.losses.prolip import ProLIPOptions
 from sfumato.losses.triplet import DAAOptions, PVSEOptions
 
 

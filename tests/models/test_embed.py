@@ -11,12 +11,12 @@ from support.pictures import encoded, noise
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor, TokenProcessor
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.models.embed import embed_folder, embedding_steps, encode_each, model_digest
 from sfumato.models.model import Model
 

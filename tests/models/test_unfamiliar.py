@@ -9,8 +9,8 @@ import torch
 
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.backbones import text_backbone
-from sfumato.encoders.dual import piece_counter
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
+from sfumato.encoders.towers import piece_counter
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import auroc

@@ -18,7 +18,7 @@ from PIL import Image
 from support.raising import raises
 from support.serving import KEY, begun, by_image, guard_of, in_base64, picture, problem, served, until
 
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError
 from sfumato.serve import guard
 from sfumato.serve.decoding import _Process

@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from sfumato.distances import get_distance
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.losses import LOSSES, register_loss
 from sfumato.losses.pcme import PCMEOptions
 from sfumato.losses.pcmepp import PCMEPPOptions

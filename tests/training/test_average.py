@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 from support.toy import make_toy
 
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe

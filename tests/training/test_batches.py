@@ -16,11 +16,11 @@ from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairBatch, PairData, PairSampler
 from sfumato.data.shards import ShardBatch
 from sfumato.data.transforms import MixPlan
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Inputs, PixelStore, RaggedStore
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, add_begin_and_end, train_tokenizer
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import check_recipe

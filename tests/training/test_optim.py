@@ -11,11 +11,11 @@ from support.toy import make_toy
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Encoder, Inputs
 from sfumato.encoders.feature_rows import FeatureInput, RegionEncoder
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder, WordEncoder
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError
 from sfumato.losses import LOSSES
 from sfumato.models.recipe import check_recipe, load_recipe

@@ -9,10 +9,10 @@ from support.toy import make_toy
 from torch import nn
 
 from sfumato.data.transforms import plan_mixing
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LOSSES
 from sfumato.losses.pcmepp import PCMEPPOptions

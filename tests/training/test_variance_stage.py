@@ -7,19 +7,19 @@ from safetensors.torch import load_file
 from support.toy import make_toy
 
 from sfumato.calibration.platt import fit_logits
-from sfumato.encoders.dual import Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.encoders.scratch import SmallTextEncoder
+from sfumato.encoders.towers import Tower
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import spearman
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.recipe import load_recipe
 from sfumato.models.sections import VarianceStageConfig
-from sfumato.training import variance_stage
+from sfumato.training import validation as variance_stage
 from sfumato.training.loop import fit
-from sfumato.training.variance_stage import fit_variance_stage, teacher_values
+from sfumato.training.validation import fit_variance_stage, teacher_values
 
 WORDS = [f"{a} {b}" for a in ("red", "green", "blue", "pink") for b in ("circle", "square", "cross", "bar", "ring")]
 SPREAD = torch.linspace(0, 0.9, len(WORDS))[torch.randperm(len(WORDS), generator=torch.Generator().manual_seed(0))]

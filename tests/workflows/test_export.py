@@ -15,7 +15,7 @@ from support.tiny_models import tiny_architecture
 
 from sfumato.errors import UserError
 from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer, save_state
-from sfumato.models.evaluate import evaluate_run
+from sfumato.models.embed import evaluate_run
 from sfumato.models.recipe import check_recipe, save_recipe
 from sfumato.models.run import load_model, load_run, save_assets
 from sfumato.workflows.export import export_run

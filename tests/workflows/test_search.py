@@ -12,8 +12,7 @@ from support.references import csd
 import sfumato
 from sfumato import RecallByUncertainty
 from sfumato.errors import UserError
-from sfumato.models.embed import embed_split, load_split
-from sfumato.models.evaluate import evaluate_run
+from sfumato.models.embed import embed_split, evaluate_run, load_split
 from sfumato.models.run import load_run
 from sfumato.search.answer import SearchOptions
 from sfumato.workflows.adopt import adopt

@@ -8,7 +8,7 @@ import pytest
 from support.toy import make_two_methods
 from support.words import folded
 
-from sfumato.models.evaluate import evaluate_run
+from sfumato.models.embed import evaluate_run
 from sfumato.models.run import load_run
 from sfumato.reports.evaluation import runs_latex, runs_table
 from sfumato.reports.tables import tex

@@ -36,8 +36,8 @@ from papers.tests.posthoc.fixtures import close, fixture
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import vib_loss
+from sfumato.losses.contrastive import ProLIPOptions, prolip_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions, pcmepp_loss
-from sfumato.losses.prolip import ProLIPOptions, prolip_loss
 
 NAMES = {"vmf": "vmf", "psd": "power_spherical"}
 FAST = AdapterTraining((24,), 30, 64, 3e-3)

@@ -17,7 +17,7 @@ from papers.runs.printed import runs_latex, runs_table, write_runs_table
 from papers.runs.table import Best, RunsTable, TableOptions, table_of_runs
 from sfumato.evaluation.benchmarks import COMPARED, PerQuery, per_query_table
 from sfumato.evaluation.embedded_input import measure
-from sfumato.models.evaluate import embed_for_evaluation, evaluate_run
+from sfumato.models.embed import embed_for_evaluation, evaluate_run
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.training.loop import fit

@@ -18,7 +18,7 @@ from papers.tables.items import find_item
 from papers.tables.paper_tables import TableData, choose_data
 from papers.tests.tables.tiny_figures import SMALL, make_pictures
 from sfumato.errors import UserError
-from sfumato.losses.infonce import InfoNCEOptions, infonce_loss
+from sfumato.losses.contrastive import InfoNCEOptions, infonce_loss
 from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss
 from sfumato.losses.triplet import TripletOptions, triplet_loss
 from sfumato.models.embed import embed_split, load_split

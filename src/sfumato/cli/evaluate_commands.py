@@ -272,7 +272,7 @@ def _evaluate(
 ) -> "tuple[Evaluation | Measured | None, Path | None, dict[str, Any]]":
     """The figures, the file that they are written to, and the file of single queries as a part of the JSON."""
     from sfumato.evaluation.embedded_input import measure
-    from sfumato.models.evaluate import embed_for_evaluation, evaluate_model, write_figures
+    from sfumato.models.embed import embed_for_evaluation, evaluate_model, write_figures
 
     chosen, embedded = opened.model.ranking_distance(flags.distance), None
     options.check_samples(chosen)
@@ -315,7 +315,7 @@ def trust(
     on its own data, writes trust-SPLIT.json into its folder.
     """
     from sfumato.data.splits import WORDINGS
-    from sfumato.models.evaluate import write_figures
+    from sfumato.models.embed import write_figures
     from sfumato.reports.evaluation import print_trust, print_trust_summary
     from sfumato.workflows.trust import trust_model
 

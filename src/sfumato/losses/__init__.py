@@ -8,10 +8,9 @@ from dataclasses import fields
 
 from sfumato.imports import claim_name
 from sfumato.losses.base import FunctionLoss, LossFunction, LossOptions, MatchLoss
-from sfumato.losses.infonce import InfoNCELoss
+from sfumato.losses.contrastive import InfoNCELoss, ProLIPLoss
 from sfumato.losses.pcme import PCMELoss
 from sfumato.losses.pcmepp import PCMEPPLoss
-from sfumato.losses.prolip import ProLIPLoss
 from sfumato.losses.triplet import DAALoss, PVSELoss, TripletLoss
 
 LOSSES: dict[str, type[MatchLoss]] = {

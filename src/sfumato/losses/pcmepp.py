@@ -21,7 +21,7 @@ from sfumato.losses.base import (
     vib_sums,
     whole_batch,
 )
-from sfumato.losses.infonce import LARGEST_SCALE, InfoNCELoss, InfoNCEOptions, infonce_loss
+from sfumato.losses.contrastive import LARGEST_SCALE, InfoNCELoss, InfoNCEOptions, infonce_loss
 from sfumato.losses.tiles import PairTerms, Tile, Tiles, pair_sums
 from sfumato.matching import match_logit
 

@@ -15,11 +15,10 @@ from safetensors.torch import save as safetensors_bytes
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.encoder_protocol import BuildContext
-from sfumato.encoders.encoder_registry import encoder_entry
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.towers import DualEncoder, Tower, encoder_entry
 from sfumato.errors import UserError, first_line
 from sfumato.files import write_atomically
 from sfumato.ids import Side

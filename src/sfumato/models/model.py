@@ -18,7 +18,7 @@ from sfumato.calibration.platt import fit_logistic
 from sfumato.data.image_inputs import ImageInput, image_sources, unreadable, vector_file
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
-from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
+from sfumato.encoders.towers import DualEncoder, Pieces, piece_counter
 from sfumato.errors import UserError
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding

@@ -1,4 +1,4 @@
-"""Published probabilistic image-text models, loaded as a :class:`~sfumato.encoders.dual.DualEncoder`.
+"""Published probabilistic image-text models, loaded as a :class:`~sfumato.encoders.towers.DualEncoder`.
 
 Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of PCME++'s released training
 code (the COCO models). The config.json and the names of the tensors show what a path holds.
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD, UncTokenImageEncoder, UncTokenTextEncoder
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.package_weights import hub_problem, hub_reachable
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError, need
 from sfumato.models.model import Model
 from sfumato.models.pretrained_tensors import (

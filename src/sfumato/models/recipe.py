@@ -25,7 +25,7 @@ from pydantic import (
 from sfumato.data.feature_tables import resolved_table
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
-from sfumato.encoders.encoder_registry import ENCODERS
+from sfumato.encoders.towers import ENCODERS
 from sfumato.errors import UserError
 from sfumato.files import recipe_folder, write_atomically
 from sfumato.ids import Side

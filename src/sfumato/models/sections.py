@@ -20,9 +20,9 @@ from pydantic import (
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
-from sfumato.encoders.encoder_registry import encoder_entry, encoder_section, tag_of
 from sfumato.encoders.package_weights import TrainingPrecision
 from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
+from sfumato.encoders.towers import encoder_entry, encoder_section, tag_of
 from sfumato.losses import LOSSES
 from sfumato.losses.base import LossOptions
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from sfumato.data.images import Images, ImageSource, MemoryImage
-from sfumato.encoders.dual import DualEncoder, piece_counter
+from sfumato.encoders.towers import DualEncoder, piece_counter
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryInfo, SearchOptions, Target, TextQuery

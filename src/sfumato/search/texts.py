@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from sfumato.calibration.fits import Evidence, FitsCalibration
-from sfumato.encoders.dual import DualEncoder, Pieces, piece_counter
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
+from sfumato.encoders.towers import DualEncoder, Pieces, piece_counter
 from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore, create_store, open_store
 
 TEXT_FIELDS = ("captions", "title", "tags")

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from sfumato.data.image_inputs import regions_to_bytes
-from sfumato.encoders.dual import DualEncoder, Tower
 from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.processors import PixelProcessor
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embedding_steps
 from sfumato.serve.decoding import HEADER, Decoders, Task, Unavailable, bytes_of, closing

@@ -10,7 +10,7 @@ import torch
 
 from sfumato.data.image_decoding import MAX_PIXELS
 from sfumato.data.images import Images, UploadedImages
-from sfumato.encoders.dual import DualEncoder
+from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, as_typed
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.run import RECIPE

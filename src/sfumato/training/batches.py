@@ -28,9 +28,9 @@ from sfumato.data.transforms import (
     plan_mixing,
     smooth_match,
 )
-from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.encoder_protocol import Inputs, Store
 from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
+from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import Recipe

@@ -14,9 +14,9 @@ from sfumato.data.pairs import Grades, PairData, PairSampler
 from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS, apply_noise, load_noise, parse_part, save_noise, shuffle_pairs, without_part
-from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.package_weights import where_weights_are
+from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, as_typed, counted
 from sfumato.imports import given_imports
 from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer, load_tensors

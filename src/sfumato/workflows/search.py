@@ -15,8 +15,8 @@ from sfumato.data.image_inputs import ImageInput, image_sources
 from sfumato.data.images import Problems, SplitImages
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
-from sfumato.encoders.dual import DualEncoder
 from sfumato.encoders.feature_rows import EmbeddingProcessor
+from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, as_typed, counted
 from sfumato.evaluation.hits import first_hits
 from sfumato.evaluation.protocols import EmbeddedSplit

@@ -17,7 +17,7 @@ import torch
 from sfumato.errors import UserError
 from sfumato.files import read_json
 from sfumato.models.build import build_loss
-from sfumato.models.evaluate import evaluate_run
+from sfumato.models.embed import evaluate_run
 from sfumato.models.recipe import BOOKKEEPING, Recipe, differing_keys, leaves, load_recipe, recipe_values
 from sfumato.models.run import MODEL, RECIPE, load_run
 from sfumato.models.sections import UnknownLossConfig
