@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.conditional import N_NEAREST
-from sfumato.calibration.platt import METHODS, PairLogits
+from sfumato.calibration.logits import N_NEAREST, PairLogits
 from sfumato.calibration.query_scores import N_STEPS, QueryScores
 from sfumato.distances import get_distance
 from sfumato.ids import Direction
@@ -45,19 +44,19 @@ def pairs_of(run: Run, split: str) -> tuple[Tensor, Tensor]:
     return get_distance(run.distance).matrix(images, texts), torch.from_numpy(match).bool()
 
 
-def calibrations(run: Run, split: str) -> dict[str, Calibration]:
-    """By method, fitted on a split."""
+def calibrated(run: Run, split: str) -> Calibration:
+    """Fitted on a split."""
     prepared = load_split(run.model, run.recipe.data, split)
-    embedded = embed_split(run.model, prepared)
-    return {m: calibrate_split(embedded, prepared.data, run.distance, split=split, method=m) for m in METHODS}
+    return calibrate_split(embed_split(run.model, prepared), prepared.data, run.distance, split=split)
 
 
-def probabilities(run: Run, fitted: dict[str, Calibration], distance: Tensor, match: Tensor) -> dict[str, Any]:
+def probabilities(run: Run, fitted: Calibration, distance: Tensor, match: Tensor) -> dict[str, Any]:
     """Calibration errors over all pairs; of the size of the gallery, that of the images."""
-    found = {"before": match_probability(distance, *(run.loss.match_logits() or (1.0, 0.0)))}
-    for method, calibration in fitted.items():
-        found[method] = calibration.probability(distance)
-        found[f"{method}, gallery size"] = calibration.of("t2i").probability(distance, n_gallery=len(distance))
+    found = {
+        "before": match_probability(distance, *(run.loss.match_logits() or (1.0, 0.0))),
+        "platt": fitted.probability(distance),
+        "platt, gallery size": fitted.of("t2i").probability(distance, n_gallery=len(distance)),
+    }
     label = match.flatten().float()
     return {
         name: {
@@ -164,13 +163,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     run = load_run(arguments.run)
-    fitted = calibrations(run, "val")
-    own = fitted["platt"]
-    seen = calibrations(run, "train")["platt"]
+    own, seen = (calibrated(run, split) for split in ("val", "train"))
     result: dict[str, Any] = {}
     for split in ("val", "test"):
         distance, match = pairs_of(run, split)
-        result[f"probabilities, {split}"] = probabilities(run, fitted, distance, match)
+        result[f"probabilities, {split}"] = probabilities(run, own, distance, match)
         for direction in DIRECTIONS:
             d, y = (distance, match) if direction == "i2t" else (distance.T, match.T)
             if split == "test":

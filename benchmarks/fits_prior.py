@@ -33,9 +33,9 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from sfumato.calibration.conditional import LinearLogit, Rows, fit_linear_logit
+from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
-from sfumato.calibration.scorer import Scorer
+from sfumato.calibration.logits import LinearLogit, Rows, fit_linear_logit
 from sfumato.distances import get_distance
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.metrics.bootstrap import risk_coverage_statistics

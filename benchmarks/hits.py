@@ -14,7 +14,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from sfumato.calibration.conditional import Population
+from sfumato.calibration.logits import Population
 from sfumato.distances import get_distance
 from sfumato.evaluation.hits import HitFigures, measure_hits, without_nearest
 from sfumato.models.calibrate import calibrate_split, embed_reference

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 EXTRAS = (
-    "faiss", "parquet", "calibration", "analysis", "report", "benchmarks", "backbones", "offline", "serve",
+    "faiss", "parquet", "analysis", "report", "benchmarks", "backbones", "offline", "serve",
     "heif", "raw", "video", "referee",
 )  # fmt: skip
 """All extras but the clients of database servers and the demo, whose packages are in the others."""

@@ -418,7 +418,6 @@ BAD_INPUTS = {
     "search {stored} x --coverage 90": "coverage must be between 0 and 1, got 90",
     "search {stored} --image {data}/000.png --coverage 0.9": "works only with queries by text",
     "calibrate {data}": "is not a run folder",
-    "calibrate {run} --method magic": "unknown method 'magic'; known: platt, isotonic",
     "calibrate {run} --split dev": "has no split 'dev'",
     "evaluate run {cut}": "damaged",
     "evaluate run {bare}": "tokenizer.json is missing",

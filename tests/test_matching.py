@@ -7,7 +7,7 @@ import scipy
 import torch
 from support.raising import raises
 
-from sfumato.calibration.platt import fit_logits
+from sfumato.calibration.logits import fit_logits
 from sfumato.distances.distance import seeded_samples
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.matching import MatchingLogits, match_probability, match_probability_distance

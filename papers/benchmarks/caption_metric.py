@@ -33,7 +33,7 @@ from torch.nn.functional import normalize
 from papers.captions.constants import CaptionEvidence, CaptionFits, columns_of
 from papers.captions.score import Pair, evidence_of, pair_logits
 from sfumato import load
-from sfumato.calibration.conditional import LinearLogit, Rows, fit_linear_logit
+from sfumato.calibration.logits import LinearLogit, Rows, fit_linear_logit
 from sfumato.encoders.encoder_protocol import RaggedStore
 from sfumato.metrics.bootstrap import auroc, bootstrap
 from sfumato.metrics.reliability import expected_calibration_error

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from sfumato.calibration.conditional import LinearLogit
+from sfumato.calibration.logits import LinearLogit
 
 TEXT_FEATURES = ("first", "first of content", "words", "number of words", "one over number of texts")
 """What the logits read of an item with texts, beside the mean cosine, or beside the logit of the image and it."""

@@ -5,6 +5,7 @@ The item has texts, an image, or both. There is no gallery; each different text 
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 
 from papers.captions.constants import CaptionEvidence, CaptionFits, grouped, word_weight
+from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import FitsCalibration
-from sfumato.calibration.scorer import Scorer
 from sfumato.data.image_inputs import ImageInput
 from sfumato.distances import get_distance
+from sfumato.encoders.dual import Pieces
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors, shared_minilm
 from sfumato.errors import UserError, first_line
 from sfumato.files import write_atomically
@@ -28,7 +30,24 @@ from sfumato.models.model import Model
 from sfumato.models.run import SMALL, load_model
 from sfumato.progress import progress_bar
 from sfumato.search.gallery import REFERENCE_SIZE
-from sfumato.search.texts import read_fraction, saying, stemmed
+from sfumato.search.texts import FUNCTION_WORDS, saying, stemmed
+
+_LETTERS_PER_PIECE = 3.5
+"""Letters for each subword piece of a word that a tokenizer does not have whole, from which it still reads it."""
+
+
+def read_fraction(texts: Sequence[str], pieces: Pieces) -> list[float]:
+    """The fraction of each text's letters in words that a tokenizer has whole or in long pieces.
+
+    It is nearly 1 in the languages of its vocabulary, less than one half in others, and 0 where a text has no words but
+    function words.
+    """
+    own = [re.findall(r"[^\W_]+", text.casefold()) for text in texts]
+    own = [[] if FUNCTION_WORDS.issuperset(some) else some for some in own]
+    words = list(dict.fromkeys(word for some in own for word in some))
+    read = {word: n == 1 or len(word) >= _LETTERS_PER_PIECE * n for word, n in zip(words, pieces(words), strict=True)}
+    return [sum(len(word) for word in some if read[word]) / max(1, sum(map(len, some))) for some in own]
+
 
 Progress = Callable[[int], None]
 

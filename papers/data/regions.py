@@ -18,7 +18,7 @@ from sfumato.data.sources import DataConfig
 from sfumato.encoders.encoder_protocol import FrozenBackbone, Item, Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError
-from sfumato.files import is_plain_name, is_unused, new_folder, reserve, write_atomically
+from sfumato.files import is_plain_name, is_unused, new_folder, write_atomically
 from sfumato.models.build import cache_folder
 from sfumato.models.embed import load_splits
 from sfumato.progress import progress_bar
@@ -118,7 +118,6 @@ def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple
     shape = (len(store), *first.shape)
     path = folder / f"{name}_ims.npy"
     array = np.lib.format.open_memmap(path, mode="w+", dtype="<f2", shape=shape)
-    reserve(path)
     for start in range(0, len(store), _TOGETHER):
         index = np.arange(start, min(start + _TOGETHER, len(store)))
         batch = store.batch(index)

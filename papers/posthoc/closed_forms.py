@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from papers.posthoc.method import FrozenPairs, PosthocMethod, check_embeddings, check_rows, unit
-from sfumato.calibration.platt import fit_logits
+from sfumato.calibration.logits import fit_logits
 from sfumato.errors import need
 from sfumato.gaussian import accumulation_dtype
 from sfumato.ids import Side

@@ -16,7 +16,7 @@ from papers.posthoc import METHODS, PosthocMethod
 from papers.posthoc.frozen_model import FrozenModel, FrozenSplit
 from papers.uncertainty.estimators import MORE
 from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.conditional import N_NEAREST
+from sfumato.calibration.logits import N_NEAREST
 from sfumato.evaluation import estimators
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Direction, Side

@@ -30,7 +30,7 @@ from papers.posthoc.adapters import (
     scaled_inputs,
 )
 from papers.posthoc.method import FrozenPairs, unit
-from sfumato.calibration.platt import fit_logits
+from sfumato.calibration.logits import fit_logits
 from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side

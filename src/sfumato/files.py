@@ -1,7 +1,6 @@
 """Atomic files: written under a temporary name, forced to disk, renamed."""
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -89,17 +88,6 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def reserve(path: Path) -> None:
-    """Reserve the space of a file that is written through a memory map; a full disk would end the process."""
-    if hasattr(os, "posix_fallocate"):
-        with path.open("rb+") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def is_plain_name(name: str) -> bool:

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch
 from support.raising import raises
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.conditional import ConditionalLogits
-from sfumato.calibration.platt import PairLogits, fit_logits
+from sfumato.calibration.logits import ConditionalLogits, PairLogits, fit_logits
 from sfumato.calibration.query_scores import (
     N_STEPS,
     QueryScores,
@@ -23,7 +21,6 @@ from sfumato.calibration.query_scores import (
     conformal_radius,
     growth_by_halving,
 )
-from sfumato.errors import UserError
 
 # Three queries, four items; the third query has two matches, and its closest item is none of them.
 DISTANCE = torch.tensor([[0.2, 0.9, 0.8, 0.7], [0.6, 0.3, 0.5, 0.9], [0.8, 0.4, 0.5, 1.0]])
@@ -108,19 +105,6 @@ def test_growth_by_hand():
     assert growth_by_halving(np.array([1]), 1) == 0
 
 
-def test_growth_is_what_halves_show():
-    random = np.random.default_rng(0)
-    match = random.random((400, 120)) < random.choice([0.01, 0.03, 0.2], (400, 1))
-    match = match[match.any(1)]
-    shown = []
-    for _ in range(300):
-        half = match[:, random.permutation(120)[:60]].sum(1)
-        shown.append(half[half > 0].mean())
-    # The mean of 300 halves is known to about 0.2 %, in the exponent 0.003.
-    expected = math.log2(match.sum(1).mean() / np.mean(shown))
-    assert growth_by_halving(match.sum(1), 120) == pytest.approx(expected, abs=0.015)
-
-
 # ---------------------------------------------------------------- probabilities
 
 
@@ -148,60 +132,11 @@ def test_prior_shift_by_hand():
     assert float(rare) == pytest.approx(1 / 100)
 
 
-@pytest.mark.parametrize("method", ["platt", "isotonic"])
-def test_shifted_probabilities_are_those_of_the_other_gallery(method):
-    """Fitted among 20 items, applied among 320: the known log odds; without the shift they are 16 times too high."""
-    if method == "isotonic":
-        pytest.importorskip("sklearn", reason="the extra calibration is not installed")
-    generator = torch.Generator().manual_seed(2)
-    distance, match = scene(generator, 6000, 20)
-    calibration = Calibration.fit(distance, match, method=method, t2i=QueryScores.fit(distance, match))
-    assert calibration.t2i.scores.growth == pytest.approx(0, abs=1e-9)
-    larger, _ = scene(generator, 3000, 320)
-    d = torch.linspace(-1.5, 1.5, 7)
-    known = torch.sigmoid(math.log(1 / 319) + 1.5**2 / 2 - 1.5 * d)
-    # 6,000 matches place a log odds within about 0.05 (Platt), 0.3 (isotonic, and its steps): seeded; errors of 16
-    # would be 2.8.
-    tolerance = 0.15 if method == "platt" else 0.7
-    got = calibration.t2i.probability(d, n_gallery=320)
-    torch.testing.assert_close(torch.logit(got), torch.logit(known), rtol=0, atol=tolerance)
-    assert (torch.logit(calibration.probability(d)) - torch.logit(known)).min() > 2
-    sums = [float(calibration.t2i.probability(larger, n_gallery=n).sum(1).mean()) for n in (320, 20)]
-    assert sums[0] == pytest.approx(1, rel=0.1) and sums[1] > 8
-    torch.testing.assert_close(calibration.probability(d, match_fraction=1 / 320), got)
-
-
-def test_isotonic_by_hand():
-    pytest.importorskip("sklearn", reason="the extra calibration is not installed")
-    distance = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
-    match = torch.tensor([1, 1, 0, 1, 0, 0, 0, 0])
-    # Levels 1, 1/2 and 0, of 2, 2 and 4 pairs, about 0.15, 0.35 and 0.65; half a pair is added to the outer ones.
-    knots = np.array(Calibration.fit(distance, match, method="isotonic").knots)
-    np.testing.assert_allclose(knots[:, 0], [0.15, 0.35, 0.65], rtol=1e-6)
-    np.testing.assert_allclose(knots[:, 1], [math.log(2.5 / 0.5), 0, math.log(0.5 / 4.5)], atol=1e-12)
-    calibration = Calibration(3.0, 0.0, 0.5, tuple(map(tuple, knots.tolist())))
-    halfway = calibration.logit(torch.tensor([0.25, 0.05, 0.75]))
+def test_an_isotonic_fit_of_an_earlier_version_is_linear_between_its_knots():
+    knots = ((0.15, math.log(5)), (0.35, 0.0), (0.65, math.log(1 / 9)))
+    found = Calibration(3.0, 0.0, 0.5, knots).logit(torch.tensor([0.25, 0.05, 0.75]))
     expected = [math.log(5) / 2, math.log(5) + 0.3, math.log(1 / 9) - 0.3]
-    torch.testing.assert_close(halfway, torch.tensor(expected).double(), rtol=0, atol=1e-6)
-
-
-def test_isotonic_falls_everywhere_and_fits_what_platt_cannot():
-    pytest.importorskip("sklearn", reason="the extra calibration is not installed")
-    generator = torch.Generator().manual_seed(3)
-    distance = torch.rand(60_000, generator=generator)
-    ground_truth = torch.where(distance < 0.5, 0.9 - 0.2 * distance, 0.02)
-    match = (torch.rand(60_000, generator=generator) < ground_truth).float()
-    fitted = {m: Calibration.fit(distance, match, method=m) for m in ("platt", "isotonic")}
-    grid = torch.linspace(-1, 2, 5000)
-    assert (fitted["isotonic"].logit(grid).diff() < 0).all()
-    error = {m: float((c.probability(distance) - ground_truth).abs().mean()) for m, c in fitted.items()}
-    assert error["isotonic"] < 0.01 < 0.05 < error["platt"]
-
-
-def test_isotonic_without_scikit_learn_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.isotonic", None)
-    with pytest.raises(UserError, match=r"pip install 'sfumato\[calibration\]', or use platt"):
-        Calibration.fit(DISTANCE, MATCH, method="isotonic")
+    torch.testing.assert_close(found, torch.tensor(expected).double(), rtol=0, atol=1e-6)
 
 
 # ---------------------------------------------------------------- conformal sets
@@ -292,8 +227,7 @@ def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
 
 # 90 % confidence: of 200 sets 20 are expected to break the risk at most. 34 of 200 have a probability of .001.
 @pytest.mark.slow
-@pytest.mark.parametrize("slope", [0.0, 1.0])
-@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize("correlation, slope", [(0.0, 0.0), (0.5, 1.0), (0.8, 0.0)])
 def test_the_risk_holds_with_five_captions_an_image(correlation, slope, monkeypatch):
     # It is slow, and only for the message.
     monkeypatch.setattr("sfumato.calibration.query_scores._strictest", lambda *_: None)
@@ -370,15 +304,11 @@ def hoeffding_bentkus(precision, n):
     return min(math.exp(-n * entropy), bentkus) <= 0.1 / 20
 
 
-# Each guarantee may be broken by one held-out set in ten; of 300 sets at most 30 + 4.5 * sqrt(300 * 0.09) = 53 would
-# be, except for 3 of 1e6 seeds. The bounds divide their error among 20 limits, and so are broken far more rarely.
-HELD_OUT_SETS = 300
-
-
-@pytest.mark.slow
 def test_risk_and_precision_are_kept_on_new_queries():
+    """Each guarantee may be broken by one held-out set in ten: by 23 of 100 in 3 of 1e6 seeds, and far more rarely, as
+    the bounds divide their error among 20 limits."""
     generator = torch.Generator().manual_seed(5)
-    new, ground_truth = scene(generator, 20_000, 40, n_matches=2, shift=3.5)
+    new, ground_truth = scene(generator, 5000, 40, n_matches=2, shift=3.5)
     # A third of all queries is hard: nothing of theirs is close.
     new[::3] = torch.randn(new[::3].shape, generator=generator) + 3.5
     nearest, place = new.min(1)
@@ -386,7 +316,7 @@ def test_risk_and_precision_are_kept_on_new_queries():
     broken, answered, spoilt = 0, [], 0
     pairs = PairLogits(3.0, 1.0, 0.05)
     probability = pairs.probability(new.double())
-    for k in range(HELD_OUT_SETS):
+    for k in range(100):
         distance, match = scene(generator, 400, 40, n_matches=2, shift=3.5)
         distance[::3] = torch.randn(distance[::3].shape, generator=generator) + 3.5
         calibration = DirectionCalibration(pairs, QueryScores.fit(distance, match))
@@ -398,17 +328,8 @@ def test_risk_and_precision_are_kept_on_new_queries():
         some = below.any(1)
         precision = (below & ground_truth.bool()).sum(1)[some] / below.sum(1)[some]
         spoilt += bool(precision.mean() < 0.8)
-    assert broken <= 53 and spoilt <= 53
+    assert broken <= 23 and spoilt <= 23
     assert np.mean(answered) > 0.3, "kept, and not by answering nothing"
-    # What it guards against: the loosest limit whose observed risk is 0.2 breaks the guarantee about every second time.
-    naive = 0
-    for _ in range(HELD_OUT_SETS):
-        i = torch.randint(len(nearest), (400,), generator=generator)
-        order = nearest[i].argsort()
-        risk = (~right[i][order]).double().cumsum(0) / torch.arange(1, 401)
-        limit = nearest[i][order][(risk <= 0.2).nonzero().max()] if (risk <= 0.2).any() else -math.inf
-        naive += bool((~right[nearest <= limit]).double().mean() > 0.2)
-    assert naive > 100
 
 
 # ---------------------------------------------------------------- on disk
@@ -463,7 +384,6 @@ def test_mistakes_are_named():
         (lambda: c.abstain_below(0.1, absent=1.0), "absent must be at least 0 and below 1"),
         (lambda: c.prior_shift(0), "n_gallery must be at least 1, got 0"),
         (lambda: PAIRS.shift(1.5), "match_fraction must be between 0 and 1, got 1.5"),
-        (lambda: Calibration.fit(DISTANCE, MATCH, method="beta"), "unknown method 'beta'; known: platt, isotonic"),
         (lambda: QueryScores.fit(DISTANCE, MATCH[:2]), r"both must be \(q, m\)"),
         (lambda: QueryScores.fit(DISTANCE, MATCH * 0.5), "match must be 0 or 1"),
         (lambda: QueryScores.fit(DISTANCE / 0, MATCH), "distances must be finite"),

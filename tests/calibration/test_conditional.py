@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.raising import raises
 
-from sfumato.calibration.conditional import FEATURES, ConditionalLogits, NearestItems, query_features
+from sfumato.calibration.logits import FEATURES, ConditionalLogits, NearestItems, query_features
 
 SLOW = {
     "log sum": lambda z: math.log(sum(math.exp(x) for x in z)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.raising import raises
 
-from sfumato.calibration.platt import fit_logistic
+from sfumato.calibration.logits import fit_logistic
 
 
 def data(seed=0, n=400, f=3):

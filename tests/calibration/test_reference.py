@@ -9,15 +9,15 @@ import torch
 from support.raising import raises
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.conditional import (
+from sfumato.calibration.logits import (
     N_CLOSE,
     N_REFERENCE,
     ConditionalLogits,
     FirstHit,
     NearestItems,
+    PairLogits,
     ReferenceQueries,
 )
-from sfumato.calibration.platt import PairLogits
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.gaussian import GaussianEmbedding

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.platt import PairLogits
+from sfumato.calibration.logits import PairLogits
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.evaluation.hits import hit_figures, measure_hits, without_nearest
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error, log_loss

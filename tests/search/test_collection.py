@@ -13,7 +13,7 @@ import torch
 from support.raising import raises
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.conditional import ConditionalLogits, FirstHit, ReferenceQueries
+from sfumato.calibration.logits import ConditionalLogits, FirstHit, ReferenceQueries
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.errors import UserError

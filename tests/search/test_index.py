@@ -89,7 +89,7 @@ def test_other_dtypes_are_kept_in_float32(dtype):
     assert first[0].id == "item 0"
 
 
-def calibrated(n_gallery=150, n_queries=400, seed=30, method="platt"):
+def calibrated(n_gallery=150, n_queries=400, seed=30):
     """A gallery, queries near the item of the same number, and a calibration of other queries of the same kind."""
     gallery = clustered(n_gallery, seed=seed, n_clusters=150)
     of = torch.arange(2 * n_queries) % n_gallery
@@ -99,7 +99,7 @@ def calibrated(n_gallery=150, n_queries=400, seed=30, method="platt"):
     held_out, new = queries[:n_queries], queries[n_queries:]
     distance = csd_matrix(held_out, gallery)
     match = torch.nn.functional.one_hot(of[:n_queries], n_gallery)
-    calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match), method=method)
+    calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
     return gallery, new, of[n_queries:].tolist(), calibration
 
 
@@ -143,11 +143,8 @@ def test_abstention_and_least_probability():
     assert np.mean([r[0].id != f"item {j}" for r, j in zip(plain, of, strict=True)]) > 0.25, "something to abstain from"
 
 
-@pytest.mark.parametrize("method", ["platt", "isotonic"])
-def test_probabilities_know_the_size_of_the_gallery(method):
-    if method == "isotonic":
-        pytest.importorskip("sklearn", reason="the extra calibration is not installed")
-    gallery, queries, _, calibration = calibrated(method=method)
+def test_probabilities_know_the_size_of_the_gallery():
+    gallery, queries, _, calibration = calibrated()
     more = clustered(1350, seed=40, n_clusters=150)
     larger = GaussianEmbedding(torch.cat([gallery.mean, more.mean]), torch.cat([gallery.log_var, more.log_var]))
     index, tenfold = (GaussianIndex.build(g, ids_of(g.n), calibration=calibration) for g in (gallery, larger))

@@ -1,11 +1,9 @@
-"""Milvus Lite, embedded and as a server of its own, and a real Milvus server: the contract of stores, and what happens
-to them on a bad day."""
+"""Milvus Lite and a real Milvus server: the contract of stores, and what happens to them on a bad day."""
 
 import fcntl
 import importlib.util
 import signal
 import socket
-import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +15,6 @@ from support.processes import Started
 from support.raising import raises
 from support.stores_contract import (
     FINGERPRINT,
-    Server,
-    StoreBasics,
     StoreContract,
     assert_holds,
     assert_nearest,
@@ -45,35 +41,11 @@ if not all(map(importlib.util.find_spec, ("pymilvus", "milvus_lite"))):
     pytest.skip("needs the extra milvus", allow_module_level=True)
 
 
-class LiteServer(Server):
-    """`milvus-lite server`; without --host it would listen to everyone."""
-
-    def command(self):
-        lite = sys.executable, "-m", "milvus_lite", "server", "--data-dir", self.folder / "data"
-        return *lite, "--host", "127.0.0.1", "--port", self.port
-
-    def url(self, **options):
-        told = "&".join(f"{name}={value}" for name, value in options.items())
-        return f"milvus+http://127.0.0.1:{self.port}/c{uuid.uuid4().hex[:12]}{told and '?'}{told}"
-
-
-@pytest.fixture(scope="module")
-def lite_server(tmp_path_factory):
-    server = LiteServer(tmp_path_factory.mktemp("lite"))
-    yield server
-    server.kill()
-
-
 @pytest.fixture(scope="module")
 def milvus_server(tmp_path_factory):
     server = MilvusServer(tmp_path_factory.mktemp("milvus"))
     yield server
     server.kill()
-
-
-@pytest.fixture(params=["lite_server", "milvus_server"])
-def server(request):
-    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -85,22 +57,31 @@ def file(tmp_path_factory):
     keeper.close()
 
 
+@pytest.fixture
+def embedded(file):
+    """The URL of a new collection in the file."""
+
+    def url(**options):
+        told = "".join(f"&{name}={value}" for name, value in options.items())
+        return f"milvus:{file}?name=c{uuid.uuid4().hex[:12]}{told}"
+
+    return url
+
+
+@pytest.fixture(params=["embedded", "milvus_server"])
+def url(request):
+    """The same in the file and on the server."""
+    place = request.getfixturevalue(request.param)
+    return place if request.param == "embedded" else place.url
+
+
 class TestFile(StoreContract):
     @pytest.fixture(autouse=True)
-    def _file(self, file):
-        self.file = file
+    def _file(self, embedded):
+        self.url = embedded
 
     def create(self, tmp_path, dim):
-        return create_store(f"milvus:{self.file}?name=c{uuid.uuid4().hex[:12]}", dim)
-
-
-class TestLiteServer(StoreBasics):
-    @pytest.fixture(autouse=True)
-    def _server(self, lite_server):
-        self.server = lite_server
-
-    def create(self, tmp_path, dim):
-        return create_store(self.server.url(index="HNSW", ef=300), dim)
+        return create_store(self.url(), dim)
 
 
 @pytest.fixture(scope="module")
@@ -126,46 +107,47 @@ class TestMilvusServer(StoreContract):
         return made[-1]
 
 
-def test_the_index_that_was_asked_for_is_the_one_that_is_searched(server):
+def test_the_index_that_was_asked_for_is_the_one_that_is_searched(url):
     wanted = {"FLAT": {}, "HNSW": {"M": 9, "efConstruction": 77}, "IVF_FLAT": {"nlist": 33}, "AUTOINDEX": {}}
     wanted["IVF_FLAT&compress=int8"] = wanted["IVF_FLAT"]
     with ThreadPoolExecutor(len(wanted)) as threads:
         numbered = "m=9&ef_construction=77&nlist=33"
-        stores = threads.map(lambda index: create_store(f"{server.url(index=index)}&{numbered}", 4), wanted)
+        stores = threads.map(lambda index: create_store(f"{url(index=index)}&{numbered}", 4), wanted)
     for store, (index, numbers) in zip(stores, wanted.items(), strict=True):
         index = index.replace("FLAT&compress=int8", "SQ8")
         told = store._client.describe_index(store._place.name, "vector")
         assert told["index_type"] == index and told["metric_type"] == "L2"
         assert told.get("params", {}) == numbers
         store.close()
-    with pytest.raises(UserError, match="index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got 'SCANN'"):
-        create_store(server.url(index="SCANN"), 4)
 
 
 HNSW, IVF = {"index": "HNSW", "ef": 1}, {"index": "IVF_FLAT", "nlist": 60, "nprobe": 1}
-INT8 = {"compress": "int8", "nlist": 60, "nprobe": 1}
 
 
-@pytest.mark.parametrize(
-    "server, options",
-    [("lite_server", HNSW), ("lite_server", IVF), ("milvus_server", HNSW), ("milvus_server", INT8)],
-    indirect=["server"],
-)
-def test_a_narrow_filter_brings_all_that_fit(server, options):
-    n, dim = 10_000, 128  # So many that a server searches them in temporary lists before it has an index.
-    store, batch = create_store(server.url(**options), dim), records(n, dim, 2)
+def assert_a_narrow_filter_brings_all(url, n, dim):
+    store, batch = create_store(url, dim), records(n, dim, 2)
     batch = Records(batch.ids, batch.vectors, batch.uncertainty, tuple({"rare": str(i % 1000)} for i in range(n)))
     store.upsert(batch)
     store.optimise()
     reopened = open_store(store.url)
-    for seconds in (0, 0.5):  # Lite builds the index in the background
+    for seconds in (0, 0.5):  # Lite builds the index in the background.
         time.sleep(seconds)
         assert_nearest(reopened, by_id(batch), queries(5, dim, 3), 10, Filter({"rare": ("7",)}))
 
 
-def test_compressed_vectors_are_candidates_only(server):
+@pytest.mark.parametrize("options", [HNSW, IVF])
+def test_a_narrow_filter_brings_all_that_fit(embedded, options):
+    assert_a_narrow_filter_brings_all(embedded(**options), 3000, 16)
+
+
+def test_a_narrow_filter_before_the_server_has_an_index(milvus_server):
+    """So many items that it searches them in temporary lists until then."""
+    assert_a_narrow_filter_brings_all(milvus_server.url(**HNSW), 10_000, 128)
+
+
+def test_compressed_vectors_are_candidates_only(embedded):
     """Two items that a byte for each number cannot tell apart come in their true order, and all searches are exact."""
-    store, batch = create_store(server.url(compress="int8", nlist=8, nprobe=8), 24), records(3000, 24, 5)
+    store, batch = create_store(embedded(compress="int8", nlist=8, nprobe=8), 24), records(3000, 24, 5)
     wanted = queries(6, 24, 6)
     farther = wanted[0] + 0.01
     twins = torch.stack([farther, farther + 1e-3 * (wanted[0] - farther)])
@@ -173,7 +155,7 @@ def test_compressed_vectors_are_candidates_only(server):
     store.upsert(batch)
     store.optimise()
     reopened = open_store(f"{store.url}&overfetch=8")
-    for _ in range(10):  # Lite builds the index in the background
+    for _ in range(10):  # Lite builds the index in the background.
         time.sleep(0.1)
         assert reopened.search(wanted[:1], 2)[0].ids == ("item-1", "item-0")
     assert_nearest(reopened, by_id(batch), wanted, 10)
@@ -209,29 +191,26 @@ def test_optimise_waits_for_the_index_of_a_server(milvus_server, monkeypatch):
         store.optimise()
 
 
-def test_others_find_a_write_at_once_and_a_session_its_own(server):
-    store = create_store(server.url(), 2)
+def test_others_find_a_write_at_once_and_a_session_its_own(milvus_server):
+    store = create_store(milvus_server.url(), 2)
     other, session = open_store(store.url), open_store(f"{store.url}?consistency=session")
     for i in range(10):
         writer, reader = (session, session) if i % 2 else (store, other)
         writer.upsert(Records((f"item-{i}",), torch.full((1, 2), float(i)), torch.ones(1), ({},)))
         assert reader.count() == i + 1 and reader.search(torch.full((1, 2), 9.0), 1)[0].ids == (f"item-{i}",)
-    with pytest.raises(UserError, match="consistency must be strong or session, got 'bounded'"):
-        open_store(f"{store.url}?consistency=bounded")
 
 
-def test_batches_larger_than_a_message(lite_server):
-    store, batch = create_store(lite_server.url(), 7), records(90, 7, 4)
+def test_batches_larger_than_a_message(embedded):
+    store, batch = create_store(embedded(), 7), records(90, 7, 4)
     store.most_bytes = 12 * (4 * 7 + 1000)
     store.upsert(batch)
     assert_holds(store, by_id(batch))
     assert_nearest(store, by_id(batch), queries(5, 7, 5), 40)
 
 
-@pytest.mark.parametrize("options", [{}, HNSW])
-def test_more_results_than_milvus_brings_at_once(lite_server, options):
+def test_more_results_than_milvus_brings_at_once(embedded):
     """It refuses 16,385 itself; here 50 of 200 are too many already."""
-    store, batch, wanted = create_store(lite_server.url(**options), 7), records(200, 7, 4), queries(3, 7, 5)
+    store, batch, wanted = create_store(embedded(), 7), records(200, 7, 4), queries(3, 7, 5)
     store.most_rows = 49
     store.upsert(batch)
     for k in (50, 150, 1000):
@@ -242,10 +221,10 @@ def test_more_results_than_milvus_brings_at_once(lite_server, options):
     assert [len(found) for found in store.search(wanted, 20_000)] == [0] * 3
 
 
-def test_texts_that_milvus_would_take_for_an_expression(server):
+def test_texts_that_milvus_would_take_for_an_expression(url):
     quotes = '"] or id != "', "tab\tr\rn\n", '\\"', "\\", "'"
     texts = *quotes, "\x01\x85\u2028", "{id}", "$meta", "nine".rjust(60_000, "9")
-    store, batch = create_store(server.url(), 3), records(len(texts), 3, 6)
+    store, batch = create_store(url(), 3), records(len(texts), 3, 6)
     # Milvus 2.3 does not find a field whose name has a control character, except tabs and ends of lines.
     names = [text[:90].replace("\x01", "") for text in texts]
     payloads = tuple({name: text[:90]} for name, text in zip(names, texts, strict=True))
@@ -260,8 +239,8 @@ def test_texts_that_milvus_would_take_for_an_expression(server):
         store.upsert(Records(("é" * 32768,), one.vectors, one.uncertainty, one.payloads))
 
 
-def test_bounds_between_two_numbers_of_single_precision(server):
-    store, bound = create_store(server.url(), 2), torch.tensor(0.1)
+def test_bounds_between_two_numbers_of_single_precision(url):
+    store, bound = create_store(url(), 2), torch.tensor(0.1)
     uncertainty = torch.stack([torch.nextafter(bound, bound - 1), bound])
     batch = Records(("below", "at"), torch.zeros(2, 2), uncertainty, ({}, {}))
     store.upsert(batch)
@@ -269,14 +248,13 @@ def test_bounds_between_two_numbers_of_single_precision(server):
         assert store.count(Filter(max_uncertainty=limit)) == int((batch.uncertainty.double() <= limit).sum()), limit
 
 
-def test_collections_that_are_not_there_or_not_ours(server, file, tmp_path):
-    raises(UserError, "there is no collection c", open_store, server.url())
-    url = server.url()
+def test_collections_that_are_not_there_or_not_ours(embedded, file, tmp_path):
+    raises(UserError, "there is no collection c", open_store, embedded())
+    url = embedded()
     store = create_store(url, 3)
     raises(UserError, "already exists", create_store, url, 3)
     store._client.create_collection("stranger", dimension=4)
-    store.close()
-    raises(UserError, "stranger was not made by sfumato", open_store, f"milvus+http://127.0.0.1:{server.port}/stranger")
+    raises(UserError, "stranger was not made by sfumato", open_store, f"milvus:{file}?name=stranger")
     raises(UserError, "there is no file", open_store, f"milvus:{tmp_path}/none.db")
     (tmp_path / "text.db").write_text("not a store")
     raises(UserError, r"text.db: .*Milvus Lite before 3", open_store, f"milvus:{tmp_path}/text.db")
@@ -290,6 +268,8 @@ def test_collections_that_are_not_there_or_not_ours(server, file, tmp_path):
         ("milvus+http:///name", r"expected milvus\+http://host:19530/name"),
         ("milvus:a.db?ef=0", "ef must be a whole number from 1, got '0'"),
         ("milvus:a.db?compress=half", "compress must be none or int8, got 'half'"),
+        ("milvus:a.db?index=SCANN", "index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got 'SCANN'"),
+        ("milvus+http://h:1/n?consistency=bounded", "consistency must be strong or session, got 'bounded'"),
         ("milvus:a.db?index=HNSW&compress=int8", "compress=int8 goes with index=IVF_FLAT, got index=HNSW"),
         ("milvus:a.db?indx=FLAT", "unknown option 'indx'; known: index"),
     ],
@@ -352,17 +332,17 @@ def test_a_server_that_hangs_is_given_up(milvus_server):
     assert_holds(store, by_id(records(5, 6, 20)))
 
 
-def test_a_killed_server_loses_nothing(server):
-    store = create_store(server.url(index="HNSW"), 3)
+def test_a_killed_server_loses_nothing(milvus_server):
+    store = create_store(milvus_server.url(index="HNSW"), 3)
     process = Started(write_at_random, store.url, 0, False, piped=True)
-    said = said_by(process, server.kill, least=13)
+    said = said_by(process, milvus_server.kill, least=13)
     began = time.monotonic()
     status, errors = process.finish(60)
     assert status == 1 and "UserError: store milvus+http://" in errors, errors
     with pytest.raises(UserError):
         store.search(queries(1, 3, 0), 3)
     assert time.monotonic() - began < 30
-    server.start()
+    milvus_server.start()
     assert_nothing_lost(store, said)
     assert len(store.search(queries(1, 3, 0), 7)[0]) == 7
     store.close()

@@ -10,18 +10,17 @@ import torch
 from support.raising import raises
 from torch.nn.functional import normalize
 
-from sfumato.calibration.scorer import MatchEstimate
-from sfumato.distances import DISTANCES, get_distance
+from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search import blocks, screening
 from sfumato.search import index as index_module
-from sfumato.search.answer import SearchOptions
+from sfumato.search.candidates import estimated_sums
 from sfumato.search.index import GaussianIndex
 from sfumato.search.screening import Comparison, Screen
-from sfumato.search.stores.protocol import Filter
 
 LIFTED = ["csd", "squared_l2", "wasserstein2"]
 DTYPES = [torch.int8, torch.bfloat16, torch.float32]
+of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["int8", "bfloat16", "float32"])
 
 
 def items(kind, n, seed, d=24):
@@ -66,15 +65,20 @@ def screen_of(gallery, distance="csd", dtype=torch.int8):
     return Screen.of(gallery, get_distance(distance).for_direction("t2i"), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("distance", LIFTED)
-@pytest.mark.parametrize("kind", KINDS)
+def with_each_distance(kinds):
+    """All kinds of data by csd, and one by the other distances."""
+    others = [("near-duplicates", distance) for distance in LIFTED[1:]]
+    return pytest.mark.parametrize("kind, distance", [*((kind, "csd") for kind in kinds), *others])
+
+
+@of_dtypes
+@with_each_distance(KINDS)
 def test_closest_are_those_of_float64(kind, distance, dtype):
     gallery, queries = items(kind, 1500, 1), items(kind, 9, 2)
     true = true_distances(queries, gallery, distance)
     screen = screen_of(gallery, distance, dtype)
     values, order = true.sort(dim=1, stable=True)
-    for k in (1, 10, 700, 1500, 2000):
+    for k in (1, 10, 700, 2000):
         found, position = screen.closest(queries, k)
         assert torch.equal(position, order[:, :k]) and torch.equal(found, values[:, :k])
     some = torch.arange(1500)[torch.rand(1500, generator=torch.Generator().manual_seed(3)) < 0.4]
@@ -82,7 +86,7 @@ def test_closest_are_those_of_float64(kind, distance, dtype):
     assert torch.equal(screen.among(some).closest(queries, 10)[1], order[:, :10])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_dtypes
 @pytest.mark.parametrize("kind", KINDS)
 def test_within_are_all_items_within_the_radius(kind, dtype):
     gallery, queries = items(kind, 700, 1), items(kind, 5, 2)
@@ -123,14 +127,14 @@ def test_with_avx2_alone(request):
     if os.environ.get("ONEDNN_MAX_CPU_ISA"):
         pytest.skip("this is that process")
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    tests = "closest_are_those or bounds_hold or exact_where or narrow_vectors"
+    tests = "exact_where or narrow_vectors or (int8 and csd and (closest_are_those or bounds_hold))"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-k", tests, __file__]
     done = subprocess.run(command, cwd=request.config.rootpath, env={**os.environ, **limits}, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()[-3000:]
 
 
 @pytest.mark.parametrize("m", [1, 2, 15, 16, 17, 33])
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_dtypes
 def test_fewer_items_than_a_group(m, dtype):
     gallery, queries = items("random", m, 1), items("random", 4, 2)
     order = true_distances(queries, gallery, "csd").argsort(dim=1, stable=True)
@@ -191,12 +195,8 @@ def bounds(screen, queries):
     return pairs.lower, pairs.upper, true[pairs.query, pairs.item]
 
 
-SOUND = [k for k in KINDS if not k.startswith("squares")]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("distance", LIFTED)
-@pytest.mark.parametrize("kind", SOUND)
+@of_dtypes
+@with_each_distance([kind for kind in KINDS if not kind.startswith("squares")])
 def test_bounds_hold_the_observed_errors(kind, distance, dtype, monkeypatch):
     gallery, queries = items(kind, 1500, 1, d=64), items(kind, 9, 2, d=64)
     screen = screen_of(gallery, distance, dtype)
@@ -221,39 +221,17 @@ def test_reduced_precision_of_products_is_bounded_too():
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("kind", ["random", "duplicates"])
-def test_an_index_answers_as_float64(kind):
-    gallery, queries = items(kind, 900, 1), items(kind, 9, 2)
-    index = GaussianIndex.build(gallery, [str(i) for i in range(900)], payload={"c": ["a", "b", "b"] * 300})
-    values, order = true_distances(queries, gallery, "csd").sort(dim=1, stable=True)
-    found, position = index.nearest(queries, 10)
-    assert torch.equal(position, order[:, :10]) and torch.equal(found, values[:, :10].float())
-    chosen = index.search(queries, 5, SearchOptions(filter=Filter({"c": ("b",)})))
-    for row, result in zip(order.tolist(), chosen, strict=True):
-        assert [r.id for r in result] == [str(j) for j in row if j % 3][:5]
-
-
-@pytest.mark.parametrize("distance", sorted({*DISTANCES} - {*LIFTED, "average_l2"}))
-def test_distances_that_do_not_lift_keep_their_path(distance):
-    index = GaussianIndex.build(items("random", 50, 1, d=4), [str(i) for i in range(50)], distance=distance)
-    index.search(items("random", 3, 2, d=4), 5)
-    assert "_screen" not in vars(index)
-
-
-def test_estimates_are_unbiased_and_intervals_cover():
+def test_estimates_are_unbiased():
     generator = torch.Generator().manual_seed(0)
     probability = torch.rand(1, 5000, generator=generator).pow(8).sort(descending=True).values
-    near, total, errors, covered = probability[:, :50], float(probability.sum()), [], 0
+    near, total, errors = probability[:, :50], float(probability.sum()), []
     for _ in range(400):
         sample = torch.randperm(5000, generator=generator)[:500]
-        [estimate] = MatchEstimate.of(near, probability[:, sample], (sample >= 50).unsqueeze(0), 5000)
-        errors.append(estimate.expected - total)
-        covered += estimate.low <= total <= estimate.high
-    errors = torch.tensor(errors)
+        errors += estimated_sums(near, probability[:, sample], (sample >= 50).unsqueeze(0), 5000)
+    errors = torch.tensor(errors) - total
     assert abs(errors.mean()) < 4 * errors.std() / 20, "400 samples: four standard errors"
-    assert 0.9 < covered / 400 < 0.99
-    [everything] = MatchEstimate.of(near, probability, (torch.arange(5000) >= 50).unsqueeze(0), 5000)
-    assert everything.expected == pytest.approx(total) and everything.high - everything.low < 1e-3
+    everything = estimated_sums(near, probability, (torch.arange(5000) >= 50).unsqueeze(0), 5000)
+    assert everything == [pytest.approx(total)]
 
 
 @pytest.mark.parametrize("distance", ["csd", "kl"])
@@ -262,14 +240,10 @@ def test_large_galleries_are_estimated(distance, monkeypatch):
     scale = {"csd": (1.0, 4.0), "kl": (0.05, 4.0)}[distance]
     told = {"distance": distance, "logit_scale": scale[0], "logit_bias": scale[1]}
     index = GaussianIndex.build(gallery, [str(i) for i in range(3000)], **told)
-    exact = index.match_estimates(queries)
-    assert all(e.low == e.expected == e.high for e in exact)
+    exact = index.expected_matches(queries)
     true = true_distances(queries, gallery, get_distance(distance).for_direction("t2i"))
-    assert [e.expected for e in exact] == pytest.approx(index.match_probability(true).sum(1).tolist(), rel=1e-3)
+    assert exact == pytest.approx(index.match_probability(true).sum(1).tolist(), rel=1e-3)
     monkeypatch.setattr(index_module, "N_WHOLE", 1000)
     del index.__dict__["_sample"]
-    found = index.match_estimates(queries)
-    assert len(index._sample.ids) == 2048 and index.expected_matches(queries) == [e.expected for e in found]
-    inside = [f.low <= e.expected <= f.high for e, f in zip(exact, found, strict=True)]
-    assert sum(inside) >= 16, "one sample for 20 queries of 95 %"
-    assert all(f.low < f.high for f in found)
+    found = index.expected_matches(queries)
+    assert len(index._sample.ids) == 2048 and found != exact and found == pytest.approx(exact, rel=0.1)

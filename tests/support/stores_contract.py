@@ -11,7 +11,6 @@ import itertools
 import random
 import signal
 import socket
-import subprocess
 import threading
 import time
 
@@ -338,36 +337,6 @@ class StoreContract(StoreBasics):
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return taken.getsockname()[1]
-
-
-class Server:
-    """A server in a process of its own on a free loopback port; subclasses say by which command."""
-
-    def __init__(self, folder):
-        self.folder, self.port = folder, free_port()
-        self.start()
-
-    def command(self):
-        raise NotImplementedError
-
-    def answers(self):
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def start(self):
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen([*map(str, self.command())], stdout=log, stderr=log)
-        for _ in range(1500):
-            if self.answers():
-                return
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.02)
-        raise RuntimeError((self.folder / "log").read_text()[-500:])
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
 
 
 def write_at_random(url, run, replaces=True):

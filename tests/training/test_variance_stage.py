@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from support.toy import make_toy
 
-from sfumato.calibration.platt import fit_logits
+from sfumato.calibration.logits import fit_logits
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.encoders.scratch import SmallTextEncoder

@@ -119,7 +119,7 @@ def test_all_images_can_train_and_their_other_captions_validate(folder, tmp_path
 
 def test_calibrating_again_writes_the_file_that_it_stands_for(run):
     before = {name: (run / name).read_bytes() for name in (CALIBRATION, TRAINING_CALIBRATION)}
-    calibrate_run(run, "wordings", method="platt")
+    calibrate_run(run, "wordings")
     assert {name: (run / name).read_bytes() for name in before} == before, "the same fit, in the same file"
     calibrate_run(run, "wordings", population="independent")
     assert (run / CALIBRATION).read_bytes() == before[CALIBRATION]

@@ -13,13 +13,13 @@ from support.words import folded
 
 from papers.captions import score as module
 from papers.captions.constants import CaptionFits
-from papers.captions.score import Pair, evidence_of, fits
+from papers.captions.score import Pair, evidence_of, fits, read_fraction
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.encoders.package_weights import sentence_vectors, shared_minilm
 from sfumato.errors import UserError
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import expected_calibration_error
-from sfumato.search.texts import read_fraction, stemmed, word_stems
+from sfumato.search.texts import stemmed, word_stems
 
 DOG = ["A brown dog is running on grass.", "A dog runs in a park", "The dog is outside"]
 BOTH_WAYS = [

@@ -1,1 +1,1 @@
-"""Calibrated probabilities from distances: Platt scaling, isotonic regression, abstention and conformal sets."""
+"""Calibrated probabilities from distances: Platt scaling, abstention and conformal sets."""

@@ -1,17 +1,16 @@
 r"""The calibration of a model on held-out pairs: match probabilities, thresholds, abstention and conformal sets.
 
-It has three parts. The probability of a random pair is a function of the distance (Platt or isotonic) and of how rare
-matches are, so it changes with the size of the gallery. The probability of a hit also depends on the nearest items of
-its query (:class:`~sfumato.calibration.conditional.ConditionalLogits`); searches show it. The guarantees (a wanted
-precision, a risk among answered queries, a set that contains a match) count held-out queries by their scores
-(:class:`QueryScores`): distances for sets, logits of hits for precision and risk, each half of the queries scored by
-the fit on the other. docs/concepts/calibration.md derives them and states for which queries they hold. The inputs are
-distances and labels of any source.
+It has three parts. The probability of a random pair is a function of the distance (Platt) and of how rare matches are,
+so it changes with the size of the gallery. The probability of a hit also depends on the nearest items of its query
+(:class:`~sfumato.calibration.logits.ConditionalLogits`); searches show it. The guarantees (a wanted precision, a risk
+among answered queries, a set that contains a match) count held-out queries by their scores (:class:`QueryScores`):
+distances for sets, logits of hits for precision and risk, each half of the queries scored by the fit on the other.
+docs/concepts/calibration.md derives them and states for which queries they hold. :class:`Scorer` is for galleries.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file as read_safetensors
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
+from torch.nn import functional
 
-from sfumato.calibration.conditional import N_NEAREST, ConditionalLogits, ReferenceQueries
-from sfumato.calibration.platt import PairLogits
+from sfumato.calibration.logits import N_NEAREST, REFERENCE_FEATURES, ConditionalLogits, PairLogits, ReferenceQueries
 from sfumato.calibration.query_scores import (
     QueryScores,
     answer_limit,
@@ -34,9 +33,9 @@ from sfumato.calibration.query_scores import (
 from sfumato.files import write_atomically
 from sfumato.gaussian import Array, GaussianEmbedding, as_tensor
 from sfumato.ids import Direction
+from sfumato.matching import match_logit
 
 _VERSION = 2
-_FIT_AGAIN = "; fit again on held-out pairs, a run's with: sfumato calibrate RUN"
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,6 @@ class DirectionCalibration:
     conditional: ConditionalLogits | None = None  # the logits of hits; None after a fit on too few queries
     hits: QueryScores | None = None  # the same by negated logits of hits; thresholds and abstention use these
     reference: ReferenceQueries | None = None  # what `conditional` reads; searches compute its features
-
-    @property
-    def n_nearest(self) -> int:
-        """Number of nearest items of a query that its probabilities depend on; 1 if they depend on distances alone."""
-        return 1 if self.conditional is None else N_NEAREST
 
     def prior_shift(self, n_gallery: int) -> float:
         """The shift of every logit in a gallery of another size, where matches are rarer or more frequent.
@@ -99,8 +93,7 @@ class DirectionCalibration:
         """The match probability above which reported items have the wanted precision.
 
         It is a :meth:`hit_probability` if there are logits of hits, else that of a random pair in the gallery of the
-        fit. The precision is a mean over queries with an item above, see
-        :func:`~sfumato.calibration.query_scores.precision_limit`.
+        fit. The precision is a mean over queries, see :func:`~sfumato.calibration.query_scores.precision_limit`.
         """
         return self._probability_at(precision_limit(self._certified, precision, confidence=confidence))
 
@@ -141,10 +134,9 @@ class DirectionCalibration:
         return logit + (0.0 if n_gallery is None else self.prior_shift(n_gallery)) <= worst.to(logit.device)
 
     def conformal_radius(self, alpha: float, *, contains: Literal["any", "all"] = "any") -> float:
-        """Distance within which a query's match lies with a probability of at least 1 - alpha.
+        """Distance within which any match of a query, or all, lie with a probability of at least 1 - alpha.
 
-        The set of all items within it holds at least one of the query's matches ("any"), or all of them, see
-        :func:`~sfumato.calibration.query_scores.conformal_radius`.
+        See :func:`~sfumato.calibration.query_scores.conformal_radius`.
         """
         return conformal_radius(self.scores, alpha, contains=contains)
 
@@ -165,8 +157,8 @@ class Calibration(PairLogits):
     Attributes:
         logit_scale, logit_bias: of the Platt probability sigmoid(logit_bias - logit_scale * distance).
         match_fraction: fraction of matches among the pairs of the fit.
-        knots: of an isotonic fit, (distance, logit) by ascending distance; the logit is linear between them, and falls
-            with slope -logit_scale outside of them. None is Platt.
+        knots: of an isotonic fit of an earlier version, (distance, logit) by ascending distance; the logit is linear
+            between them, and falls with slope -logit_scale outside of them. None is Platt.
         i2t, t2i: probabilities of hits and guarantees for the queries of either direction; None if there were no
             held-out queries.
         metadata: JSON values that were given to the fit.
@@ -188,7 +180,6 @@ class Calibration(PairLogits):
         distance: Array,
         match: Array,
         *,
-        method: str = "platt",
         i2t: QueryScores | None = None,
         t2i: QueryScores | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -198,8 +189,6 @@ class Calibration(PairLogits):
         Args:
             distance: of pairs, any shape; a tensor or an array.
             match: 0 and 1, the same shape.
-            method: "platt" fits two numbers. "isotonic" fits any decreasing curve; it needs thousands of matches and
-                the extra `calibration`.
             i2t, t2i: scores of held-out queries; without them there are only the fitted probabilities, and no
                 guarantees.
             metadata: JSON values to keep with it.
@@ -208,8 +197,7 @@ class Calibration(PairLogits):
             The calibration. The probability of a hit is that of a random pair.
 
         Raises:
-            ValueError: see :func:`~sfumato.calibration.platt.fit_logits`; or an unknown method.
-            UserError: isotonic without scikit-learn.
+            ValueError: see :func:`~sfumato.calibration.logits.fit_logits`.
 
         Example:
             >>> distance = torch.tensor([[0.2, 1.0, 0.9], [1.1, 0.4, 0.3]])
@@ -218,14 +206,10 @@ class Calibration(PairLogits):
             >>> round(calibration.of("t2i").conformal_radius(0.4), 6)
             0.4
         """
-        pairs = PairLogits.of_pairs(distance, match, method)
+        pairs = PairLogits.of_pairs(distance, match)
         i2t_fit, t2i_fit = (None if scores is None else DirectionCalibration(pairs, scores) for scores in (i2t, t2i))
-        return cls(
-            **vars(pairs),
-            i2t=i2t_fit,
-            t2i=t2i_fit,
-            metadata=json.loads(json.dumps(dict(metadata or {}), allow_nan=False)),
-        )
+        about = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+        return cls(**vars(pairs), i2t=i2t_fit, t2i=t2i_fit, metadata=about)
 
     @property
     def directions(self) -> dict[Direction, DirectionCalibration]:
@@ -248,7 +232,10 @@ class Calibration(PairLogits):
         if direction not in get_args(Direction):
             raise ValueError(f"Calibration: unknown direction {direction!r}; known: {', '.join(get_args(Direction))}")
         if direction not in self.directions:
-            raise ValueError(f"Calibration: has no scores of held-out queries for {direction}{_FIT_AGAIN}")
+            raise ValueError(
+                f"Calibration: has no scores of held-out queries for {direction}; fit again on held-out pairs, a run's"
+                " with: sfumato calibrate RUN"
+            )
         return self.directions[direction]
 
     def to_json(self) -> dict[str, Any]:
@@ -304,7 +291,9 @@ class Calibration(PairLogits):
                     QueryScores.from_json(values[d]),
                     ConditionalLogits.from_json(values["conditional"][d]) if d in values["conditional"] else None,
                     QueryScores.from_json(values["hits"][d]) if d in values["hits"] else None,
-                    _reference_queries(d, values["reference"][d], tensors or {}) if d in values["reference"] else None,
+                    ReferenceQueries.of_tensors(tensors or {}, values["reference"][d], d)
+                    if d in values["reference"]
+                    else None,
                 )
                 for d in get_args(Direction)
                 if values[d] is not None
@@ -327,17 +316,8 @@ class Calibration(PairLogits):
             if name == "mean" or not fit.reference.embeddings.log_var.isneginf().all()
         }
 
-    def to_text(self) -> str:
-        """:meth:`to_json` as text.
-
-        Returns:
-            JSON with one field a line.
-        """
-        lines = [f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in self.to_json().items()]
-        return "{\n" + ",\n".join(lines) + "\n}\n"
-
     def save(self, path: str | Path) -> None:
-        """Write :meth:`to_text`, atomically; reference queries into a file of the same name beside it, .safetensors.
+        """Write JSON, atomically; reference queries into a file of the same name beside it, .safetensors.
 
         Args:
             path: the file; its folder must exist.
@@ -347,7 +327,8 @@ class Calibration(PairLogits):
             write_atomically(beside, safetensors_bytes(tensors))
         else:
             beside.unlink(missing_ok=True)
-        write_atomically(path, self.to_text())
+        lines = [f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in self.to_json().items()]
+        write_atomically(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
@@ -371,7 +352,99 @@ class Calibration(PairLogits):
             raise ValueError(f"{path}: {error}") from error
 
 
-def _reference_queries(direction: Direction, distance: str, tensors: Mapping[str, Tensor]) -> ReferenceQueries:
-    mean, log_var = tensors[f"{direction}/mean"].float(), tensors.get(f"{direction}/log_var")
-    queries = GaussianEmbedding.point(mean) if log_var is None else GaussianEmbedding(mean, log_var.float())
-    return ReferenceQueries(queries, distance, direction)
+@dataclass(frozen=True, eq=False)
+class QueryContext:
+    """What the probabilities of a query's hits depend on beside their own distances."""
+
+    nearest: Tensor  # (..., k) distances of its nearest items, ascending, infinite where there are fewer
+    reference: Tensor | None = None
+
+    def __getitem__(self, index: int | Tensor) -> "QueryContext":
+        return QueryContext(self.nearest[index], None if self.reference is None else self.reference[index])
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Computes match probabilities, conformal sets and abstention from distances, for galleries of any size."""
+
+    logit_scale: float  # a of the match logit b - a * distance, without a correction for the size of the gallery
+    logit_bias: float  # b of the match logit
+    calibration: Calibration | None = None
+    direction: Direction = "t2i"  # "t2i" if the queries are texts and the items images
+
+    @property
+    def of_hits(self) -> DirectionCalibration | None:
+        """The calibration for queries of its direction."""
+        return None if self.calibration is None else self.calibration.directions.get(self.direction)
+
+    def prior_shift(self, n_gallery: int) -> float:
+        """Correction of the logits for the size of the gallery."""
+        return 0.0 if self.of_hits is None else self.of_hits.prior_shift(max(1, n_gallery))
+
+    @property
+    def n_nearest(self) -> int:
+        """Number of nearest items of a query that its probabilities depend on; 1 if they depend on distances alone."""
+        return 1 if self.of_hits is None or self.of_hits.conditional is None else N_NEAREST
+
+    @property
+    def reference(self) -> ReferenceQueries | None:
+        """The reference queries that its probabilities depend on."""
+        return None if self.of_hits is None else self.of_hits.reference
+
+    def context(
+        self, distance: Tensor, queries: GaussianEmbedding, first: Callable[[Tensor], GaussianEmbedding]
+    ) -> QueryContext:
+        """What the other methods need to know of queries. distance (n, c), queries (n, d)."""
+        nearest, place = distance.topk(min(self.n_nearest, distance.shape[-1]), largest=False)
+        nearest = functional.pad(nearest, (0, self.n_nearest - nearest.shape[-1]), value=torch.inf)
+        if self.reference is None:
+            return QueryContext(nearest)
+        found = nearest[:, 0].isfinite()
+        features = torch.zeros(len(nearest), len(REFERENCE_FEATURES), dtype=torch.float64)
+        if found.any():
+            items = first(place[:, 0] if place.shape[1] else place.new_zeros(len(place)))
+            features[found] = self.reference.features(queries[found], items[found])
+        return QueryContext(nearest, features)
+
+    def match_probability(self, distance: Tensor, n_gallery: int, context: QueryContext | None = None) -> Tensor:
+        """Probability that items at these distances from a query match it. distance (..., c) -> (..., c).
+
+        Given what else is known of the query it is that of a hit; else that of a random pair at such a distance.
+        """
+        if context is not None and self.n_nearest > 1 and self.of_hits is not None:
+            n, reference = max(1, n_gallery), context.reference
+            return self.of_hits.hit_probability(distance, context.nearest, n_gallery=n, reference=reference)
+        return torch.sigmoid(self.pair_logit(distance, n_gallery)).to(distance.dtype)
+
+    def pair_logit(self, distance: Tensor, n_gallery: int) -> Tensor:
+        """Logit that a random pair at these distances is listed. distance (..., c) -> (..., c)."""
+        shift = self.prior_shift(n_gallery)
+        if self.calibration is None or self.calibration.knots is None:
+            return match_logit(distance, self.logit_scale, self.logit_bias + shift)
+        return self.calibration.logit(distance) + shift
+
+    def radius(self, coverage: float) -> float:
+        """Radius of the set that contains a match with a given probability."""
+        if not 0 < coverage < 1:
+            raise ValueError(f"search: coverage must be between 0 and 1, got {coverage}")
+        return self._calibration_for("coverage").conformal_radius(1 - coverage)
+
+    def check_risk(self, max_risk: float) -> None:
+        """Raise the error that a search with this risk would raise."""
+        self._calibration_for("abstention (max_risk)").abstain_below(max_risk)
+
+    def abstains(self, context: QueryContext, max_risk: float, n_gallery: int) -> list[bool]:
+        """The queries that should not be answered at a given risk."""
+        calibration = self._calibration_for("abstention (max_risk)")
+        n, found = max(1, n_gallery), context.nearest[:, 0].isfinite()
+        some, abstained = context[found], torch.ones_like(found)
+        abstained[found] = calibration.abstains(some.nearest, max_risk, n_gallery=n, reference=some.reference)
+        return abstained.tolist()
+
+    def _calibration_for(self, wanted: str) -> DirectionCalibration:
+        if self.calibration is None:
+            raise ValueError(
+                f"search: {wanted} needs a calibration, and this index has none; calibrate the model on held-out pairs"
+                " (sfumato calibrate RUN) and build the index again"
+            )
+        return self.calibration.of(self.direction)

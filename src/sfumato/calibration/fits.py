@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from sfumato.calibration.conditional import LinearLogit
-from sfumato.calibration.platt import fit_logistic
+from sfumato.calibration.logits import LinearLogit, fit_logistic
 
 N_NEAR = 50
 """Number of a query's best items that its list consists of."""

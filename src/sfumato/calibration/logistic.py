@@ -1,4 +1,15 @@
-"""Logistic regression by damped Newton steps in NumPy: the one solver of every fitted probability of sfumato."""
+"""Logistic regression in NumPy: the one solver of every fitted probability, and the formula of a score calibrator.
+
+:mod:`~sfumato.calibration.score_lists` has the formula in words. NumPy is all that it needs.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,3 +63,205 @@ def newton(
             break
         found, value = found - size * step, new
     return found
+
+
+SHAPE = ("gap", "order", "lead", "height", "crowd")
+"""Features of a hit in its list."""
+
+SEGMENTS = ("low", "middle", "high")
+"""The score below the first knot, between the knots, and above the second."""
+
+_RISING = frozenset(("gap", "order", *SEGMENTS))
+"""Features that rise with the score of the hit: their weights are not negative."""
+
+_SMALL = 1e-9
+"""Standard deviation, as a fraction of the largest score, below which the scores of a list count as equal."""
+
+_FOLDS, _FEWEST = 5, 20
+"""Folds for the decision whether scores are comparable, and lists below which it is not made."""
+
+
+@dataclass(frozen=True, eq=False)
+class HitLists:
+    """Hits ordered by list, then by falling score."""
+
+    order: npt.NDArray[np.intp]  # (n,) positions of the hits in the input
+    start: npt.NDArray[np.intp]  # (q,) first hit of each list
+    list_of: npt.NDArray[np.intp]  # (n,) the list of each hit
+    score: Floats  # (n,)
+    evidence: Floats  # (n, e) further columns
+
+    @classmethod
+    def of(cls, score: Floats, groups: npt.NDArray[Any], evidence: Floats) -> "HitLists":
+        """The lists in the order of their first hits."""
+        first, inverse = np.unique(groups, return_index=True, return_inverse=True)[1:]
+        place = np.empty(len(first), np.intp)
+        place[first.argsort()] = np.arange(len(first))
+        number = place[inverse.reshape(-1)]
+        order = np.lexsort((-score, number))
+        start = np.searchsorted(number[order], np.arange(len(first)))
+        return cls(order, start, number[order], score[order], evidence[order])
+
+    def sums(self, values: Floats) -> Floats:
+        """(q,) sums over each list. values (n,)."""
+        found: Floats = np.add.reduceat(values, self.start) if len(values) else np.empty(0)
+        return found
+
+    def rank(self) -> Floats:
+        """(n,) one more than the number of larger scores in the list."""
+        new = np.ones(len(self.score), bool)
+        new[1:] = (self.score[1:] != self.score[:-1]) | (self.list_of[1:] != self.list_of[:-1])
+        first = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
+        return (first - self.start[self.list_of] + 1).astype(np.float64)
+
+    def shape(self) -> Floats:
+        """(n, 5) the features SHAPE."""
+        size = np.diff(np.append(self.start, len(self.score)))
+        top, second = self.score[self.start], self.score[self.start + (size > 1)]
+        away = self.score - top[self.list_of]
+        mean = self.sums(away) / size
+        deviation = np.sqrt(self.sums((away - mean[self.list_of]) ** 2) / size)
+        deviation = np.where(deviation > _SMALL * np.abs(top), deviation, 1.0)
+        gap = away / deviation[self.list_of]
+        of_list = (top - second) / deviation, -mean / deviation, -np.log(self.sums(np.exp(gap)))
+        return np.stack([gap, -np.log(self.rank()), *(value[self.list_of] for value in of_list)], axis=1)
+
+    def features(self, knots: tuple[float, float] | None) -> Floats:
+        """(n, f) SHAPE, SEGMENTS if there are knots, and the evidence."""
+        columns = [self.shape()]
+        if knots is not None:
+            low, high = knots
+            score = self.score
+            columns += [np.minimum(score, low), np.clip(score, low, high) - low, np.maximum(score, high) - high]
+        return np.column_stack([*columns, self.evidence])
+
+    def summary(self, logit: Floats) -> Floats:
+        """(q, 2) the largest logit of each list, and the logarithm of its expected matches. logit (n,)."""
+        expected = np.maximum(self.sums(sigmoid(logit)), 1e-12)
+        return np.stack([np.maximum.reduceat(logit, self.start), np.log(expected)], axis=1)
+
+
+@dataclass(frozen=True)
+class ScoreFormula:
+    """A fitted formula: the logit is the intercept plus the weighted features."""
+
+    weights: Mapping[str, float]  # by feature: of SHAPE, of SEGMENTS, and "evidence 1", ...
+    intercept: float
+    knots: tuple[float, float] | None  # of SEGMENTS; None if scores of different queries are not comparable
+    nothing: tuple[float, float, float]  # intercept, and weights of the first hit's logit and of log(expected matches)
+
+    @property
+    def n_evidence(self) -> int:
+        """Number of further columns."""
+        return sum(name.startswith("evidence") for name in self.weights)
+
+    def logit(self, lists: HitLists) -> Floats:
+        """(n,) logits of hits, in the order of the lists."""
+        found: Floats = self.intercept + lists.features(self.knots) @ np.array(list(self.weights.values()))
+        return found
+
+    def nothing_matches(self, lists: HitLists, logit: Floats) -> Floats:
+        """(q,) probabilities that no hit of a list matches. logit (n,)."""
+        summary = lists.summary(logit)
+        found = sigmoid(self.nothing[0] + summary @ np.array(self.nothing[1:]))
+        return np.minimum(found, sigmoid(-summary[:, 0]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return vars(self) | {"weights": dict(self.weights)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "ScoreFormula":
+        """The reverse; it raises an error if the values are not such."""
+        weights = {str(name): float(weight) for name, weight in values["weights"].items()}
+        knots = None if values["knots"] is None else (float(values["knots"][0]), float(values["knots"][1]))
+        own = [name for name in weights if not name.startswith("evidence")]
+        if own != [*SHAPE, *(SEGMENTS if knots else ())]:
+            raise ValueError(f"unknown features {own}")
+        a, b, c = map(float, values["nothing"])
+        numbers = (*weights.values(), *(knots or ()), float(values["intercept"]), a, b, c)
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("a number is not finite")
+        return cls(weights, float(values["intercept"]), knots, (a, b, c))
+
+
+@cache
+def priors() -> dict[str, ScoreFormula]:
+    """The formulas that come with the package, by kind of score."""
+    text = resources.files("sfumato.calibration").joinpath("score_priors.json").read_text(encoding="utf-8")
+    return {kind: ScoreFormula.from_json(values) for kind, values in json.loads(text).items()}
+
+
+def fit_formula(
+    lists: HitLists, label: Floats, *, comparable: bool | str, penalty: float, prior: ScoreFormula | None
+) -> ScoreFormula:
+    """Fit on lists with labels 0, 1 and NaN, in their order; "auto" decides whether scores are comparable."""
+    if isinstance(comparable, str):
+        comparable = _is_comparable(lists, label, penalty, prior)
+    low, high = np.quantile(lists.score[lists.start], [1 / 3, 2 / 3]).tolist()
+    knots = (low, high) if comparable and low < high else None
+    names = [*SHAPE, *(SEGMENTS if knots else ()), *(f"evidence {i}" for i in range(1, lists.evidence.shape[1] + 1))]
+    features = lists.features(knots)
+    centre = np.array([0.0 if prior is None else prior.weights.get(name, 0.0) for name in names])
+    rising = np.array([name in _RISING for name in names])
+    judged, label = ~np.isnan(label), np.nan_to_num(label)
+    weights, intercept = _regression(features, label, judged / lists.rank(), penalty, centre, rising)
+    has = lists.sums(label) > 0
+    known = np.where(has, 1.0, lists.sums(1.0 - judged) == 0)  # Else one that nobody judged may match.
+    summary = lists.summary(intercept + features @ weights)
+    empty = (np.where(has, 0.0, 1.0) * len(has) + 0.5) / (len(has) + 1)  # As if one list more were half empty.
+    slopes, start = _regression(summary, empty, known, penalty, np.array([-1.0, 0.0]))
+    nothing = start, float(slopes[0]), float(slopes[1])
+    return ScoreFormula(dict(zip(names, weights.tolist(), strict=True)), intercept, knots, nothing)
+
+
+def _is_comparable(lists: HitLists, label: Floats, penalty: float, prior: ScoreFormula | None) -> bool:
+    """Whether the log loss of held-out lists is lower with the scores themselves, by more than a standard error."""
+    q = len(lists.start)
+    if q < _FEWEST:
+        return False
+    fold = np.random.default_rng(0).permutation(q) % _FOLDS
+    better = np.zeros(q)
+    for k in range(_FOLDS):
+        inside = fold[lists.list_of] != k
+        if not 0 < np.nanmean(label[inside]) < 1:
+            return False
+        part = HitLists.of(lists.score[inside], lists.list_of[inside], lists.evidence[inside])
+        for sign, comparable in ((1, False), (-1, True)):
+            formula = fit_formula(part, label[inside], comparable=comparable, penalty=penalty, prior=prior)
+            loss = lists.sums(np.nan_to_num(log_losses(formula.logit(lists), label)) / lists.rank())
+            better += sign * np.where(fold == k, loss, 0)
+    return bool(better.mean() > better.std() / math.sqrt(q))
+
+
+def _regression(
+    features: Floats,
+    label: Floats,
+    weight: Floats,
+    penalty: float,
+    centre: Floats,
+    rising: npt.NDArray[np.bool_] | None = None,
+) -> tuple[Floats, float]:
+    """Weights and intercept of a logistic regression whose ridge penalty is around a centre.
+
+    The penalty is on weights of standardised features. A rising feature whose weight would be negative is left out,
+    the most negative first.
+
+    features (n, f), label (n,), weight (n,), centre (f,), rising (f,).
+    """
+    mean, deviation = features.mean(0), features.std(0)
+    deviation = np.where(deviation > 0, deviation, 1.0)
+    columns = np.concatenate([(features - mean) / deviation, np.ones((len(features), 1))], axis=1)
+    start, ridge = np.append(centre * deviation, 0.0), np.append(np.full(features.shape[1], penalty), 1e-9)
+    none = np.zeros(len(label))
+    used = np.ones(len(start), bool)
+    while True:
+        solution = np.where(used, start, 0.0)
+        own = start[used]
+        solution[used] = newton(columns[:, used], label, weight, ridge[used], own, centre=own, offset=none)
+        wrong = np.zeros(len(start), bool) if rising is None else np.append(rising, False) & (solution < 0)
+        if not wrong.any():
+            break
+        used[np.where(wrong, solution, 0.0).argmin()] = False
+    weights = solution[:-1] / deviation
+    return weights, float(solution[-1] - mean @ weights)

@@ -361,7 +361,7 @@ def _strictest(works: Callable[[float], bool], above: float) -> float | None:
 def answered_fraction(scores: QueryScores, limit: float, *, absent: float = 0.0) -> float:
     """Fraction of the held-out queries that are answered under a limit."""
     nearest, _ = _with_absent(scores, absent)
-    return float(_below(nearest, np.array([limit]))[0]) / len(nearest)
+    return float((nearest < limit).sum()) / len(nearest)
 
 
 def _risk_p_value(answered: np.ndarray, wrong: np.ndarray, risk: float, groups: np.ndarray) -> float:
@@ -372,12 +372,6 @@ def _risk_p_value(answered: np.ndarray, wrong: np.ndarray, risk: float, groups: 
     # Of each group: the fraction of wrong answers minus the allowed one, raised by risk, so in [0, 1].
     excess = np.bincount(groups, np.where(answered, wrong - risk, 0.0)) / sizes
     return betting_p_value(excess + risk, risk)
-
-
-def _below(values: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Number of values strictly below each limit."""
-    counts: np.ndarray = np.searchsorted(np.sort(values), limits, side="left")
-    return counts
 
 
 def _with_absent(scores: QueryScores, absent: float) -> tuple[np.ndarray, np.ndarray]:

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sfumato.calibration.logistic import Floats, log_losses, sigmoid
-from sfumato.calibration.score_formulas import HitLists, ScoreFormula, fit_formula, priors
+from sfumato.calibration.logistic import Floats, HitLists, ScoreFormula, fit_formula, log_losses, priors, sigmoid
 from sfumato.errors import refuse_newer
 from sfumato.files import write_json
 

@@ -120,12 +120,11 @@ def calibrate(
     split: str = flag(
         "val", "Split of the run's data to fit on, not that of the training. If all images train, val is wordings."
     ),
-    method: str = flag("platt", "How to fit: platt, or isotonic (needs the extra calibration)."),
     queries: Population = "planted",
     lists: JudgedLists,
     as_json: AsJson = False,
 ) -> None:
-    """Calibrate again: other method, queries, verdicts, engine.
+    """Calibrate again: other queries, verdicts, engine.
 
     Training and `sfumato adopt` calibrate already. This fits match probabilities, thresholds, abstention and conformal
     sets, and writes them to the run's calibration.json. A run with held-out wordings has calibration-training.json too,
@@ -138,19 +137,19 @@ def calibrate(
     from sfumato.workflows.judgements import refine_index
 
     if lists.given:
-        if run is not None or (judgements, split, method, queries) != (None, "val", "platt", "planted"):
+        if run is not None or (judgements, split, queries) != (None, "val", "planted"):
             raise UserError("--run takes the hits of another engine; leave RUN and the options for runs out")
         return lists.fit(as_json)
     if run is None:
         raise UserError("give RUN, the folder of a run; or --run FILE --qrels FILE --out FILE for another engine")
     if judgements is not None:
-        if (split, method, queries) != ("val", "platt", "planted"):
-            raise UserError("--judgements refines a collection; leave --split, --method and --queries out")
+        if (split, queries) != ("val", "planted"):
+            raise UserError("--judgements refines a collection; leave --split and --queries out")
         refined = refine_index(run, judgements)
         return print(json.dumps(refined.to_json())) if as_json else print_refined(refined, run)
     if is_collection(run):
         raise UserError(f"{run} is a collection; refine its probabilities with --judgements FILE")
-    fitted = calibrate_run(run, split, method=method, population=queries, device=choose_device())
+    fitted = calibrate_run(run, split, population=queries, device=choose_device())
     result = describe_calibration(fitted)
     if as_json:
         return print(json.dumps(result))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.conditional import N_NEAREST, no_reference_error
+from sfumato.calibration.logits import N_NEAREST, no_reference_error
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import auroc

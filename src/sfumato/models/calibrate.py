@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.conditional import (
+from sfumato.calibration.logits import (
     N_NEAREST,
     N_REFERENCE,
     ConditionalLogits,
     NearestItems,
+    PairLogits,
     Population,
     ReferenceQueries,
 )
-from sfumato.calibration.platt import PairLogits
 from sfumato.calibration.query_scores import QueryScores, conformal_radius
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
@@ -139,7 +139,6 @@ def calibrate_split(
     distance: str,
     *,
     split: str,
-    method: str = "platt",
     max_pairs: int = 4_000_000,
     max_queries: int = 5_000,
     population: Population = "planted",
@@ -159,7 +158,7 @@ def calibrate_split(
     images, texts = queries_of(data, of_images)
     pairs = whole.of("i2t", _sample(images, max(1, max_pairs // whole.texts.n), seed))
     d, match = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    base = PairLogits.of_pairs(d, match, method)
+    base = PairLogits.of_pairs(d, match)
     seen_by = _reference_queries(reference, distance, seed)
     asking = (_sample(images, max_queries, seed), _sample(texts, max_queries, seed))
     queries = whole.queries(*asking, population, seen_by, seed)
@@ -175,7 +174,7 @@ def calibrate_split(
             of_hits, conditional = _hits(held_out, base.logit, population, scores[direction])
             reads = None if conditional.first is None else seen_by.get(direction)
             found[direction] = DirectionCalibration(base, scores[direction], conditional, of_hits, reads)
-    about = {"split": split, "method": method, "distance": distance, "pairs": match.numel(), "queries": population}
+    about = {"split": split, "method": "platt", "distance": distance, "pairs": match.numel(), "queries": population}
     sizes = {d: _set_sizes(held_out, scores[d]) for d, held_out in queries.items()}
     return Calibration(**vars(base), i2t=found["i2t"], t2i=found["t2i"], metadata=about | {"set_sizes": sizes})
 
@@ -278,7 +277,6 @@ def calibrate_run(
     folder: str | Path,
     split: str = "val",
     *,
-    method: str = "platt",
     population: str = "planted",
     device: torch.device | str = "cpu",
 ) -> Calibration:
@@ -298,14 +296,14 @@ def calibrate_run(
         split = WORDINGS  # All images train: their other texts validate.
     of_training = run.training_calibration is not None
     if of_training and split == WORDINGS:
-        return _calibrate_run(run, split, method, queries, TRAINING_CALIBRATION)
-    calibration = _calibrate_run(run, split, method, queries, CALIBRATION)
+        return _calibrate_run(run, split, queries, TRAINING_CALIBRATION)
+    calibration = _calibrate_run(run, split, queries, CALIBRATION)
     if of_training and split == "val":
-        _calibrate_run(run, WORDINGS, method, queries, TRAINING_CALIBRATION)
+        _calibrate_run(run, WORDINGS, queries, TRAINING_CALIBRATION)
     return calibration
 
 
-def _calibrate_run(run: Run, split: str, method: str, population: Population, file: str) -> Calibration:
+def _calibrate_run(run: Run, split: str, population: Population, file: str) -> Calibration:
     """Calibrate a run on a split, and write the file into its folder."""
     prepared = load_split(run.model, run.recipe.data, split)
     calibration = calibrate_split(
@@ -313,7 +311,6 @@ def _calibrate_run(run: Run, split: str, method: str, population: Population, fi
         prepared.data,
         run.distance,
         split=split,
-        method=method,
         population=population,
         reference=None if file == TRAINING_CALIBRATION else embed_reference(run.model, run.recipe.data),
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.platt import fit_logistic
+from sfumato.calibration.logits import fit_logistic
 from sfumato.data.image_inputs import ImageInput, image_sources, unreadable, vector_file
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.scorer import QueryContext, Scorer
+from sfumato.calibration.calibrator import Calibration, QueryContext, Scorer
 from sfumato.charts import CARD, FAINT, FIRST, INK, SECOND, Chart, data_url, draw_curve
 from sfumato.distances import get_distance
 from sfumato.evaluation.protocols import Evaluation

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
-from sfumato.calibration.scorer import MatchEstimate
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
@@ -104,6 +103,16 @@ def padded(found: Sequence[Candidates]) -> Tensor:
     widest = max((len(each.ids) for each in found), default=0)
     padded = [functional.pad(each.distance, (0, widest - len(each.ids)), value=torch.inf) for each in found]
     return torch.stack(padded) if padded else torch.empty(0, 0)
+
+
+def estimated_sums(near: Tensor, sample: Tensor, outside: Tensor, n: int) -> list[float]:
+    """Sums over n items without bias, from their largest terms and a sample, some of it outside of these.
+
+    near (b, h), sample (b, s), outside (b, s).
+    """
+    first, s, others = near.double().sum(1), outside.sum(1), n - (near > 0).sum(1)
+    rest = torch.where(outside, sample, 0).double().sum(1)
+    return (first + others * (rest / s.clamp_min(1))).tolist()
 
 
 def with_margin(k: int) -> int:
@@ -281,7 +290,7 @@ class TextSearch:
             others = self._evidence(i, self.own, usual, usual)
             rest = self._of_hits(i, self.own, others, logits.of_pairs(others), listed).sigmoid()
             outside = self.sample.without(found.ids)
-            total = MatchEstimate.of(logit.sigmoid()[None], rest[None], outside, self.n)[0].expected
+            (total,) = estimated_sums(logit.sigmoid()[None], rest[None], outside, self.n)
         key = -found.distance if by_distance else logit
         top = _highest(key, found, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
         # The best may fit, and then something does.

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.scorer import Scorer
+from sfumato.calibration.calibrator import Calibration, Scorer
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids
@@ -60,7 +59,7 @@ class GaussianCollection(Gallery):
         distance: name of the distance, one of LIFTED_DISTANCES.
         centre: (d,) point that vectors are relative to.
         metadata: JSON values that the builder keeps with the collection.
-        n_exact: number of closest items that :meth:`match_estimates` sums exactly in a large collection.
+        n_exact: number of closest items that :meth:`expected_matches` sums exactly in a large collection.
         n_sample: number of items in the sample from which it estimates the rest of the sum.
         items: counts the items.
     """

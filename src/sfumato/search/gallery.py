@@ -1,8 +1,8 @@
 """Galleries in memory or in a vector store: answers to Gaussian queries, with probabilities and guarantees.
 
 :class:`Gallery` turns the candidates of its subclasses (an index in memory, a collection in a vector store) into
-answers; :class:`~sfumato.calibration.scorer.Scorer` turns distances into probabilities. Neither depends on where items
-are stored.
+answers; :class:`~sfumato.calibration.calibrator.Scorer` turns distances into probabilities. Neither depends on where
+items are stored.
 """
 
 import math
@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from sfumato.calibration.calibrator import QueryContext, Scorer
 from sfumato.calibration.fits import FitsCalibration
-from sfumato.calibration.scorer import MatchEstimate, QueryContext, Scorer
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
@@ -30,6 +30,7 @@ from sfumato.search.candidates import (
     SampledItems,
     TextSearch,
     completed,
+    estimated_sums,
     folded,
     padded,
 )
@@ -78,7 +79,7 @@ class Gallery(ABC):
     """The vectors of the items' texts; None if they are no evidence."""
 
     n_exact = 300
-    """Number of closest items that :meth:`match_estimates` sums exactly in a large gallery."""
+    """Number of closest items that :meth:`expected_matches` sums exactly in a large gallery."""
 
     @property
     @abstractmethod
@@ -133,16 +134,9 @@ class Gallery(ABC):
     def count(self, filter: Filter) -> int:
         """Number of items that a search with a filter may find."""
 
+    @torch.no_grad()
     def expected_matches(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[float]:
         """The expected number of matches of each query: the sum of the match probabilities over the gallery.
-
-        queries (n, d).
-        """
-        return [estimate.expected for estimate in self.match_estimates(queries, filter)]
-
-    @torch.no_grad()
-    def match_estimates(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[MatchEstimate]:
-        """The expected number of matches of each query with its interval.
 
         Up to N_WHOLE items the sum is exact. In a larger gallery the closest items that the engine finds are added up,
         and the rest of the sum is estimated without bias from a seeded sample. So the cost does not grow with the
@@ -150,23 +144,23 @@ class Gallery(ABC):
 
         queries (n, d).
         """
-        queries, scorer, estimates = self.checked(queries), self.scorer, list[MatchEstimate]()
+        queries, scorer, sums = self.checked(queries), self.scorer, list[float]()
         n = self.size if filter is None else self.count(filter)
         if n == 0:
-            return [MatchEstimate.exact(0.0)] * queries.n
+            return [0.0] * queries.n
         sample = self._sampled(n, filter)
         for start, block in sample.blocks(queries):
             some = queries[start : start + len(block)]
             if sample.whole:
                 context = scorer.context(block, some, sample.items)
-                estimates += map(MatchEstimate.exact, scorer.match_probability(block, n, context).sum(1).tolist())
+                sums += scorer.match_probability(block, n, context).sum(1).tolist()
                 continue
             found = self._near(some, filter)
             distance, context = padded(found), self._context(some, found)
             outside = torch.cat([sample.without(each.ids) for each in found])
             head = scorer.match_probability(distance, n, context).masked_fill(distance.isinf(), 0)
-            estimates += MatchEstimate.of(head, scorer.match_probability(block, n, context), outside, n)
-        return estimates
+            sums += estimated_sums(head, scorer.match_probability(block, n, context), outside, n)
+        return sums
 
     def _near(self, queries: GaussianEmbedding, filter: Filter | None) -> list[Candidates]:
         """About the n_exact closest items of each query."""

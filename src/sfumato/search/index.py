@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.scorer import Scorer
+from sfumato.calibration.calibrator import Calibration, Scorer
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
 from sfumato.files import write_atomically

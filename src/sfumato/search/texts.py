@@ -158,23 +158,6 @@ def says(stems: Collection[str], wanted: Iterable[str]) -> bool:
     return all(not saying(one).isdisjoint(stems) for one in wanted)
 
 
-_LETTERS_PER_PIECE = 3.5
-"""Letters for each subword piece of a word that a tokenizer does not have whole, from which it still reads it."""
-
-
-def read_fraction(texts: Sequence[str], pieces: Pieces) -> list[float]:
-    """The fraction of each text's letters in words that a tokenizer has whole or in long pieces.
-
-    It is nearly 1 in the languages of its vocabulary, less than one half in others, and 0 where a text has no words but
-    function words.
-    """
-    own = [re.findall(r"[^\W_]+", text.casefold()) for text in texts]
-    own = [[] if FUNCTION_WORDS.issuperset(some) else some for some in own]
-    words = list(dict.fromkeys(word for some in own for word in some))
-    read = {word: n == 1 or len(word) >= _LETTERS_PER_PIECE * n for word, n in zip(words, pieces(words), strict=True)}
-    return [sum(len(word) for word in some if read[word]) / max(1, sum(map(len, some))) for some in own]
-
-
 _CLOSE = 3
 """Words that may stand between those of a query, in "a blue and red hat", but not in "a hat by a long red wall"."""
 

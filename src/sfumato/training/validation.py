@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.conditional import N_REFERENCE
-from sfumato.calibration.platt import fit_logits
+from sfumato.calibration.logits import N_REFERENCE, fit_logits
 from sfumato.data.pairs import PairData
 from sfumato.data.splits import WORDINGS
 from sfumato.distances.distance import Distance

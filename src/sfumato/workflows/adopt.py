@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.conditional import Population
+from sfumato.calibration.logits import Population
 from sfumato.data.coco import coco_images, json_kind
 from sfumato.data.feature_tables import open_table, resolved_table
 from sfumato.data.hub_datasets import is_dataset_folder

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from sfumato.calibration.conditional import Population
+from sfumato.calibration.logits import Population
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
