@@ -40,7 +40,7 @@ from sfumato.distances import get_distance
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.metrics.bootstrap import risk_coverage_statistics
 from sfumato.search.answer import LINE, fits_verdict
-from sfumato.search.gallery import REFERENCE_SIZE
+from sfumato.search.candidates import REFERENCE_SIZE
 from sfumato.search.texts import FUNCTION_WORDS, ItemTexts, is_close, says, word_stems
 
 DRAWS, N_HITS = 3, 10

@@ -31,7 +31,7 @@ from sfumato.ids import uniform_hash
 from sfumato.models.model import Model
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model
-from sfumato.search import answer, gallery, texts
+from sfumato.search import answer, candidates, texts
 from sfumato.search.answer import TextQuery
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.searcher import Searcher, advice
@@ -155,7 +155,7 @@ def page_data(searcher: Searcher, items: Sequence[Emoji], queries: Sequence[str]
         **word_data(payloads, queries),
         "logit": {
             "scale": scorer.logit_scale,
-            "bias": scorer.logit_bias + scorer.prior_shift(gallery.REFERENCE_SIZE),
+            "bias": scorer.logit_bias + scorer.prior_shift(candidates.REFERENCE_SIZE),
         },
         "fits": collection.fits.to_json(),
         "constants": {

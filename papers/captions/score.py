@@ -29,7 +29,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.model import Model
 from sfumato.models.run import SMALL, load_model
 from sfumato.progress import progress_bar
-from sfumato.search.gallery import REFERENCE_SIZE
+from sfumato.search.candidates import REFERENCE_SIZE
 from sfumato.search.texts import FUNCTION_WORDS, saying, stemmed
 
 _LETTERS_PER_PIECE = 3.5

@@ -8,20 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
+from sfumato.calibration.calibrator import Scorer
+from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
 from sfumato.search.stores.protocol import Records, VectorStore
 from sfumato.search.texts import ItemTexts, TextStore, word_stems
-
-T = TypeVar("T")
 
 _COUNTED_SECONDS = 5.0
 """Other processes may write. To count a million items anew for every query would take longer than to search them."""
@@ -225,47 +223,68 @@ def even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Re
     return kept
 
 
-@dataclass(frozen=True)
-class Fitting:
-    """What fits one query in a gallery; by default of an empty one."""
-
-    hits: tuple[Hit, ...] = ()  # the most probable or the closest, the best first
-    expected: float = 0.0  # number of items that fit
-    nothing: float = 1.0  # probability that none does
-    near: Candidates | None = None  # the closest item, of a large gallery the closest ones
-
-
 @dataclass(frozen=True, eq=False)
+class Ranked:
+    """The k best items of one query, and those that its answer shows."""
+
+    hits: tuple[Hit, ...]
+    near: Candidates  # the closest items, at least one
+    expected: float | None = None  # number of items that fit; None where no texts are evidence
+    nothing: float | None = None  # probability that none does
+    kept: tuple[Hit, ...] = ()  # those of at least min_probability
+    shown: tuple[Hit, ...] = ()  # those of the answer
+    folds: bool = False
+
+    @property
+    def best(self) -> float:
+        """Probability of the first hit."""
+        return self.hits[0].match_probability if self.hits else 0.0
+
+    def verdict(self, expected: float, abstained: bool | None, *, empty_set: bool) -> Verdict:
+        """What is said of them. expected: the number of matches in the whole gallery."""
+        if self.nothing is None:
+            return verdict(expected, self.best, abstained, empty_set=empty_set)
+        said_of = self.shown if self.folds and self.kept else self.hits
+        return fits_verdict([hit.match_probability for hit in said_of], expected, self.nothing)
+
+
+REFERENCE_SIZE = 1_000
+"""Size of the gallery that the logits of pairs are for where texts are beside them."""
+
+_USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
+"""Mean and standard deviation of the logits that `small` gives to random pairs of Flickr8k's validation split."""
+
+
 class TextSearch:
-    """Queries by text, and the sample of the gallery that says which words are rare and how far items usually are."""
+    """Queries by text, and the sample of the gallery that says which words are rare and how far items usually are.
 
-    forms: Sequence[TextQuery]  # q queries
-    vectors: Tensor  # (q, 384)
-    prior: Tensor  # (q,)
-    logits: Sequence[FitsLogits]  # of each query
-    fits: FitsCalibration
-    image_logit: Callable[[Tensor, Tensor], Tensor]  # logits of pairs, from their distances and usual distances
-    sample: SampledItems
-    own: ItemTexts  # the texts of the sample
-    n: int  # items of the gallery that may be found
+    own: the texts of the sample; scorer: None of a model that is not calibrated; n: items that may be found.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         forms: Sequence[TextQuery],
         fits: FitsCalibration,
-        image_logit: Callable[[Tensor, Tensor], Tensor],
+        scorer: Scorer | None,
         sample: SampledItems,
         own: ItemTexts,
         n: int,
-    ) -> "TextSearch":
-        """Embed the queries."""
+    ) -> None:
+        self.forms, self.fits, self.scorer, self.sample, self.own, self.n = forms, fits, scorer, sample, own, n
         texts = [form.joined for form in forms]
-        vectors, logits = sentence_vectors(texts), [fits.of(len(word_stems(text))) for text in texts]
-        return cls(forms, vectors, fits.query_prior(vectors), logits, fits, image_logit, sample, own, n)
+        self.vectors = sentence_vectors(texts)  # (q, 384)
+        self.logits = [fits.of(len(word_stems(text))) for text in texts]
+        self.prior = fits.query_prior(self.vectors)  # (q,)
+
+    def _image_logit(self, distance: Tensor, usual: Tensor) -> Tensor:
+        """(q, c) logits of pairs; of a model that is not calibrated, with the mean and spread that `small` has."""
+        if self.scorer is not None:
+            return self.scorer.pair_logit(distance, REFERENCE_SIZE)
+        mean, deviation = usual.mean(1, keepdim=True), usual.std(1, unbiased=False, keepdim=True)
+        return _USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / deviation.clamp_min(1e-12)
 
     def _evidence(self, i: int, items: ItemTexts, distance: Tensor, usual: Tensor) -> Evidence:
-        image = self.image_logit(distance, usual)
+        image = self._image_logit(distance, usual)
         texts = [self.forms[i].joined]
         return items.evidence(texts, self.vectors[[i]], image, self.prior[[i]], self.own.rarity)
 
@@ -274,12 +293,12 @@ class TextSearch:
         found = self.logits[i].of_hits(pair, known.has_texts, listed)[0]
         return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
 
-    def fitting(
+    def ranked(
         self, i: int, usual: Tensor, found: Candidates, items: ItemTexts, k: int, *, by_distance: bool
-    ) -> Fitting:
+    ) -> Ranked:
         """What fits query i among some items, all of the gallery or more than fit. usual (1, s): of the sample."""
         if not found.ids:
-            return Fitting()
+            return Ranked((), found, 0.0, 1.0)
         logits = self.logits[i]
         known = self._evidence(i, items, found.distance.unsqueeze(0), usual)
         pair = logits.of_pairs(known)
@@ -295,7 +314,7 @@ class TextSearch:
         top = _highest(key, found, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
         # The best may fit, and then something does.
         nothing = min(float(logits.of_nothing(listed).sigmoid()), 1 - float(logit.sigmoid().max()))
-        return Fitting(top, total, nothing, found.take([int(found.distance.argmin())]))
+        return Ranked(top, found.take([int(found.distance.argmin())]), total, nothing)
 
 
 def _highest(
@@ -310,30 +329,6 @@ def _highest(
         Hit(found.ids[j], rank, d, p, u, dict(found.payloads[j]), best(found.payloads[j]))
         for rank, (j, d, p, u) in enumerate(zip(order, *columns, strict=True), 1)
     )
-
-
-@dataclass(frozen=True, eq=False)
-class Ranked:
-    """The k best items of one query, and those that its answer shows."""
-
-    hits: tuple[Hit, ...]
-    kept: tuple[Hit, ...]  # those of at least min_probability
-    shown: tuple[Hit, ...]  # those of the answer
-    near: Candidates  # the closest items
-    fitting: Fitting | None  # where texts are evidence
-    folds: bool = False
-
-    @property
-    def best(self) -> float:
-        """Probability of the first hit."""
-        return self.hits[0].match_probability if self.hits else 0.0
-
-    def verdict(self, expected: float, abstained: bool | None, *, empty_set: bool) -> Verdict:
-        """What is said of them. expected: the number of matches in the whole gallery."""
-        if self.fitting is None:
-            return verdict(expected, self.best, abstained, empty_set=empty_set)
-        said_of = self.shown if self.folds and self.kept else self.hits
-        return fits_verdict([hit.match_probability for hit in said_of], expected, self.fitting.nothing)
 
 
 def folded(hits: Sequence[Hit], means: Mapping[str, Tensor], k: int, limit: float) -> tuple[Hit, ...]:
@@ -354,13 +349,3 @@ def folded(hits: Sequence[Hit], means: Mapping[str, Tensor], k: int, limit: floa
             duplicates.append([])
     pairs = enumerate(zip(kept, duplicates, strict=True), 1)
     return tuple(replace(hit, rank=rank, duplicates=tuple(ids)) for rank, (hit, ids) in pairs)
-
-
-def completed(
-    known: Sequence[T | None], queries: GaussianEmbedding, find: Callable[[GaussianEmbedding], list[T]]
-) -> list[T]:
-    """A value for each query: the known one, else the one found. queries (n, d)."""
-    others = [i for i, one in enumerate(known) if one is None]
-    some = queries if len(others) == queries.n else queries[torch.tensor(others, dtype=torch.long)]
-    found = iter(find(some) if others else [])
-    return [next(found) if one is None else one for one in known]

@@ -24,12 +24,10 @@ from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.search.answer import UNFAMILIAR, Answer, Hit, QueryInfo, SearchOptions, TextQuery, Verdict
 from sfumato.search.candidates import (
     Candidates,
-    Fitting,
     GalleryRecords,
     Ranked,
     SampledItems,
     TextSearch,
-    completed,
     estimated_sums,
     folded,
     padded,
@@ -42,12 +40,6 @@ _SAMPLED = 200
 
 N_WHOLE = 20_000
 """Number of items up to which match probabilities are added up over the whole gallery."""
-
-REFERENCE_SIZE = 1_000
-"""Size of the gallery that the logits of pairs are for where texts are beside them."""
-
-_USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
-"""Mean and standard deviation of the logits that `small` gives to random pairs of Flickr8k's validation split."""
 
 _RARE = 0.01
 """Largest fraction of the items of a large gallery whose texts have a rare word."""
@@ -146,7 +138,7 @@ class Gallery(ABC):
         """
         queries, scorer, sums = self.checked(queries), self.scorer, list[float]()
         n = self.size if filter is None else self.count(filter)
-        if n == 0:
+        if n == 0 or queries.n == 0:
             return [0.0] * queries.n
         sample = self._sampled(n, filter)
         for start, block in sample.blocks(queries):
@@ -176,13 +168,6 @@ class Gallery(ABC):
         distance = get_distance(self.distance).matrix(query, records.embeddings)[0]
         return Candidates(records.ids, distance, records.embeddings.total_variance, records.payloads)
 
-    def _image_logit(self, distance: Tensor, usual: Tensor) -> Tensor:
-        """(q, c) logits of pairs; of a model that is not calibrated, with the mean and spread that `small` has."""
-        if self.calibrated:
-            return self.scorer.pair_logit(distance, REFERENCE_SIZE)
-        mean, deviation = usual.mean(1, keepdim=True), usual.std(1, unbiased=False, keepdim=True)
-        return _USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / deviation.clamp_min(1e-12)
-
     @property
     def fits(self) -> FitsCalibration:
         """The calibration of target "fits": that of verdicts on its hits if it has one, else the packaged one."""
@@ -191,7 +176,7 @@ class Gallery(ABC):
 
     def _by_texts(
         self, queries: GaussianEmbedding, forms: Sequence[TextQuery], k: int, options: SearchOptions, n: int
-    ) -> list[Fitting | None]:
+    ) -> list[Ranked]:
         """What fits each query, by distance and texts together; nothing without a store of texts.
 
         Exact up to N_WHOLE items. In a larger gallery the closest n_exact by distance and by texts, and those with the
@@ -200,21 +185,21 @@ class Gallery(ABC):
         filter, by_distance = options.filter, options.order == "distance"
         sample = self._sampled(n, filter)
         if self.texts is None or (own := sample.texts) is None:
-            return [None] * queries.n
-        asked = TextSearch.of(forms, self.fits, self._image_logit, sample, own, n)
+            return []
+        asked = TextSearch(forms, self.fits, self.scorer if self.calibrated else None, sample, own, n)
         near = [] if sample.whole else self._near(queries, filter)
         agreeing = [] if sample.whole else self.texts.closest(asked.vectors, self.n_exact, filter)
-        found = list[Fitting | None]()
+        found = list[Ranked]()
         for start, block in sample.blocks(queries):
             for i, usual in enumerate(block.split(1), start):
                 if sample.whole:
-                    found.append(asked.fitting(i, usual, sample.candidates(usual[0]), own, k, by_distance=by_distance))
+                    found.append(asked.ranked(i, usual, sample.candidates(usual[0]), own, k, by_distance=by_distance))
                     continue
                 others = {*agreeing[i].ids, *self._having(forms[i].joined, own.rarity, filter, n)} - {*near[i].ids}
                 compared = near[i].joined(self._found_by(queries[i : i + 1], [*others]))
                 items = self.texts.of(compared.ids, compared.payloads, agreeing[i])
-                fitting = asked.fitting(i, usual, compared, items, k, by_distance=by_distance)
-                found.append(replace(fitting, near=near[i]))
+                ranked = asked.ranked(i, usual, compared, items, k, by_distance=by_distance)
+                found.append(replace(ranked, near=near[i]))
         return found
 
     def _having(self, text: str, rarity: Callable[[str], float], filter: Filter | None, n: int) -> list[str]:
@@ -296,14 +281,11 @@ class Gallery(ABC):
             None if each is None else self._hits(each.first(options.max_set), n, context[i])
             for i, each in enumerate(inside)
         ]
-        totals = completed(
-            [None if each.fitting is None else each.fitting.expected for each in found],
-            queries,
-            lambda others: self.expected_matches(others, options.filter),
-        )
-        answers = []
-        for i, (one, each, total) in enumerate(zip(about, found, totals, strict=True)):
-            calibrated, fitting = self.calibrated and one.native, each.fitting
+        others = queries[torch.tensor([each.expected is None for each in found], dtype=torch.bool)]
+        sums, answers = iter(self.expected_matches(others, options.filter)), list[Answer]()
+        for i, (one, each) in enumerate(zip(about, found, strict=True)):
+            calibrated, total = self.calibrated and one.native, each.expected
+            total = next(sums) if total is None else total
             said = each.verdict(total, abstained[i], empty_set=sets[i] == ())
             answers.append(
                 Answer(
@@ -315,13 +297,13 @@ class Gallery(ABC):
                     best_probability=each.best,
                     best_distance=float(each.near.distance[0]) if each.near.ids else math.inf,
                     expected_matches=total if calibrated else None,
-                    nothing_probability=fitting.nothing if calibrated and fitting is not None else None,
+                    nothing_probability=each.nothing if calibrated else None,
                     hidden=min(len(each.hits) - len(each.kept), k - len(each.shown)),
                     verdict=self._verdict(one, each, said, options.filter),
                     abstained=abstained[i],
                     conformal_set=sets[i],
                     conformal_set_cut=most is not None and len(getattr(inside[i], "ids", ())) == most,
-                    target="listed" if fitting is None else "fits",
+                    target="listed" if each.nothing is None else "fits",
                     note=self.note,
                     suggestion=one.suggestion,
                     warning=one.warning,
@@ -354,29 +336,26 @@ class Gallery(ABC):
     ) -> tuple[list[Ranked], QueryContext]:
         """:meth:`_shown` without folding."""
         by_text = options.target == "fits" and not options.is_guaranteed
-        asked = [i for i, one in enumerate(about) if by_text and one.text is not None]
-        forms = [text for i in asked if (text := about[i].text) is not None]
-        fitting: list[Fitting | None] = [None] * queries.n
+        asked = [(i, one.text) for i, one in enumerate(about) if by_text and one.text is not None]
+        found = dict[int, Ranked]()
         if asked:
-            for i, each in zip(asked, self._by_texts(queries[torch.tensor(asked)], forms, k, options, n), strict=True):
-                fitting[i] = each
-        c = max(k, self.scorer.n_nearest)
-        near = completed(
-            [None if each is None else each.near for each in fitting],
-            queries,
-            lambda others: self.closest(others, c, options.filter),
-        )
-        context, found = self._context(queries, near), list[Ranked]()
-        for i, (closest, each) in enumerate(zip(near, fitting, strict=True)):
-            hits = each.hits if each is not None else self._hits(closest.first(k), n, context[i])
-            least = options.min_probability
-            kept = hits if least is None else tuple(hit for hit in hits if hit.match_probability >= least)
-            found.append(Ranked(hits, kept, kept, closest, each))
-        return found, context
+            rows, forms = zip(*asked, strict=True)
+            found = dict(zip(rows, self._by_texts(queries[torch.tensor(rows)], forms, k, options, n), strict=False))
+        others = [i for i in range(queries.n) if i not in found]
+        some = queries[torch.tensor(others, dtype=torch.long)]
+        near = self.closest(some, max(k, self.scorer.n_nearest), options.filter) if others else []
+        context = self._context(some, near)  # That of all queries where a guarantee is asked for.
+        for row, (i, closest) in enumerate(zip(others, near, strict=True)):
+            found[i] = Ranked(self._hits(closest.first(k), n, context[row]), closest)
+        least, ranked = options.min_probability or 0.0, list[Ranked]()
+        for i in range(queries.n):
+            kept = tuple(hit for hit in found[i].hits if hit.match_probability >= least)
+            ranked.append(replace(found[i], kept=kept, shown=kept))
+        return ranked, context
 
     def _verdict(self, one: QueryInfo, found: Ranked, said: Verdict, filter: Filter | None) -> Verdict | None:
         """What is said of the items of a query; None where its numbers mean nothing."""
-        if one.unfamiliar and found.fitting is None:
+        if one.unfamiliar and found.nothing is None:
             said = UNFAMILIAR
         if not found.hits:
             said = replace(said, text="The gallery is empty" if filter is None else self._no_item(filter))
