@@ -207,7 +207,8 @@ def test_a_lifted_gallery_gives_the_distances_in_blocks_of_any_size(distance, of
         GaussianEmbedding(torch.randn(n, 7, generator=generator) + offset, torch.randn(n, 7, generator=generator))
         for n in (53, 11)
     )
-    lifted = LiftedGallery.of(gallery, distance, gallery_centre(gallery))
+    centre = gallery_centre(gallery)
+    lifted = LiftedGallery.of(lift_gallery(gallery, distance, centre=centre), distance, centre)
     expected = DISTANCES[distance].matrix(queries.to(torch.float64), gallery.to(torch.float64))
     for memory_mb in (256.0, 4 * 53 * 4 / 2**20, 1e-9):  # all at once, fours with an uneven last block, one by one
         blocks = list(lifted.distance_blocks(queries, memory_mb=memory_mb))

@@ -41,5 +41,5 @@ def test_unknown_and_taken_schemes_are_refused():
     raises(ValueError, "'toy' is already registered", register_store, "toy", store)
     for wrong in ("x", "Toy", "to:y", ""):
         raises(ValueError, r"two or more lower-case letters", register_store, wrong, store)
-    register_store("lazy", "a.module.that.is.not.there", path="")  # Imported at first use only.
+    register_store("lazy", "a.module.that.is.not.there", is_path=True)  # Imported at first use only.
     raises(ModuleNotFoundError, "a", open_store, "lazy:x")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration, Scorer
+from sfumato.encoders.package_weights import WIDTH
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids
@@ -136,7 +137,9 @@ class GaussianCollection(Gallery):
         if texts and second is None:
             raise UserError(f"store {without_password(store)}: this kind of store has no second one for texts")
         made = create_store(anchored(store, folder), lifted_dim(d, distance), fingerprint)
-        own = None if second is None else TextStore.create(anchored(second, folder), fingerprint)
+        own = (
+            None if second is None else TextStore(create_store(anchored(second, folder), WIDTH, f"{fingerprint} texts"))
+        )
         settings = {
             "store": without_password(store), "fingerprint": fingerprint, "d": d, "distance": distance,
             "logit_scale": logit_scale, "logit_bias": logit_bias, "direction": direction, "texts": texts,
@@ -182,7 +185,7 @@ class GaussianCollection(Gallery):
                 " collection with --store, or build the collection again"
             )
         second = beside(store or settings["store"]) if settings.get("texts") else None
-        texts = None if second is None else TextStore.open(anchored(second, folder))
+        texts = None if second is None else TextStore(open_store(anchored(second, folder)))
         return cls(folder, opened, texts, settings, centre, calibration)
 
     def __enter__(self) -> "GaussianCollection":
@@ -326,7 +329,7 @@ class GaussianCollection(Gallery):
             removed = self.store.delete(ids)
             note(removed, -removed)
             if self.texts is not None:
-                self.texts.delete(ids)
+                self.texts.store.delete(ids)
         return removed
 
     def rename(self, old: str, new: str, payload: Mapping[str, str]) -> None:
@@ -387,7 +390,7 @@ class GaussianCollection(Gallery):
 
     def _sampled_items(self, records: Records, texts: ItemTexts | None, whole: bool) -> SampledItems:
         """Records of a sample, prepared for distances by products."""
-        blocks = LiftedGallery.of_vectors(records.vectors, self.distance, self.centre).distance_blocks
+        blocks = LiftedGallery.of(records.vectors, self.distance, self.centre).distance_blocks
         return SampledItems(
             records.ids,
             lambda column: self._embeddings(records)[column],
@@ -410,11 +413,6 @@ class GaussianCollection(Gallery):
         """See :meth:`Gallery.sample`. The sample stays the same while few items change; removed items are left out."""
         taken = self._sampler.take(max(n, self.n_sample), self.items, seed)
         return self._gallery_records(self.store.get(taken.records.ids[:n]))
-
-    def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
-        """See :meth:`Gallery.scan`."""
-        for records in self.store.scan(batch):
-            yield self._gallery_records(records)
 
     def ids_after(self, after: str, n: int) -> list[str]:
         """See :meth:`Gallery.ids_after`."""

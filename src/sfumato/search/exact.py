@@ -254,13 +254,8 @@ class LiftedGallery:
     centre: Tensor  # (d,)
 
     @classmethod
-    def of(cls, gallery: GaussianEmbedding, distance: str, centre: Tensor) -> "LiftedGallery":
-        """Lift a gallery. gallery (m, d), centre (d,)."""
-        return cls.of_vectors(lift_gallery(gallery, distance, centre=centre), distance, centre)
-
-    @classmethod
-    def of_vectors(cls, vectors: Tensor, distance: str, centre: Tensor) -> "LiftedGallery":
-        """A gallery that is lifted already. vectors (m, e), centre (d,)."""
+    def of(cls, vectors: Tensor, distance: str, centre: Tensor) -> "LiftedGallery":
+        """From the vectors of :func:`lift_gallery`. vectors (m, e), centre (d,)."""
         return cls(vectors, vectors.square().sum(1), distance, centre)
 
     def distance_blocks(self, queries: GaussianEmbedding, *, memory_mb: float = 256.0) -> Iterator[tuple[int, Tensor]]:

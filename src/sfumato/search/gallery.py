@@ -8,7 +8,7 @@ items are stored.
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -224,10 +224,6 @@ class Gallery(ABC):
             texts = (text for p in known for text in (item_words(p), p.get("label", ""), p.get("text", "")))
             _WORDS[self] = before = size, Counter(word for text in texts for word in words_of(text))
         return before[1]
-
-    @abstractmethod
-    def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
-        """All items, each once."""
 
     @abstractmethod
     def ids_after(self, after: str, n: int) -> list[str]:

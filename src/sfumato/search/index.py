@@ -14,7 +14,7 @@ import json
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +36,7 @@ from sfumato.search.exact import (
     closest_candidates,
     distance_blocks,
     gallery_centre,
+    lift_gallery,
     top_k,
 )
 from sfumato.search.gallery import N_WHOLE, Gallery
@@ -212,11 +213,6 @@ class GaussianIndex(Gallery):
             distance, found = torch.empty(queries.n, 0), torch.empty(queries.n, 0, dtype=torch.long)
         return distance[:, :k].float(), found[:, :k]
 
-    def scan(self, batch: int = 4096) -> Iterator[GalleryRecords]:
-        """See :meth:`Gallery.scan`; in the order of the gallery."""
-        for start in range(0, len(self), batch):
-            yield self._gallery_records(list(range(start, min(start + batch, len(self)))))
-
     def ids_after(self, after: str, n: int) -> list[str]:
         """See :meth:`Gallery.ids_after`."""
         start = bisect_right(self._sorted_ids, after)
@@ -289,7 +285,8 @@ class GaussianIndex(Gallery):
         part = self.embeddings[chosen]
         ids = tuple(self.ids[j] for j in chosen.tolist())
         if self._lifts:
-            lifted = LiftedGallery.of(part, self.distance, self.centre)
+            vectors = lift_gallery(part, self.distance, centre=self.centre)
+            lifted = LiftedGallery.of(vectors, self.distance, self.centre)
             return SampledItems(ids, part.__getitem__, lifted.distance_blocks, len(chosen) == n)
         blocks = functools.partial(distance_blocks, gallery=part, distance=self.oriented_distance)
         return SampledItems(ids, part.__getitem__, blocks, len(chosen) == n)
@@ -329,7 +326,7 @@ def _check_settings(distance: str, logit_scale: float, logit_bias: float) -> Non
 
 
 def copy_gallery(
-    source: Gallery,
+    source: GaussianIndex | GaussianCollection,
     folder: str | Path,
     store: str = "store",
     *,
@@ -364,8 +361,7 @@ def copy_gallery(
                         progress(len(records))
                 _copy_uploads(source.folder, copy.folder)  # Again: items may have come before the scan began.
             else:
-                for items in source.scan(batch):
-                    copy.upsert(items.embeddings, items.ids, payloads=items.payloads, batch=batch, progress=progress)
+                copy.upsert(source.embeddings, source.ids, source.payload, batch=batch, progress=progress)
             copy.optimise()
     except BaseException:
         copy.close()

@@ -18,9 +18,8 @@ from sfumato.encoders.towers import DualEncoder, piece_counter
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryInfo, SearchOptions, Target, TextQuery
-from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
-from sfumato.search.index import copy_gallery
+from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.stores.protocol import filter_of
 from sfumato.search.texts import known_words, spelling, strange_script, words_of
 
@@ -350,7 +349,7 @@ class Searcher:
             UserError: the folder is not empty.
             ValueError: the distance does not lift.
         """
-        if isinstance(self.gallery, GaussianCollection):
+        if not isinstance(self.gallery, GaussianIndex):
             raise TypeError(f"save: {self.source} is a collection and stores itself; copy it with copy_gallery")
         copy_gallery(self.gallery, folder).close()
 

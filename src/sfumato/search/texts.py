@@ -24,7 +24,7 @@ from torch.nn.functional import logsigmoid
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
 from sfumato.encoders.towers import DualEncoder, Pieces, piece_counter
-from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore, create_store, open_store
+from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore
 
 TEXT_FIELDS = ("captions", "title", "tags")
 """Payload fields that are texts of an item; captions and tags have one a line."""
@@ -332,16 +332,6 @@ class TextStore:
     def __init__(self, store: VectorStore) -> None:
         self.store = store
 
-    @classmethod
-    def create(cls, url: str, fingerprint: str) -> "TextStore":
-        """Make an empty one."""
-        return cls(create_store(url, WIDTH, f"{fingerprint} texts"))
-
-    @classmethod
-    def open(cls, url: str) -> "TextStore":
-        """Open one."""
-        return cls(open_store(url))
-
     def upsert(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]) -> None:
         """Store the vectors of items with texts, and remove those of items that have none now."""
         vectors = text_vectors(payloads)
@@ -369,10 +359,6 @@ class TextStore:
         if others := [k for k in others if item_texts(payloads[k])]:
             vectors[others] = text_vectors([payloads[k] for k in others])
         return vectors
-
-    def delete(self, ids: Sequence[str]) -> None:
-        """Remove the vectors of items."""
-        self.store.delete(ids)
 
     def of(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]], known: Records | None = None) -> ItemTexts:
         """The texts of some items, of which some records may be known."""

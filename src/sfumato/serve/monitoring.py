@@ -132,7 +132,7 @@ class StoreHealth:
         """Read a record; returns what went wrong, "" if nothing did. Another thread counts: a count may take long."""
         try:
             self._asked_at = time.monotonic()
-            next(self._collection.scan(1), None)
+            next(self._collection.store.scan(1), None)
         except Exception as error:
             return first_line(error)
         finally:

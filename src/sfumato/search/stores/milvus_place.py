@@ -108,9 +108,8 @@ class Place:
                 self.token = f"{unquote(parts.username or '')}:{unquote(parts.password)}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,254}", self.name):
             raise UserError(f"store {self.url}: a collection has letters, digits and _ in its name, got {self.name!r}")
-        if (level := self.options.get("consistency", "strong")) not in ("strong", "session"):
-            raise UserError(f"store {self.url}: consistency must be strong or session, got {level!r}")
-        compress = self.options.get("compress", "none")
+        compress, level = self.options.get("compress", "none"), self.options.get("consistency", "strong")
+        check_choice(f"store {self.url}", "consistency", level, ("strong", "session"))
         check_choice(f"store {self.url}", "index", self.options.get("index", "FLAT"), _INDEXES)
         check_choice(f"store {self.url}", "compress", compress, ("none", "int8"))
         if compress == "int8" and self.options.setdefault("index", "IVF_FLAT") != "IVF_FLAT":

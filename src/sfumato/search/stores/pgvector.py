@@ -1,4 +1,4 @@
-"""Records in a table of PostgreSQL with the extension pgvector. Needs the extra `pgvector`.
+"""Records in a table of PostgreSQL with the extension pgvector, 0.8 or later. Needs the extra `pgvector`.
 
     postgresql://user@host:5432/database?table=name&index=hnsw
 
@@ -85,8 +85,8 @@ _CODES = {
     "half": _Code("({0}::halfvec({1}))", "<->", "halfvec_l2_ops", 4000, 4),
     "binary": _Code("(binary_quantize({0})::bit({1}))", "<~>", "bit_hamming_ops", _MOST_STORED, 100),
 }
-_WITH_CODES = "0.7"
-"""The first version of pgvector that has half and binary."""
+_LEAST_VERSION = "0.8"
+"""The first version of pgvector whose indexes go on until enough results pass a filter."""
 _LONGEST_ID = 2000
 """Bytes; the index of the primary key holds no more than 2,704."""
 _COLUMNS = "id, embedding, uncertainty, payload"
@@ -161,18 +161,15 @@ class PgVectorStore(StoreBase):
             connection.execute(self._sql("COMMENT ON TABLE {table} IS {note}", {"note": json.dumps(note)}))
 
     def _check_version(self, connection: Any) -> None:
-        """Refuse compressed vectors where pgvector is too old for them."""
-        if self.code is not _CODES["none"] and not self._is_from(connection, _WITH_CODES):
+        """Refuse an early pgvector."""
+        asked = "SELECT extversion, string_to_array(extversion, '.')::int[] >= string_to_array(%s, '.')::int[]"
+        asked += " FROM pg_extension WHERE extname = 'vector'"
+        version, late = connection.execute(asked, [_LEAST_VERSION]).fetchone()
+        if not late:
             raise UserError(
-                f"store {self.url}: compress={self._options['compress']} needs pgvector {_WITH_CODES} or later, and"
-                " this database has an earlier one; install a later one on the server and run ALTER EXTENSION vector"
-                " UPDATE, or leave compress out"
+                f"store {self.url}: needs pgvector {_LEAST_VERSION} or later, and this database has {version}; install"
+                " a later one on the server and run ALTER EXTENSION vector UPDATE"
             )
-
-    def _is_from(self, connection: Any, version: str) -> bool:
-        """Whether this database has a version of pgvector, or a later one."""
-        asked = "SELECT string_to_array(extversion, '.')::int[] >= %s::int[] FROM pg_extension WHERE extname = 'vector'"
-        return bool(connection.execute(asked, ["{" + version.replace(".", ",") + "}"]).fetchone()[0])
 
     def _index_words(self, connection: Any) -> None:
         """Make the index of words, unless there is one."""
@@ -189,8 +186,9 @@ class PgVectorStore(StoreBase):
                 "SELECT obj_description(to_regclass(%s), 'pg_class'), to_regclass(%s) IS NOT NULL",
                 [name := self._table.as_string(connection), name],
             ).fetchone()
-        if not found[1]:
-            raise UserError(f"store {self.url}: there is no table {self._name}")
+            if not found[1]:
+                raise UserError(f"store {self.url}: there is no table {self._name}")
+            self._check_version(connection)
         try:
             note = json.loads(found[0] or "")
             refuse_newer(f"store {self.url}: table {self._name}", note["sfumato"], FORMAT)
@@ -306,7 +304,6 @@ class PgVectorStore(StoreBase):
         numbers = {key: int(self._options[key]) for key in ("m", "ef_construction", "lists") if key in self._options}
         with self._connections.borrow(limited=False) as connection:
             connection.execute("SET LOCAL statement_timeout = 0")
-            self._check_version(connection)
             if self.index == "ivfflat":
                 rows = connection.execute(self._sql("SELECT count(*) FROM {table}")).fetchone()[0]
                 numbers.setdefault("lists", _usual_lists(rows))
@@ -372,9 +369,8 @@ class PgVectorStore(StoreBase):
         else:
             lists = int(self._options.get("lists", 0)) or _usual_lists(self._rows(connection))
             settings = {"ivfflat.probes": int(self._options.get("probes", 0)) or max(8, lists // 8)}
-        # From pgvector 0.8 an index goes on until k results pass the filter; older versions rely on the exact search.
-        if self._is_from(connection, "0.8"):
-            settings[f"{self.index}.iterative_scan"] = "strict_order" if self.index == "hnsw" else "relaxed_order"
+        # An index goes on until k results pass the filter.
+        settings[f"{self.index}.iterative_scan"] = "strict_order" if self.index == "hnsw" else "relaxed_order"
         for name, value in settings.items():
             connection.execute("SELECT set_config(%s, %s, true)", [name, str(value)])
         return c

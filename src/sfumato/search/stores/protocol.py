@@ -297,13 +297,13 @@ class StoreKind:
     """An entry of STORES."""
 
     factory: Any  # a module with create and open, or its name
-    path: str | None = None  # option of the URL that is a relative path, "" for the URL itself
+    is_path: bool = False  # whether the URL itself is a path, perhaps a relative one
     second: str | None = None  # what names a second store beside one: "path", or an option; None if there cannot be one
 
 
 STORES: dict[str, StoreKind] = {
-    "file": StoreKind("sfumato.search.stores.local", path="", second="path"),
-    "milvus": StoreKind("sfumato.search.stores.milvus", path="", second="name"),
+    "file": StoreKind("sfumato.search.stores.local", is_path=True, second="path"),
+    "milvus": StoreKind("sfumato.search.stores.milvus", is_path=True, second="name"),
     "milvus+http": StoreKind("sfumato.search.stores.milvus", second="path"),
     "milvus+https": StoreKind("sfumato.search.stores.milvus", second="path"),
     "postgresql": StoreKind("sfumato.search.stores.pgvector", second="table"),
@@ -312,7 +312,7 @@ STORES: dict[str, StoreKind] = {
 """Kinds of stores by the scheme of their URLs; add to it with :func:`register_store`."""
 
 
-def register_store(scheme: str, factory: Any, *, path: str | None = None) -> None:
+def register_store(scheme: str, factory: Any, *, is_path: bool = False) -> None:
     """Add a kind of store: an object with the functions `create` and `open`, or the name of such a module."""
     if not re.fullmatch(_SCHEME, scheme):
         raise ValueError(
@@ -320,7 +320,7 @@ def register_store(scheme: str, factory: Any, *, path: str | None = None) -> Non
         )
     if scheme in STORES:
         raise ValueError(f"register_store: scheme {scheme!r} is already registered; choose another")
-    STORES[scheme] = StoreKind(factory, path)
+    STORES[scheme] = StoreKind(factory, is_path)
 
 
 def create_store(url: str, dim: int, fingerprint: str) -> VectorStore:
@@ -397,15 +397,8 @@ def check_choice(where: str, name: str, got: str, known: Sequence[str]) -> None:
 def anchored(url: str, folder: Path) -> str:
     """Resolve the relative path of a store URL, if it has one, against a folder."""
     kind = scheme(url)
-    option = STORES[kind].path
-    if option is None:
+    if not STORES[kind].is_path:
         return url
-    if option:
-        parts = urlsplit(url)
-        given = dict(parse_qsl(parts.query, keep_blank_values=True))
-        if option in given:
-            given[option] = str(folder / given[option])
-        return urlunsplit(parts._replace(query=urlencode(given, safe="/")))
     head, tail = (url[: len(kind) + 1], url[len(kind) + 1 :]) if url.startswith(f"{kind}:") else ("", url)
     path, mark, query = tail.partition("?")
     return f"{head}{folder / path}{mark}{query}"
