@@ -35,7 +35,7 @@ from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.blocks import product_dtype
 from sfumato.search.candidates import with_margin
-from sfumato.search.exact import LiftedGallery, closest_candidates, closest_in_blocks, lift_queries
+from sfumato.search.exact import LiftedGallery, closest_candidates, closest_in_blocks, lift_gallery, lift_queries
 from sfumato.search.index import GaussianIndex
 
 K = 10
@@ -79,7 +79,7 @@ def speed(items: int, d: int, batches: list[int], rounds: int) -> list[dict[str,
     index.nearest(gallery[:1], K)
     first = time.perf_counter() - start
     flat = faiss.IndexFlatL2(d + 1)
-    flat.add(LiftedGallery.of(index.embeddings, "csd", index.centre).vectors.numpy())
+    flat.add(lift_gallery(index.embeddings, "csd", centre=index.centre).numpy())
     for batch in batches:
         queries = unit(batch, d, 0, generator)
         q, g, vectors = queries.mean, gallery.mean, lift_queries(queries, "csd", centre=index.centre).numpy()
@@ -138,7 +138,7 @@ def recalls(items: int, d: int) -> list[dict[str, Any]]:
         for i in range(queries.n):
             query = queries[torch.full((items,), i)].to(torch.float64)
             truth.append(row(query, wide).sort(stable=True).indices[:K])
-        lifted = LiftedGallery.of(gallery, "csd", index.centre)
+        lifted = LiftedGallery.of(lift_gallery(gallery, "csd", centre=index.centre), "csd", index.centre)
         found = {"product": by_product(lifted, queries, gallery), "exact": index.nearest(queries, K)[1]}
         wanted = torch.stack(truth)
         result = {n: float((wanted.unsqueeze(2) == f.unsqueeze(1)).any(2).double().mean()) for n, f in found.items()}
@@ -152,7 +152,7 @@ def sums(items: int, d: int, rounds: int) -> list[dict[str, Any]]:
     generator, rows, ids = torch.Generator().manual_seed(0), [], [str(i) for i in range(items)]
     gallery = unit(items, d, 32, generator)
     index = GaussianIndex.build(gallery, ids)
-    lifted = LiftedGallery.of(index.embeddings, "csd", index.centre)
+    lifted = LiftedGallery.of(lift_gallery(index.embeddings, "csd", centre=index.centre), "csd", index.centre)
     for batch in (1, 20):
         queries = unit(batch, d, 32, generator)
         times = race(

@@ -71,7 +71,7 @@ def photographs(filled, tmp_path_factory):
     """A service of a collection whose items have the fields of photographs."""
     folder = shutil.copytree(filled, tmp_path_factory.mktemp("photographs") / "collection")
     with GaussianCollection.open(folder) as collection:
-        (all,) = collection.store.scan()
+        all = collection.get(collection.ids_after("", 999))
         payloads = [
             {
                 "folder": ("2023/sea", "2023/hill", "2024")[i % 3],
