@@ -164,7 +164,7 @@ def test_compressed_vectors_are_candidates_only(embedded):
         time.sleep(0.1)
         assert reopened.search(wanted[:1], 2)[0].ids == ("item-1", "item-0")
     assert_nearest(reopened, by_id(batch), wanted, 10)
-    assert_nearest(reopened, by_id(batch), wanted, 3000)
+    assert_nearest(reopened, by_id(batch), wanted[:1], 3000)
 
 
 def test_optimise_waits_for_the_index_of_a_server(milvus_server, monkeypatch):
@@ -340,7 +340,7 @@ def test_a_server_that_hangs_is_given_up(milvus_server):
 def test_a_killed_server_loses_nothing(milvus_server):
     store = create_store(milvus_server.url(index="HNSW"), 3)
     process = Started(write_at_random, store.url, 0, False, piped=True)
-    said = said_by(process, milvus_server.kill, least=13)
+    said = said_by(process, milvus_server.kill, least=7)
     began = time.monotonic()
     status, errors = process.finish(60)
     assert status == 1 and "UserError: store milvus+http://" in errors, errors

@@ -266,11 +266,6 @@ def test_connections_have_limits_by_default(server):
         assert connection.execute("SHOW statement_timeout").fetchone() == ("1min",)
     names = "tcp_user_timeout", "keepalives_idle", "keepalives_interval", "keepalives_count"
     assert [told[name] for name in names] == ["30000", "30", "10", "3"]
-    store.close()
-    unlimited = open_store(store.url + "&statement_timeout=0&tcp_user_timeout=0")
-    with unlimited._connections.borrow() as connection:
-        assert connection.execute("SHOW statement_timeout").fetchone() == ("0",)
-        assert connection.info.get_parameters()["tcp_user_timeout"] == "0"
 
 
 def test_a_statement_that_takes_too_long_is_given_up(server):

@@ -27,7 +27,6 @@ URLS = {
     "milvus+http": "milvus+http://h/n",
 }
 SAME = {"postgres": "postgresql", "milvus+https": "milvus+http"}
-TESTS = {"file": "stores", "postgresql": "pgvector", "milvus": "milvus", "milvus+http": "milvus"}
 
 
 def table():
@@ -67,22 +66,6 @@ def test_the_stores_take_the_compressions_of_their_row_and_refuse_others(scheme,
     if scheme in ("file", "milvus"):
         return create_store(url, 3, "f").close()
     raises(UserError, "refused|unavailable", create_store, url, 3, "f")  # There is no server.
-
-
-def test_the_contract_with_its_filters_is_tested_for_every_store():
-    for scheme, row in table().items():
-        tests = (ROOT / "tests" / "search" / f"test_{TESTS[scheme]}.py").read_text(encoding="utf-8")
-        assert row["filters"] == "yes" and "StoreContract):" in tests, scheme
-
-
-def test_the_stores_with_a_choice_of_consistency():
-    for scheme, row in table().items():
-        if scheme == "milvus":  # The only process of Lite has nobody to wait for.
-            continue
-        chosen = "consistency=session" in row["other processes find a write"]
-        url = URLS[scheme] + ("&" if "?" in URLS[scheme] else "?") + "consistency=none"
-        said = "must be strong or session" if chosen else "unknown option 'consistency'"
-        raises(UserError, said, create_store, url, 3, "f")
 
 
 def test_the_versions_are_those_that_the_tests_have():
