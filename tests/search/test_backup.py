@@ -6,15 +6,12 @@ import random
 import re
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from support.postgresql import postgresql
-from support.processes import Started
 from support.rare_words import quick_vectors
 
 from sfumato.calibration.calibrator import Calibration
@@ -51,79 +48,6 @@ def write(collection, ids, step):
     collection.upsert(embeddings, [f"i{i}" for i in ids], payloads=payloads)
 
 
-def keep_writing(folder):
-    """Replaces and deletes items until it is killed; says what it will do and what it has done."""
-    texts_module.sentence_vectors = quick_vectors
-    chance = random.Random(5)
-    with GaussianCollection.open(folder) as collection:
-        for step in itertools.count(1):
-            ids = chance.sample(range(N), chance.randint(1, 25))
-            kind = "gone" if step % 5 == 0 else "put"
-            print("try", kind, step, *ids, flush=True)
-            if kind == "put":
-                write(collection, ids, step)
-            else:
-                collection.delete([f"i{i}" for i in ids])
-            print("done", kind, step, *ids, flush=True)
-
-
-class Writer:
-    """The process, and what it has said."""
-
-    def __init__(self, folder):
-        self.lines = []
-        self._process = Started(keep_writing, str(folder), piped=True)
-        self._reading = threading.Thread(target=self._read)
-        self._reading.start()
-        self.wait(8)
-
-    def _read(self):
-        for line in self._process.stdout:
-            self.lines.append(line.split())
-
-    def last(self, kind):
-        return max((int(line[2]) for line in self.lines if line[0] == kind), default=0)
-
-    def wait(self, more):
-        """Until it has done some more."""
-        until, deadline = self.last("done") + more, time.monotonic() + 60
-        while self.last("done") < until:
-            assert time.monotonic() < deadline and self._process.running, self.lines[-2:]
-            time.sleep(0.01)
-
-    def end(self):
-        self._process.kill()
-        self._reading.join()
-        self._process.finish()
-        self._process.stdout.close()
-
-    def states(self):
-        """After each step, the step that wrote each item."""
-        state = dict.fromkeys((f"i{i}" for i in range(N)), 0)
-        yield 0, dict(state)
-        for kind, step, *ids in (line[1:] for line in list(self.lines) if line[0] == "try"):
-            for i in ids:
-                state.pop(f"i{i}", None)
-                if kind == "put":
-                    state[f"i{i}"] = int(step)
-            yield int(step), dict(state)
-
-
-def assert_is_a_state(collection, writer, begun, ended):
-    """The items are those after one step, not before `begun` nor after `ended`, each as it was written by its step."""
-    found = [one for part in collection.store.scan(batch=31) for one in zip(part.ids, part.payloads, strict=True)]
-    assert len(found) == len(dict(found)) == len(collection)
-    stored = {id: int(payload["step"]) for id, payload in found}
-    steps = [step for step, state in writer.states() if state == stored]
-    assert any(begun <= step <= ended for step in steps), (begun, ended, steps)
-    items = collection.get([id for id, _ in found])
-    for id, payload, mean in zip(items.ids, items.payloads, items.embeddings.mean, strict=True):
-        expected, own = version_of(int(id[1:]), stored[id])
-        assert dict(payload) == own
-        torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-5)
-    assert_texts_match(collection, dict(found))
-
-
 def assert_texts_match(collection, payloads):
     kept = {id: payload for id, payload in payloads.items() if item_texts(payload)}
     vectors = dict(zip(kept, text_vectors(list(kept.values())), strict=True))
@@ -140,41 +64,35 @@ def server():
         yield server
 
 
-def made(tmp_path, store):
-    """A collection with calibrated probabilities and texts, and a writer of it at work."""
+@pytest.mark.parametrize("kind", ["file", pytest.param("postgresql", marks=pytest.mark.engine)])
+def test_a_copy_while_others_write_is_one_state_and_restores(tmp_path, kind, request):
+    """It has the items as they were when it began, each with the texts of its payload, and answers as they did."""
+    url = request.getfixturevalue("server").url if kind == "postgresql" else lambda: "store"
     gallery = GaussianEmbedding(torch.stack([version_of(i, 0)[0] for i in range(N)]), torch.full((N, D), -3.0))
     distance = csd_matrix(gallery[:40], gallery)
     match = torch.nn.functional.one_hot(distance.argmin(1), N)
     calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
-    with GaussianCollection.create(
-        tmp_path / "live", store, d=D, centre=gallery.mean.mean(0), calibration=calibration, texts=True
-    ) as collection:
-        write(collection, range(N), 0)
-    return tmp_path / "live", Writer(tmp_path / "live")
+    told = {"d": D, "centre": gallery.mean.mean(0), "calibration": calibration, "texts": True}
+    queries, chance, steps = gallery[:6], random.Random(5), itertools.count(1)
+    with GaussianCollection.create(tmp_path / "live", url(), **told) as writer:
+        write(writer, range(N), 0)
+        before = writer.search(queries, 9)
 
+        def meanwhile(copied):
+            write(writer, chance.sample(range(N), 20), next(steps))
+            writer.delete([f"i{i}" for i in chance.sample(range(N), 5)])
 
-@pytest.mark.parametrize("kind", ["file", pytest.param("postgresql", marks=pytest.mark.engine)])
-def test_a_copy_while_another_process_writes_is_one_state_and_restores(tmp_path, kind, request):
-    url = request.getfixturevalue("server").url if kind == "postgresql" else lambda: "store"
-    folder, writer = made(tmp_path, url())
-    try:
-        for number in range(2):
-            begun = writer.last("done")
-            with GaussianCollection.open(folder) as live:
-                backup = tmp_path / f"backup{number}"
-                copied = copy_gallery(live, backup, batch=13, progress=lambda n: time.sleep(0.02))
-            ended = writer.last("try") + 1
-            with copied:
-                writer.wait(2)
-                assert ended > begun + 2, "nothing was written meanwhile"
-                assert_is_a_state(copied, writer, begun, ended)
-    finally:
-        writer.end()
-    queries = GaussianEmbedding(torch.randn(6, D) * 20, torch.full((6, D), -2.0))
-    with GaussianCollection.open(backup) as kept, copy_gallery(kept, tmp_path / "restored", url()) as restored:
-        assert_is_a_state(restored, writer, begun, ended)
-        for found, expected in zip(restored.search(queries, 9), kept.search(queries, 9), strict=True):
-            assert found.hits == expected.hits and len(found.hits) == 9
+        with GaussianCollection.open(tmp_path / "live") as live:
+            copy_gallery(live, tmp_path / "backup", batch=13, progress=meanwhile).close()
+        assert len(writer) < N and next(steps) > 5
+    with (
+        GaussianCollection.open(tmp_path / "backup") as kept,
+        copy_gallery(kept, tmp_path / "again", url()) as restored,
+    ):
+        for collection in (kept, restored):
+            assert [answer.hits for answer in collection.search(queries, 9)] == [answer.hits for answer in before]
+            assert_texts_match(collection, {f"i{i}": version_of(i, 0)[1] for i in range(N)})
+            assert len(collection) == N
 
 
 def test_texts_that_a_writer_has_left_half_changed_are_those_of_the_payload_in_a_copy(tmp_path):

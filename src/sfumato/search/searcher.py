@@ -222,29 +222,16 @@ class Searcher:
             embedded, names = queries, [str(i) for i in range(queries.n)]
         elif kind == "texts" and all(isinstance(query, str | TextQuery) for query in queries):
             texts = [query if isinstance(query, TextQuery) else TextQuery(query) for query in queries]
-            return self.closest(*self.embed_texts(texts), k, options)
+            if any(not part.strip() for one in texts for part in (one.text, *one.also, *one.without)):
+                raise UserError("a text to search for is empty; leave it out")
+            embedded = combined(texts, self.model.embed_texts([part for one in texts for part in one.parts]))
+            return self.gallery.search(embedded, k, options, self.about(texts), image_of=self.image_of)
         elif kind == "texts":
             embedded, names = self.model.embed_texts(list(some)), _names(some, "text")
         else:
             embedded, names = self.model.embed_images(some), _names(some, "image")
-        return self.closest(embedded, [QueryInfo(name, native=kind == self.native) for name in names], k, options)
-
-    def embed_texts(self, texts: Sequence[TextQuery]) -> tuple[GaussianEmbedding, list[QueryInfo]]:
-        """Embed texts to search for, and say what is known of them.
-
-        Args:
-            texts: n texts.
-
-        Returns:
-            (n, d) embeddings, and n times what :meth:`closest` reads.
-
-        Raises:
-            UserError: a text is empty.
-        """
-        if any(not part.strip() for one in texts for part in (one.text, *one.also, *one.without)):
-            raise UserError("a text to search for is empty; leave it out")
-        embedded = combined(texts, self.model.embed_texts([part for one in texts for part in one.parts]))
-        return embedded, self.about(texts)
+        about = [QueryInfo(name, native=kind == self.native) for name in names]
+        return self.gallery.search(embedded, k, options, about, image_of=self.image_of)
 
     def about(self, texts: Sequence[TextQuery]) -> list[QueryInfo]:
         """What is known of texts to search for, which the service embeds itself.
@@ -253,7 +240,7 @@ class Searcher:
             texts: n texts.
 
         Returns:
-            n times what :meth:`closest` reads.
+            n times what :meth:`Gallery.search` reads.
         """
         unfamiliar = self.model.unfamiliar_texts([one.joined for one in texts])
         advised = (advice(one, self.gallery, self.model.model) for one in texts)
@@ -302,23 +289,8 @@ class Searcher:
                 f"{self.source} has no item {missing[0]!r} to search by; ids are those that a search returns"
             )
         rows = torch.tensor([found.ids.index(i) for i in ids], dtype=torch.long)
-        return self.closest(found.embeddings[rows], [QueryInfo(i, native=False) for i in ids], k, options)
-
-    def closest(
-        self, queries: GaussianEmbedding, about: Sequence[QueryInfo], k: int, options: SearchOptions
-    ) -> list[Answer]:
-        """The k closest items of embedded queries.
-
-        Args:
-            queries: (n, d) embeddings.
-            about: what is known of each.
-            k: number of hits.
-            options: how to search.
-
-        Returns:
-            n answers.
-        """
-        return self.gallery.search(queries, k, options, about, image_of=self.image_of)
+        about = [QueryInfo(i, native=False) for i in ids]
+        return self.gallery.search(found.embeddings[rows], k, options, about, image_of=self.image_of)
 
     def image_of(self, hit: Hit) -> ImageSource | None:
         """The image of a hit, if the gallery knows where its images are.
