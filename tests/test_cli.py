@@ -14,7 +14,7 @@ import typer
 from support.charts import undrawn
 from support.words import folded, too_wide
 
-from sfumato import cli, load
+from sfumato import cli
 from sfumato.search.collection import GaussianCollection
 
 
@@ -74,14 +74,8 @@ def test_evaluate_prints_a_table_and_writes_json(work, sfumato):
 
 
 def test_a_run_its_export_and_the_recipe_of_its_data_give_the_same_figures(work, sfumato, tmp_path):
-    """Trust and evaluate resolve a model and its data in one way."""
     assert sfumato.json("export", work / "run", tmp_path / "out")["bytes"] > 10_000
     data = ("--data", work / "toy.toml")
-    models = (work / "run",), (work / "run", *data), (tmp_path / "out", *data)
-    first, *others = (sfumato.json("trust", *model) for model in models)
-    assert others == [first] * 2 and set(first["directions"]) == {"t2i", "i2t"}
-    sfumato.json("trust", work / "run", "--split", "val")
-    assert (work / "run" / "trust-val.json").exists()
     of_run = sfumato.json("evaluate", "run", work / "run")
     for model in ((work / "run",), (work / "run", *data), (tmp_path / "out", *data, "data.test_fraction=0.25")):
         assert sfumato.json("evaluate", "run", *model) == of_run
@@ -107,21 +101,6 @@ def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
         moved = sfumato.json("report", tmp_path / "moved", *data, "--out", out_file)
         assert moved["evaluation"] == result["evaluation"]
         assert "moved on “test”" in out_file.read_text() and "warmup_epochs" not in out_file.read_text()
-
-
-@undrawn()
-def test_report_and_trust_give_first_hits_one_calibration_error(work, sfumato, tmp_path):
-    report = sfumato.json("report", work / "run", "--out", tmp_path / "page.html")["calibration"]
-    trust = sfumato.json("trust", work / "run")["hits"]["served"]
-    first = [hits for hits in trust if hits["hits"] == 1]
-    assert {hits["direction"] for hits in first} == {"t2i", "i2t"}
-    model = load(work / "run")
-    for hits in first:
-        mine = report[hits["direction"]]
-        assert mine["n"] == hits["n"] and mine["matches"] == pytest.approx(hits["rate"])
-        assert mine["after"]["ece"] == pytest.approx(hits["ece"], abs=1e-6) and hits["ece"] > 0
-        assert mine["after"]["ece_of_perfect"] == pytest.approx(hits["ece_by_chance"], abs=1e-6)
-        assert model.reliability(direction=hits["direction"]).ece == pytest.approx(hits["ece"], abs=1e-6)
 
 
 def test_a_run_is_evaluated_where_its_data_are_now(work, sfumato):
@@ -189,15 +168,7 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
     assert "rely on nothing" in folded(out) or "too few to exclude" in folded(out)
     assert all(word in out for word in ("recall@1", "chance", "--details"))
     out = sfumato.printed("trust", work / "run", "--details")
-    shown = (
-        "Brier",
-        "text -> image",
-        "image -> text",
-        "expected_matches",
-        "AUROC",
-        "Are the probabilities of hits right?",
-    )
-    for word in shown:
+    for word in ("Brier", "text -> image", "image -> text", "AUROC", "Are the probabilities of hits right?"):
         assert word in folded(out)
     for name, title in (("nearest_mean", "distance of means"), ("match_entropy", "entropy, all items")):
         assert re.search(rf"^{title} ", out, re.MULTILINE), "in words"
@@ -214,12 +185,9 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
             assert "caption_distance" in figures and "multiplicity" not in figures
 
 
-@pytest.mark.parametrize("store", ["file:", "file:?engine=hnsw&exact_below=0"])
-def test_index_and_search(work, sfumato, store, tmp_path):
-    if store != "file:":
-        pytest.importorskip("faiss", reason="the extra faiss is not installed")
+def test_index_and_search(work, sfumato, tmp_path):
     folder = tmp_path / "index"
-    said = sfumato.printed("index", work / "run", "--images", work / "data", "--store", store, "--out", folder)
+    said = sfumato.printed("index", work / "run", "--images", work / "data", "--store", "file:", "--out", folder)
     assert "48 images in" in folded(said)
     results = sfumato.json("search", folder, "a red circle", "some bar in blue", "-k", 5)
     assert [r["query"] for r in results] == ["a red circle", "some bar in blue"]

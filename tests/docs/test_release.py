@@ -1,10 +1,8 @@
 """A release: the form of the changelog, the citation, the container file, and the checks of release_check."""
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -155,14 +153,10 @@ def test_the_container_takes_mirrors_of_package_indexes():
     assert '--index-url "$TORCH_INDEX"' in torch and "https://" not in torch
 
 
-@pytest.mark.slow
-def test_the_command_of_the_container_needs_a_key_and_then_an_index():
+def test_the_command_of_the_container_needs_a_key_and_then_an_index(sfumato, monkeypatch):
     started = [yaml.safe_load(dict(instructions())[name]) for name in ("ENTRYPOINT", "CMD")]
     assert started[0] == ["sfumato"]
-    command = [sys.executable, "-m", "sfumato", *started[1]]
-    environment = {key: value for key, value in os.environ.items() if key != "SFUMATO_API_KEY"}
-    without = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert without.returncode == 2 and "SFUMATO_API_KEY" in without.stderr
-    environment["SFUMATO_API_KEY"] = "k" * 16
-    there_is_none = subprocess.run([*command, "--port", "0"], env=environment, capture_output=True, text=True)
-    assert there_is_none.returncode == 2 and "/index" in there_is_none.stderr
+    monkeypatch.delenv("SFUMATO_API_KEY", raising=False)
+    assert "SFUMATO_API_KEY" in sfumato.refused(*started[1])
+    monkeypatch.setenv("SFUMATO_API_KEY", "k" * 16)
+    assert "/index" in sfumato.refused(*started[1], "--port", 0)

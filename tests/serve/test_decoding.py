@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import gc
 import io
 import os
 import signal
 import sys
-import threading
 import time
 
 import numpy as np
@@ -19,7 +17,7 @@ from sfumato.data.image_decoding import REDUCED_FROM, decode_image
 from sfumato.encoders.processors import PixelProcessor
 from sfumato.models.embed import embedding_steps
 from sfumato.serve import decoding
-from sfumato.serve.decoding import HEADER, Decoders, Task, Threads, bytes_of
+from sfumato.serve.decoding import HEADER, Decoders, Task, bytes_of
 from sfumato.serve.embedding import input_task
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
@@ -225,28 +223,3 @@ def test_all_requests_share_a_budget_of_pixels(sources):
         pixels.take(-200)
         large = by_image(picture(size=(40, 40)))
         assert client.post("/v1/search", **large).status_code == 200  # Alone, whatever its size.
-
-
-def test_an_error_that_nobody_waits_for_is_no_traceback_in_the_log():
-    async def run():
-        logged, release = [], threading.Event()
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context["message"]))
-        threads = Threads(1, "decode")
-
-        def work():
-            release.wait(20)
-            raise ValueError("not an image")
-
-        caller = asyncio.create_task(threads.run(work))
-        await asyncio.sleep(0.05)
-        caller.cancel()
-        await asyncio.wait([caller])
-        release.set()
-        await threads.run(str)  # The thread is free again, so the error has come.
-        del caller
-        gc.collect()
-        await asyncio.sleep(0)
-        threads.pool.shutdown()
-        return logged
-
-    assert asyncio.run(run()) == []

@@ -7,7 +7,6 @@ from datetime import datetime
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from serve.conftest import SQUARES
 from serve.test_judging import fitting
 from support.lazy import Lazy
 from support.processes import short_folder
@@ -217,8 +216,7 @@ def test_search_by_text(visit, service):
     expect(page.locator(".empty h2")).to_have_text("Search 48 images")
     expect(page.locator("#words")).to_be_hidden()  # About vectors, for a model without a text encoder.
     expect(page.locator("#q0")).to_have_attribute("placeholder", "Describe it, or drop an image here")
-    expect(page.locator(".empty .pick")).to_have_count(6)  # a start for who does not know what is here
-    items = service.get("/v1/items?limit=6").json()["items"]
+    items = service.get("/v1/items?limit=6").json()["items"]  # a start for who does not know what is here
     assert [pick.get_attribute("title") for pick in page.locator(".tile .pick").all()] == [one["id"] for one in items]
     page.get_by_role("searchbox", name="Search").fill("a red circle")
     page.keyboard.press("Enter")
@@ -234,49 +232,24 @@ def test_search_by_text(visit, service):
     assert card.locator("img").evaluate("async (image) => (await image.decode(), image.naturalWidth)") > 0
     expect(page.locator("#status")).to_contain_text(answer["verdict"]["text"])
     assert comes_to(page, {"q": "a red circle"}) and "a red circle" in page.title()
+    assert page.locator(".fit").count() == page.locator(".judging").count() == 0  # It keeps no verdicts.
     panel(page).get_by_text("What do these numbers mean?").click()
     expect(panel(page)).to_contain_text("Each of the 48 images has a probability that it matches")
-    expect(panel(page)).to_contain_text("A match is a pair like those that the data list")
     for word in MATHEMATICS:  # only where it is asked for, and then at every visit
         expect(page.locator("body")).not_to_contain_text(word, use_inner_text=True, ignore_case=True)
     page.get_by_text("For experts").click()
     expect(panel(page)).to_contain_text(f"total variance of the search {answer['total_variance']:.3g}")
     page.reload()
     expect(page.locator("footer")).to_contain_text("distance csd", use_inner_text=True)
-    expect(page.get_by_role("slider")).to_be_visible()
     page.get_by_text("For experts").click()
-    expect(page.locator("footer")).not_to_contain_text("csd", use_inner_text=True)
     page.reload()
     expect(page.get_by_role("slider")).to_be_hidden()
-
-
-def test_the_expected_matches_are_of_the_whole_gallery(visit, service):
-    page = visit(service)
-    told = []
-    for text, shown in (("a red circle", 24), ("some bar", 48)):
-        enter(page, text)
-        expect(panel(page).locator("h2")).to_have_text(f"“{text}”")
-        if shown == 48:
-            page.get_by_role("button", name="More results").focus()
-            page.keyboard.press("Enter")
-            expect(panel(page).locator(".hit .pick").nth(24)).to_be_focused()  # the first of the new ones
-        hits = ask(service, {"text": text}, max_results=shown)["hits"]
-        expect(panel(page).locator(".hit")).to_have_count(shown)
-        expected = ask(service, {"text": text})["expected_matches"]
-        assert expected > 1.5  # for the sentences below
-        expect(panel(page).locator(".facts p").first).to_have_text(f"About {round(expected)} of 48 images should match")
-        part = panel(page).locator(".facts .strip").first.locator("i")
-        width = part.evaluate("(i) => i.getBoundingClientRect().width / i.parentElement.clientWidth")
-        assert width == pytest.approx(expected / 48, abs=0.02)
-        sums = [sum(hit["match_probability"] for hit in hits), expected]
-        assert sums[0] >= 1  # likewise; what is less is tested below
-        others = round(expected) - round(sums[0]) if shown == 24 else 0
-        said = f"About {round(sums[0])} of these should match"
-        said += f", and about {others} of the others" if others else ""
-        told.append(others)
-        which = "the 24 closest of 48 images" if shown == 24 else "all 48 images"
-        expect(panel(page).locator("[data-count]")).to_have_text(f"These are {which}. {said}.")
-    assert told[0] > 0, "a case with matches among the others"
+    page.get_by_role("button", name="More results").focus()
+    page.keyboard.press("Enter")
+    expect(panel(page).locator(".hit .pick").nth(24)).to_be_focused()  # the first of the new ones
+    expect(panel(page).locator("[data-count]")).to_contain_text("These are all 48 images.")
+    page.get_by_role("link", name="sfumato").click()
+    expect(page.locator(".empty")).to_be_visible()
 
 
 def test_verdicts_differ_by_more_than_words(visit, service):
@@ -325,40 +298,11 @@ def test_long_and_blank_queries(visit, service):
     expect(hint).to_contain_text("cut after its first 2,000 characters")
     expect(panel(page).locator(".hit")).to_have_count(24)
     heading = panel(page).locator("h2")
-    lines = "(h) => [h.clientHeight / parseFloat(getComputedStyle(h).lineHeight), h.scrollHeight > h.clientHeight]"
-    height, cut = heading.evaluate(lines)
-    assert height < 2.1 and cut  # two lines and an ellipsis
     page.locator("#q0").fill("<img src=x onerror=alert(1)>")  # Markup stays text.
     page.keyboard.press("Enter")
     expect(hint).to_be_empty()
     expect(heading).to_have_text("“<img src=x onerror=alert(1)>”")
     assert page.locator("h2 img").count() == 0
-
-
-def test_the_second_answer_is_in_reach_on_a_phone(visit, service):
-    page = visit(service, "/?q=a+red+circle&q2=some+bar", width=390, height=844)
-    expect(page.locator("#answers .hit")).to_have_count(48)
-    verdict_line = panel(page, 1).locator(".verdict").bounding_box()
-    assert verdict_line["y"] + verdict_line["height"] < 844  # without scrolling
-    panel(page).locator(".hit .pick").last.focus()  # results scroll sideways, inside their row
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    expect(panel(page).locator(".hit .pick").last).to_be_in_viewport()
-
-
-def test_more_like_this_and_back(visit, service):
-    page = visit(service, "/?q=a+red+circle")
-    first = ask(service, {"text": "a red circle"})["hits"][0]["id"]
-    panel(page).locator(".hit .pick").first.click()
-    page.get_by_role("button", name="Find similar").click()
-    expect(panel(page).locator("h2")).to_have_text(f"More like {first}")
-    assert comes_to(page, {"id": first})
-    # The calibration knows no searches by image among images.
-    expect(panel(page).locator(".guess")).to_contain_text("No probabilities here")
-    page.go_back()
-    expect(panel(page).locator("h2")).to_have_text("“a red circle”")
-    expect(page.locator("#q0")).to_have_value("a red circle")
-    page.get_by_role("link", name="sfumato").click()
-    expect(page.locator(".empty")).to_be_visible()
 
 
 def test_search_by_file_drop_and_paste(visit, service):
@@ -436,17 +380,15 @@ def test_compare(visit, service):
     boxes = "const [one, other] = [0, 1].map(i => document.querySelector(`[data-slot='${i}']`).getBoundingClientRect())"
     until(page, f"() => {{{boxes}; return one.y === other.y && one.right < other.x}}")
     assert comes_to(page, {"q": "a red circle", "q2": "some bar"})
-    page.set_viewport_size({"width": 390, "height": 800})
+    page.set_viewport_size({"width": 390, "height": 844})
     until(page, f"() => {{{boxes}; return one.x === other.x && one.bottom < other.y}}")
-    page.locator("#q0").fill("a blue square")
-    page.get_by_text("For experts").click()
-    page.get_by_label("Set that holds a match").select_option("0.5")
-    expect(panel(page)).to_contain_text("The framed set of")
-    expect(page.locator("#q0")).to_have_value("a blue square")
-    page.go_back()
+    verdict_line = panel(page, 1).locator(".verdict").bounding_box()
+    assert verdict_line["y"] + verdict_line["height"] < 844  # without scrolling
+    panel(page).locator(".hit .pick").last.focus()  # results scroll sideways, inside their row
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.go_back()
     expect(page.locator("#q0")).to_have_value("")  # another search brings its own text
-    page.goto("/?q=a+red+circle&q2=some+bar")
+    page.go_forward()
     page.get_by_label("Compare two").uncheck()
     expect(panel(page, 1)).to_have_count(0)
     assert comes_to(page, {"q": "a red circle"})
@@ -562,25 +504,19 @@ def test_add_and_delete(visit, collection):
         dialog = page.get_by_role("dialog", name="Add to the collection")
         dialog.get_by_label("choose photographs").set_input_files(violet)
         expect(dialog.get_by_label("Id")).to_have_value("violet.png")
+        dialog.get_by_label("Id").fill("the violet one")
         dialog.get_by_role("button", name="Add").click()
         expect(dialog).to_be_hidden()
-        expect(page.locator("#status")).to_have_text("violet.png was added.")
+        expect(page.locator("#status")).to_have_text("the violet one was added.")
         expect(page.locator("#about")).to_contain_text("49 images")
-        page.goto("/?id=violet.png")
-        page.get_by_role("button", name="violet.png").click()
+        page.goto("/?id=the+violet+one")
+        page.get_by_role("button", name="the violet one").click()
         expect(page.locator("#item img")).to_have_attribute("src", re.compile("size=1600"))
         page.get_by_role("button", name="Delete…").click()
         expect(page.get_by_role("dialog")).to_contain_text("The file on your disk stays.")
         assert client.get("/v1/info").json()["galleries"]["images"]["n"] == 49  # not without being asked again
         page.get_by_role("button", name="Delete from the collection").click()
         expect(page.locator("#about")).to_contain_text("48 images")
-        expect(page.locator(".empty .pick")).to_have_count(6)
-        # by another id than its file's
-        page.get_by_role("button", name="Add…").click()
-        dialog.get_by_label("choose photographs").set_input_files(violet)
-        dialog.get_by_label("Id").fill("the violet one")
-        dialog.get_by_role("button", name="Add").click()
-        expect(page.locator("#status")).to_have_text("the violet one was added.")
         page.close()
 
 
@@ -602,11 +538,7 @@ def test_an_enlarged_photograph_has_its_details_and_says_why_it_matched(visit, p
     probability = hit["match_probability"]
     shown = f"{probability:{'.1%' if probability < 0.1 else '.0%'}}".replace(".0%", "%")
     expect(dialog).to_contain_text(f"Its probability is {shown}")
-    assert dialog.locator("dt:visible").all_inner_texts() == [
-        "Captions",
-        "Date",
-        "Path",
-    ]  # What is for experts is not there.
+    assert dialog.locator("dt:visible").all_inner_texts() == ["Captions", "Date", "Path"]  # Nothing for experts.
     expect(dialog.locator("dd").first).to_have_text(f"{caption}some crosses")
     expect(dialog).to_contain_text("09:30")
     expect(dialog).not_to_contain_text("hidden")
@@ -614,6 +546,7 @@ def test_an_enlarged_photograph_has_its_details_and_says_why_it_matched(visit, p
     until(page, "!history.state?.viewing")  # Closing goes back in the history, a moment later.
     enter(page, "a bar")
     expect(panel(page).locator("h2")).to_have_text("“a bar”")
+    expect(panel(page).locator(".hit")).to_have_count(24)
     for close in (page.go_back, lambda: page.keyboard.press("Escape")):  # both leave the search as it was
         panel(page).locator(".pick").first.click()
         expect(dialog).to_be_visible()
@@ -627,6 +560,8 @@ def test_an_enlarged_photograph_has_its_details_and_says_why_it_matched(visit, p
     panel(page).locator(".pick").first.click()
     dialog.get_by_role("button", name="Find similar").click()
     expect(panel(page).locator("h2")).to_contain_text("More like")
+    # The calibration knows no searches by image among images.
+    expect(panel(page).locator(".guess")).to_contain_text("No probabilities here")
     page.go_back()
     expect(panel(page).locator("h2")).to_have_text("“Crosses and a bar of the seas”")
     assert searched(page)["q"] and not dialog.is_visible()
@@ -659,7 +594,6 @@ def test_filters_by_date_and_folder(visit, photographs, service):
     page.set_viewport_size({"width": 360, "height": 700})
     page.reload()
     expect(page.locator("#filters summary")).to_have_text("Filter: from 1 February 2023, to 10 March 2023, 2023")
-    found(lambda one: one["folder"] != "2024" and "2023-02" < one["date"] < "2023-03-11")
     page.get_by_label("To", exact=True).fill("2022-01-01")
     expect(panel(page).locator(".verdict")).to_contain_text("No item passes the filter")
     page.get_by_role("button", name="Remove the filter").click()
@@ -766,13 +700,16 @@ def test_a_dropped_folder_is_walked_to_its_end(visit, service):
 
 
 def test_nothing_sticks_out(visit, service, vectors):
-    words = f"/?q={'incomprehensibilities' * 4}", "/?q=a&q2=some+bar", "/?q=a&id2=000.png", "/?in=texts&q=red"
-    items = "/?id=photo-7", "/?id=photo-7&id2=photo-8"
-    for client, path in (*((service, p) for p in ("/?in=__proto__", *words)), *((vectors, p) for p in ("/", *items))):
-        page = visit(client, path)  # An unknown gallery is the first.
-        expect(page.locator("#about")).to_have_text("9 texts" if "texts" in path else "48 images")
+    words = (
+        f"/?q={'incomprehensibilities' * 4}",
+        "/?q=a&id2=000.png",
+        "/?in=__proto__",
+    )  # An unknown gallery is the first.
+    for client, path in (*((service, one) for one in words), (vectors, "/?id=photo-7&id2=photo-8")):
+        page = visit(client, path)
+        expect(page.locator("#about")).to_have_text("48 images")
         expect(page.locator("#answers .pick, #answers .hit").first).to_be_attached()
-        for width in (360, 768, 1440):
+        for width in (360, 1440):
             page.set_viewport_size({"width": width, "height": 800})
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
 
@@ -793,25 +730,19 @@ def test_every_control_has_a_name(visit, service):
     assert page.locator("html").get_attribute("lang") == "en" and page.locator("h1").count() == 1
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast(visit, service, scheme):
-    page = visit(service, color_scheme=scheme)
+def test_contrast(visit, service):
     names = "ink", "soft", "sure", "calm", "unsure", "none", "wrong", "page", "card", "on", "edge"
-    colours = page.evaluate(COLOURS, list(names))
-    light = {}
-    for name, rgb in zip(names, colours, strict=True):
-        linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
-        light[name] = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    def ratio(one, other):
-        low, high = sorted((light[one], light[other]))
-        return (high + 0.05) / (low + 0.05)
-
-    for ground in ("page", "card"):
-        for ink in ("ink", "soft", "sure", "calm", "unsure", "none", "wrong"):
-            assert ratio(ink, ground) >= 4.5, (ink, ground)
-        assert ratio("edge", ground) >= 3, ground
-    assert ratio("on", "sure") >= 4.5
+    for scheme in ("light", "dark"):
+        light = {}
+        for name, rgb in zip(names, visit(service, color_scheme=scheme).evaluate(COLOURS, list(names)), strict=True):
+            linear = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+            light[name] = 0.05 + 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        ratio = lambda one, other: max(one, other) / min(one, other)
+        for ground in ("page", "card"):
+            for ink in ("ink", "soft", "sure", "calm", "unsure", "none", "wrong"):
+                assert ratio(light[ink], light[ground]) >= 4.5, (scheme, ink, ground)
+            assert ratio(light["edge"], light[ground]) >= 3, (scheme, ground)
+        assert ratio(light["on"], light["sure"]) >= 4.5, scheme
 
 
 def test_it_is_small_asks_nobody_else_and_says_what_it_needs(service):
@@ -824,50 +755,38 @@ def test_it_is_small_asks_nobody_else_and_says_what_it_needs(service):
         assert "https://" not in text and "innerHTML" not in text and "eval(" not in text, name
 
 
-@pytest.mark.parametrize("late", ["circle", "bar"])
-def test_two_answers_are_announced_at_once(visit, service, late):
+def test_two_answers_are_announced_at_once(visit, service):
     page = visit(service, allowed=["status of 404"])
     slow = []
     page.route(
-        "**/v1/search", lambda route: slow.append(route) if late in route.request.post_data else route.continue_()
+        "**/v1/search", lambda route: slow.append(route) if "circle" in route.request.post_data else route.continue_()
     )
     page.goto("/?q=a+red+circle&q2=some+bar")
-    expect(panel(page, int(late == "circle")).locator(".hit")).to_have_count(24)
-    expect(panel(page, int(late == "bar"))).to_have_attribute("aria-busy", "true")  # A skeleton meanwhile.
+    expect(panel(page, 1).locator(".hit")).to_have_count(24)
+    expect(panel(page, 0)).to_have_attribute("aria-busy", "true")  # A skeleton meanwhile.
     expect(page.locator("#status")).to_be_empty()
     slow[0].continue_()
     expect(page.locator("#answers h2")).to_have_text(["“a red circle”", "“some bar”"])
     told = [f"“{text}”: {ask(service, {'text': text})['verdict']['text']}." for text in ("a red circle", "some bar")]
     expect(page.locator("#status")).to_have_text(f"{told[0]} 24 results. {told[1]} 24 results.")
-    if late == "bar":  # And if one of two fails, the other.
-        page.goto("/?q=a+blue+circle&id2=nobody")
-        alerted(page, "There is no item 'nobody'")
-        said = ask(service, {"text": "a blue circle"})["verdict"]["text"]
-        expect(page.locator("#status")).to_have_text(f"“a blue circle”: {said}. 24 results.")
+    page.goto("/?q=some+bar&id2=nobody")  # And if one of two fails, the other.
+    alerted(page, "There is no item 'nobody'")
+    expect(page.locator("#status")).to_have_text(f"{told[1]} 24 results.")
 
 
 def test_options_are_folded_unless_they_are_in_use(visit, uncalibrated):
     page = visit(uncalibrated, "/?q=a+red+circle&q2=some+bar", width=390, height=844)
     slider, options = page.get_by_role("slider"), page.get_by_text("For experts")
-    for place in (0, 1):  # The row moves until both answers are there.
-        expect(panel(page, place).locator(".hit").first).to_be_visible()
-    row = [page.locator(it).bounding_box() for it in (".toggle", "#add-open")]
-    assert len({(box["y"], box["height"]) for box in row}) == 1  # one row, aligned
+    expect(panel(page, 1).locator(".hit").first).to_be_visible()
     expect(slider).to_be_hidden()
-    expect(page.locator("#promises")).to_be_hidden()
     options.click()
     expect(slider).to_be_visible()
     expect(page.locator("#promises")).to_contain_text("need a model that was calibrated")
     expect(panel(page).locator(".guess")).to_contain_text("not calibrated", use_inner_text=True)
     expect(page.get_by_label("Wrong answers allowed")).to_be_disabled()
-    expect(page.get_by_label("Set that holds a match")).to_be_disabled()
-    one, other = (page.locator(it).bounding_box() for it in ("#abstain", "#coverage"))
-    assert (one["y"], one["width"]) == (other["y"], other["width"])
     options.click()
     page.goto("/?q=a+red+circle&least=0.01")
     expect(slider).to_be_visible()  # in use, so not hidden
-    page.goto("/?q=a+red+circle")
-    expect(slider).to_be_hidden()
 
 
 def test_small_probabilities_read_as_in_the_verdict(visit, service):
@@ -884,37 +803,36 @@ def test_small_probabilities_read_as_in_the_verdict(visit, service):
         (0.84, 0.88, "84%", one, "about 84 of 100"),
         (0.96, 1.04, "96%", one, "about 96 of 100"),
         (0.998, 1.49, ">99%", one, "more than 99 of 100"),
+        (0.5, 40, "50%", None, "about 5 of 10"),
     ):
         answer["expected_matches"] = expected
         for hit in answer["hits"]:
-            hit["match_probability"] = min(p, expected / 24)
+            hit["match_probability"] = min(p, expected / 24)  # of the last case all 24 the first one's
         answer["hits"][0]["match_probability"] = p
         answer["verdict"] = dict(zip(("kind", "text"), vars(verdict(expected, p)).values(), strict=True))
         enter(page, str(p))
         expect(panel(page).locator(".figures b").first).to_have_text(said)
-        expect(panel(page).locator(".facts p").first).to_have_text(f"{number} among 48 images")
+        facts = f"{number} among 48 images" if number else "About 40 of 48 images should match"
+        expect(panel(page).locator(".facts p").first).to_have_text(facts)
         shown = sum(hit["match_probability"] for hit in answer["hits"])
-        said_of_them = "" if shown < 1 else f" About {round(shown)} of these should match."
+        others = "" if number else ", and about 28 of the others"
+        said_of_them = "" if shown < 1 else f" About {round(shown)} of these should match{others}."
         these = f"These are the 24 closest of 48 images.{said_of_them}"
         expect(panel(page).locator("[data-count]")).to_have_text(these)
         expect(panel(page).get_by_role("img", name=f"probability {said}")).to_be_visible()
         expect(panel(page).locator(".facts p").nth(1)).to_have_text(f"First result: right in {odds} such searches")
-        if 0.001 < p < 0.75:
+        if 0.001 < p < 0.75 and number:
             expect(panel(page).locator(".verdict")).to_contain_text(f"a probability of {said}")
 
 
 def test_without_a_text_encoder_the_page_searches_by_item(visit, vectors):
-    page = visit(vectors, "/?q=words+that+nothing+can+embed", allowed=["status of 404"])
+    page = visit(vectors, "/?q=words+that+nothing+can+embed")
     expect(page.locator(".empty h2")).to_have_text("Search 48 images by item")
-    expect(page.locator("#words")).to_have_text(
-        "Searching by words needs the model that made the embeddings: POST /v1/search and"
-        " sfumato search INDEX vector.npy take its vectors."
-    )
+    expect(page.locator("#words")).to_contain_text("Searching by words needs the model that made the embeddings")
     expect(page.get_by_role("searchbox")).to_have_accessible_name("Id of an item")
     for hidden in (".file", "#abstain", "#coverage", "#promises", "#add-open"):
         expect(page.locator(hidden).first).to_be_hidden()
     picks = page.locator(".empty .pick")
-    expect(picks).to_have_count(6)
     name = picks.nth(2).inner_text()
     picks.nth(2).click()
     page.get_by_role("button", name="Find similar").click()
@@ -927,13 +845,6 @@ def test_without_a_text_encoder_the_page_searches_by_item(visit, vectors):
     box.fill("photo-7")
     page.keyboard.press("Enter")
     expect(panel(page).locator("h2")).to_have_text("More like photo-7")
-    box.fill("nobody")
-    page.keyboard.press("Enter")
-    alerted(page, "There is no item 'nobody' to search by")
-    box.fill("")
-    page.keyboard.press("Enter")
-    expect(page.locator(".empty")).to_be_visible()
-    page.goto("/?id=photo-7")
     page.get_by_label("Compare two").check()
     expect(page.get_by_role("searchbox", name="Id of a second item")).to_be_focused()
     page.keyboard.type("photo-9")
@@ -950,7 +861,7 @@ def test_thumbs_keys_and_undo(judged, visit):
     hits = fitting(judged, text)
     asked = {hit["id"]: hit["to_judge"] for hit in hits if hit["to_judge"]}
     assert 1 < len(asked) < len(hits), "some to ask about and some not"
-    page = visit(judged)
+    page = visit(judged, width=320, allowed=["status of 503"])
     enter(page, text)
     items = panel(page).locator(".hit")
     line = panel(page).locator(".judging")
@@ -958,6 +869,9 @@ def test_thumbs_keys_and_undo(judged, visit):
     expect(line).to_contain_text("Please judge the marked ones", use_inner_text=True)
     expect(line.get_by_role("status")).to_have_text(f"0 of {len(asked)} judged.")
     expect(panel(page).locator(".asked")).to_have_count(len(asked))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
+    box = page.locator(".thumb").first.bounding_box()
+    assert box["width"] >= 24 and box["height"] >= 24, "large enough for a finger"
     use = line.get_by_role("button", name="Use these verdicts")
     expect(use).to_be_hidden()
 
@@ -967,7 +881,6 @@ def test_thumbs_keys_and_undo(judged, visit):
     yes.click()
     expect(yes).to_have_attribute("aria-pressed", "true")
     expect(line.get_by_role("status")).to_have_text(f"1 of {len(asked)} judged.")
-    expect(use).to_be_visible()
     (kept,) = read_judgements(judged.file)
     assert (kept.query, kept.id, kept.yes) == (text, hits[at]["id"], 1)
     assert (kept.why, kept.weight) == tuple(asked[kept.id].values()) and kept.judge.startswith("web-")
@@ -979,65 +892,18 @@ def test_thumbs_keys_and_undo(judged, visit):
     expect(yes).to_have_attribute("aria-pressed", "false")
     page.reload()
     expect(no).to_have_attribute("aria-pressed", "true")
-    other = next(i for i, hit in enumerate(hits) if not hit["to_judge"])
-    items.nth(other).locator(".pick").focus()
-    page.keyboard.press("y")
-    expect(items.nth(other).get_by_role("button", name="It fits")).to_have_attribute("aria-pressed", "true")
-    assert [(one.yes, one.why == "chosen") for one in read_judgements(judged.file)] == [(0, False), (1, True)]
-    for i, key in ((at, "n"), (other, "y")):  # Again: undo.
-        items.nth(i).locator(".pick").focus()
-        page.keyboard.press(key)
+    use.click()
+    expect(page.locator("#notice")).to_have_text(
+        "Nothing changed: there are 1 verdict on 1 search, and it takes at least 5 searches."
+    )
+    items.nth(at).locator(".pick").focus()
+    with page.expect_response("**/v1/judgements"):
+        page.keyboard.press("n")  # Again: undo.
     expect(panel(page).locator("[aria-pressed=true]")).to_have_count(0)
     expect(use).to_be_hidden()
     assert read_judgements(judged.file) == []
     assert page.locator("#item").is_hidden(), "no key opens an item"
-
-
-def test_the_verdicts_are_used_and_the_page_says_what_they_changed(judged, visit):
-    texts = [f"a plain {colour} square" for colour in SQUARES]
-    verdicts = [
-        {"query": text, "id": hit["id"], "yes": True, "probability": hit["match_probability"]}
-        for text in texts
-        for hit in fitting(judged, text)
-    ]
-    assert judged.post("/v1/judgements", json={"judgements": verdicts}).json()["n"] == 192
-    page = visit(judged, "/?q=a+plain+red+square")
-    line = panel(page).locator(".judging")
-    expect(line.get_by_role("status")).to_have_text("192 verdicts so far.")
-    expect(line).not_to_contain_text("Please judge", use_inner_text=True)  # Enough.
-    last = panel(page).locator(".hit").last
-    before = float(last.get_attribute("data-probability"))
-    line.get_by_role("button", name="Use these verdicts").click()
-    expect(page.locator("#notice")).to_contain_text(
-        re.compile(r"^Used 192 verdicts on 8 searches: .* off by \d+ percentage points as packaged, and are off by \d+")
-    )
-    expect(panel(page).locator(".hit")).to_have_count(24)
-    assert float(panel(page).locator(".hit").last.get_attribute("data-probability")) > before
-
-
-def test_a_verdict_that_is_not_kept_is_said(judged, visit):
-    page = visit(judged, "/?q=a+plain+red+square", allowed=["status of 503"])
-    first = panel(page).locator(".hit").first.get_by_role("button", name="It fits")
-    expect(panel(page).locator(".judging [role=status]")).not_to_be_empty()
     judged.file.write_text("{}\n")
-    first.click()
-    expect(panel(page).locator(".judging")).to_contain_text("The file of verdicts cannot be read or written")
-    expect(first).to_have_attribute("aria-pressed", "false")
-
-
-def test_without_a_file_of_verdicts_the_page_has_no_thumbs(kept, visit):
-    page = visit(kept, "/?q=a+red+circle")
-    expect(panel(page).locator(".hit")).to_have_count(24)
-    assert page.locator(".fit").count() == page.locator(".judging").count() == 0
-
-
-@pytest.mark.parametrize("width", [320, 390, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_thumbs_fit_the_screen(judged, visit, width, scheme):
-    page = visit(judged, "/?q=a+plain+red+square&q2=something+blue+or+green", width=width, color_scheme=scheme)
-    expect(page.locator(".fit")).to_have_count(48)
-    expect(page.locator(".judging [role=status]").first).to_contain_text(" judged.")
-    expect(page.locator(".judging [role=status]").last).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    for box in (page.locator(".thumb").nth(i).bounding_box() for i in range(4)):
-        assert box["width"] >= 24 and box["height"] >= 24, "large enough for a finger"
+    yes.click()
+    expect(line).to_contain_text("The file of verdicts cannot be read or written")
+    expect(yes).to_have_attribute("aria-pressed", "false")

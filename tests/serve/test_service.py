@@ -435,25 +435,6 @@ def test_what_a_photograph_says_of_itself_becomes_its_fields(writable):
     assert b"EOS" not in writable.get("/v1/pictures/a").content
 
 
-def test_reading_goes_on_while_many_write(writable):
-    stop, statuses = threading.Event(), []
-
-    def read():
-        while not stop.is_set():
-            statuses.append(writable.post("/v1/search", json={"queries": [{"text": "red"}]}).status_code)
-
-    processors = [threading.Thread(target=read) for _ in range(2)]
-    for processor in processors:
-        processor.start()
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        written = list(pool.map(lambda i: add(writable, *(f"w{i}-{j}" for j in range(3))).status_code, range(12)))
-    stop.set()
-    for processor in processors:
-        processor.join()
-    assert written == [201] * 12 and set(statuses) == {200}
-    assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48 + 36
-
-
 def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):
     sources = open_sources(collection)
     gallery = sources.galleries["images"]

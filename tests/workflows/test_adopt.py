@@ -126,7 +126,6 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     assert "images.npy[5]" in (tmp_path / "runs/adopted/problems.jsonl").read_text()
     with pytest.raises(UserError, match="exists already"):
         command("adopt", *files)
-    assert json.loads(command("adopt", *files, "--out", "near", "--method", "nearest", "--json"))["method"] == "nearest"
     monkeypatch.chdir("/")
     run, index = tmp_path / "runs/adopted", tmp_path / "index"
     assert "399 images" in folded(command("index", run, "--split", "all", "--out", index))
@@ -138,8 +137,6 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     (found,) = json.loads(command("search", index, tmp_path / "query.npy", "-k", "2", "--json"))
     assert found["calibrated"] and found["hits"][0]["id"] == "10"
     assert "probability of the first hit" in folded(command("trust", run))
-    command("evaluate", "run", run)
-    command("calibrate", run)
 
 
 def app_runner(capsys):
@@ -188,6 +185,10 @@ def test_vectors_that_cannot_be_embedded_are_named(adopted):
         for embed in (adopted.embed_texts, adopted.embed_images):
             with pytest.raises((UserError, ValueError), match=message):
                 embed([bad])
+    with pytest.raises(UserError, match="this model reads embeddings and has no encoder for texts such as 'a dog'"):
+        adopted.index(frozen()[0]).search("a dog")
+    with pytest.raises(TypeError, match="image 0 is a Image, but this model reads embeddings"):
+        adopted.embed_images([Image.new("RGB", (8, 8))])
 
 
 @pytest.fixture

@@ -175,6 +175,9 @@ def test_the_card_is_what_the_hub_reads(toy, tmp_path, sfumato):
     calibration = load_run(run).calibration
     assert f"{calibration.metadata['pairs']} pairs of the split val, of which {calibration.match_fraction:.2%}" in text
     assert "Licence: apache-2.0" in text and str(toy) not in text
+    recalls = [evaluation[way][f"recall@{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10)]
+    row = " | ".join(f"{100 * value:.1f}" for value in (*recalls, evaluation["rsum"]))
+    assert f"| test | csd | {evaluation['n_images']} | {evaluation['n_texts']} | {row} |" in text
 
 
 def test_the_card_of_an_adopted_model_says_what_was_measured(tmp_path):

@@ -143,6 +143,8 @@ def test_what_cannot_be_done_is_said(sfumato, tmp_path, pictures):
         (("index", "--sync", "--out", tmp_path / "a"), "there is no collection"),
         (("index", "--sync", "--data", pictures, "--out", tmp_path / "a"), "give one of"),
         (("delete", pictures, "red.png"), "is no collection"),
+        (("search", pictures, "red", "--order", "distances"), "order must be fits or distance, got 'distances'"),
+        (("search", pictures, "red", "--target", "listed", "--order", "fits"), "--target listed orders by distance"),
     ):
         status, _, errors = sfumato(*words)
         assert status == 2 and message in errors
@@ -159,9 +161,17 @@ def test_a_collection_follows_its_files(sfumato, tmp_path):
     (folder / "blue.txt").write_bytes(b"\xff\xfe broken")
     made = asked(sfumato, "index", "--data", folder, "--out", out)
     assert (made["n"], made["new"], made["with_texts"], made["problems"]) == (5, 5, 1, 1)
-    (found,) = asked(sfumato, "search", out, "strawberries", "-k", 1)
-    assert found["target"] == "fits" and found["hits"][0]["best_text"] == "a strawberry jam"
-    assert not [name for name in found["hits"][0] if name.startswith("_")]
+    fits, closest, listed = (
+        asked(sfumato, "search", out, "black strawberries", "-k", 5, *more)[0]
+        for more in ((), ("--order", "distance"), ("--target", "listed"))
+    )
+    assert fits["target"] == "fits" and fits["hits"][0]["best_text"] == "a strawberry jam"
+    assert not [name for name in fits["hits"][0] if name.startswith("_")]
+    ids_of, by_id = (
+        (lambda one: [hit["id"] for hit in one["hits"]]),
+        lambda one: {hit["id"]: hit["match_probability"] for hit in one["hits"]},
+    )
+    assert ids_of(closest) == ids_of(listed) != ids_of(fits) and by_id(fits) == by_id(closest) != by_id(listed)
 
     before = ids(out)
     (folder / "later").mkdir()
@@ -263,31 +273,6 @@ def test_manifests_and_archives_are_taken_and_added(sfumato, tmp_path):
     with load_index(out) as index:
         hits = {hit.id: hit for hit in index.search("tulip", 3)}
         assert index.image_of(hits["one"]).read_bytes() == (folder / "red.png").read_bytes()
-
-
-def test_results_by_distance_and_without_texts(sfumato, tmp_path):
-    folder, out = draw(tmp_path / "photos", *COLOURS), tmp_path / "mine"
-    (folder / "black.txt").write_text("a red strawberry\n")
-    asked(sfumato, "index", "--data", folder, "--out", out)
-
-    def found(*words):
-        return asked(sfumato, "search", out, "a red strawberry", *words)[0]
-
-    fits, closest, listed = found(), found("--order", "distance"), found("--target", "listed")
-    assert fits["hits"][0]["id"] == "black.png"
-    by_id = [{hit["id"]: hit["match_probability"] for hit in one["hits"]} for one in (fits, closest, listed)]
-    distances = [hit["distance"] for hit in closest["hits"]]
-    assert distances == sorted(distances) and by_id[0] == by_id[1] != by_id[2]
-    assert [hit["id"] for hit in closest["hits"]] == [hit["id"] for hit in listed["hits"]]
-    assert [one["target"] for one in (fits, closest, listed)] == ["fits", "fits", "listed"]
-    with load_index(out) as index:
-        both = index.search("a red strawberry", order="distance"), index.search("a red strawberry", target="listed")
-        assert [[hit.id for hit in one][:2] for one in both] == [[hit["id"] for hit in listed["hits"]][:2]] * 2
-    for option, value, known in (("order", "date", "fits or distance"), ("target", "all", "listed or fits")):
-        status, _, errors = sfumato("search", out, "red", f"--{option}", value)
-        assert status == 2 and f"{option} must be {known}, got {value!r}" in errors
-    status, _, errors = sfumato("search", out, "red", "--target", "listed", "--order", "fits")
-    assert status == 2 and "--target listed orders by distance" in errors
 
 
 def test_a_folder_is_added_to_a_gallery_that_was_in_memory(sfumato, tmp_path):

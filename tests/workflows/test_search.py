@@ -15,24 +15,12 @@ from sfumato.errors import UserError
 from sfumato.models.embed import embed_split, evaluate_run, load_split
 from sfumato.models.run import load_run
 from sfumato.search.answer import SearchOptions
-from sfumato.workflows.adopt import adopt
 from sfumato.workflows.export import export_run
 
 
 @pytest.fixture(scope="module")
 def model(toy):
     return sfumato.load(toy / "run")
-
-
-@pytest.fixture(scope="module")
-def adopted(tmp_path_factory):
-    """An adopted model of 12 channels, its folder and its images."""
-    random = np.random.default_rng(0)
-    images = random.standard_normal((300, 12)).astype(np.float32)
-    texts = images + 0.3 * random.standard_normal(images.shape).astype(np.float32)
-    folder = tmp_path_factory.mktemp("adopted") / "run"
-    adopt(images, texts, out=folder, method="nearest")
-    return folder, images, texts
 
 
 def equal(a, b):
@@ -282,27 +270,6 @@ def test_nearly_equal_images_are_folded(tmp_path):
     assert texts.search(query, 9, fold) == texts.search(query, 9)
 
 
-def test_an_adopted_model_takes_vectors_and_says_that_it_reads_no_texts(adopted, tmp_path):
-    folder, images, texts = adopted
-    model = sfumato.load(folder)
-    for name, embed in (("texts", model.embed_texts), ("images", model.embed_images)):
-        found = embed(texts[:2])
-        unit = texts[:2] / np.linalg.norm(texts[:2], axis=1, keepdims=True)
-        assert torch.allclose(found.mean, torch.from_numpy(unit), atol=1e-6), name
-    index = model.index(images)
-    answers = index.search(texts[:4], k=2)
-    assert [answer[0].id for answer in answers] == ["0", "1", "2", "3"] and answers[0].calibrated
-    np.save(tmp_path / "query.npy", texts[0])
-    assert index.search([tmp_path / "query.npy"], k=2)[0].hits == answers[0].hits
-    assert not index.search(texts[:1], k=2, modality="images")[0].calibrated
-    with pytest.raises(UserError, match="this model reads embeddings and has no encoder for texts such as 'a dog'"):
-        index.search("a dog")
-    with pytest.raises(TypeError, match="image 0 is a Image, but this model reads embeddings"):
-        model.embed_images([Image.new("RGB", (8, 8))])
-    with pytest.raises(UserError, match="image 1: holds 1 x 7 numbers; this model reads one embedding of 12"):
-        model.embed_images([images[0], np.ones(7)])
-
-
 def test_what_cannot_be_opened_is_said(toy, model, tmp_path):
     model.index(toy / "data").save(tmp_path / "index")
     with pytest.raises(UserError, match=r"holds a collection; open it with sfumato.load_index"):
@@ -350,21 +317,10 @@ def test_the_reliability_of_a_run_counts_first_hits(toy, model, tmp_path):
         sfumato.load(tmp_path / "exported").reliability()
 
 
-def test_the_recall_by_uncertainty_of_a_run_is_that_of_its_evaluation(toy, model, tmp_path):
+def test_the_recall_by_uncertainty_of_a_run_is_that_of_its_evaluation(toy, model):
     evaluation, path = evaluate_run(load_run(toy / "run"), "test")
     for direction in ("t2i", "i2t"):
         found = model.recall_by_uncertainty("test", direction=direction)
         assert found == RecallByUncertainty(**evaluation.uncertainty[direction])
         assert found == RecallByUncertainty(**json.loads(path.read_text())["uncertainty"][direction])
     assert len(model.recall_by_uncertainty(n_bins=3, uncertainty="log_det").bins) == 3
-    with pytest.raises(UserError, match="has no split 'none'; it has train"):
-        model.recall_by_uncertainty("none")
-    export_run(toy / "run", tmp_path / "exported")
-    with pytest.raises(UserError, match="is not a run and has no data of its own"):
-        sfumato.load(tmp_path / "exported").recall_by_uncertainty()
-
-
-def test_a_saved_file_of_bytes_is_not_kept_open(model):
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), "red").save(buffer, "PNG")
-    assert model.embed_images([buffer.getvalue()]).n == 1
