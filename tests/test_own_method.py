@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.batches import MATCH, batch
+from support.raising import raises
 from support.toy import make_toy
 
 import sfumato as public
@@ -103,8 +104,7 @@ def test_a_built_in_formula_starts_from_its_options_and_names_wrong_input():
     wrong = torch.zeros(4, 3)
     with pytest.raises(TypeError, match="pcmepp_loss: image must be a GaussianEmbedding, got Tensor; wrap means in"):
         pcmepp_loss(wrong, wrong, MATCH)
-    with pytest.raises(TypeError, match="csd: x must be a GaussianEmbedding, got Tensor; wrap means in"):
-        public.csd_matrix(wrong, wrong)
+    raises(TypeError, "csd: x must be a GaussianEmbedding, got Tensor; wrap means in", public.csd_matrix, wrong, wrong)
 
 
 class Undecorated(LossOptions):
@@ -144,8 +144,7 @@ class Biased(LossOptions):
     ],
 )
 def test_wrong_registrations_are_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+    raises(error, message, call)
 
 
 def test_a_corrected_definition_replaces_the_one_of_the_same_place(tmp_path):
@@ -161,8 +160,7 @@ def test_a_corrected_definition_replaces_the_one_of_the_same_place(tmp_path):
         assert LOSSES["own_pair"]()(one, one, torch.ones(1, 1)).total == factor
     other = tmp_path / "other.py"
     other.write_text(own.read_text() + "# another file\n")
-    with pytest.raises(UserError, match="there is a distance 'own_pair' already"):
-        imports.import_own([str(other)])
+    raises(UserError, "there is a distance 'own_pair' already", imports.import_own, [str(other)])
     del LOSSES["own_pair"], DISTANCES["own_pair"]
 
 
@@ -204,8 +202,7 @@ def test_a_run_of_ones_own_loss_is_used_without_it(tmp_path, sfumato, monkeypatc
     assert "margin" not in LOSSES  # Nothing of the run was executed.
     status, _, err = sfumato("train", "run/recipe.toml", "--out", "next")
     assert status == 2 and "there is no file" in err and "--import FILE" in err and not Path("next").exists()
-    status, _, err = sfumato("evaluate", "run", "run", "--distance", "l1_means")
-    assert status == 2 and "--import FILE" in err
+    assert "--import FILE" in sfumato.refused("evaluate", "run", "run", "--distance", "l1_means")
     printed = sfumato.printed("evaluate", "run", "run", "--distance", "l1_means", "--import", "own.py")
     assert "l1_means" in printed
 
@@ -254,17 +251,14 @@ def test_a_file_that_fails_is_named_with_its_line(tmp_path, monkeypatch, content
     (tmp_path / "bad.py").write_text(content)
     (tmp_path / "beside.py").write_text("def fail():\n    raise ValueError('beside it')\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=message):
-        imports.import_own(["bad.py"])
+    raises(UserError, message, imports.import_own, ["bad.py"])
     assert str(tmp_path) not in sys.path
 
 
 def test_missing_files_and_modules_are_named(tmp_path):
-    with pytest.raises(UserError, match="cannot import .*none.py: there is no such file"):
-        imports.import_own([str(tmp_path / "none.py")])
+    raises(UserError, "cannot import .*none.py: there is no such file", imports.import_own, [str(tmp_path / "none.py")])
     for name in ("no_such_module", "./relative"):
-        with pytest.raises(UserError, match=f"cannot import the module '{name}'.*mymethod.py"):
-            imports.import_own([name])
+        raises(UserError, f"cannot import the module '{name}'.*mymethod.py", imports.import_own, [name])
 
 
 def test_packages_are_found_by_their_entry_point(monkeypatch, capsys):

@@ -277,8 +277,7 @@ def test_a_run_that_states_keys_of_a_former_version_opens_if_they_had_the_value_
     with pytest.raises(UserError, match="unknown key 'loss.seed'"):  # It was a key of another loss.
         load_recipe(path)
     path.write_text(text.replace("[data]\n", '[data]\nheld_out_style = "noto"\n'))
-    with pytest.raises(UserError, match="data.held_out_style='noto': this key is gone, .* always 'fluent3d' now"):
-        load_recipe(path)
+    raises(UserError, "data.held_out_style='noto': this key is gone, .* always 'fluent3d' now", load_recipe, path)
 
 
 @pytest.mark.parametrize(("kind", "width"), [("small", 64), ("resnet", None)])

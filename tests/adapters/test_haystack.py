@@ -47,9 +47,3 @@ def test_a_pipeline_of_bm25_gets_probabilities(calibrator):
     assert all(one.meta["match_probability"] == one.score and "n" in one.meta for one in found["documents"])
     assert found["nothing_probability"] == calibrator.nothing_matches(scores)[0]
     assert CalibratedScores(calibrator).run(documents=[]) == {"documents": [], "nothing_probability": 1.0}
-
-
-def test_the_gallery_stands_in_a_pipeline(index):
-    pipeline = Pipeline()
-    pipeline.add_component("gallery", SfumatoRetriever(index, k=3))
-    assert len(pipeline.run({"gallery": {"query": "a red circle"}})["gallery"]["documents"]) == 3

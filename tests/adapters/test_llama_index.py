@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("llama_index", reason="llama-index-core is not installed")
-from llama_index.core import Settings
-from llama_index.core.llms import MockLLM
-from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from sfumato.adapters.llama_index import CalibratedScores, SfumatoRetriever
@@ -49,15 +45,3 @@ def test_scores_become_probabilities(calibrator):
     assert all(one.node.metadata["nothing_probability"] == nothing for one in found)
     assert [one.score for one in nodes] == scores and not any(one.node.metadata for one in nodes)
     assert CalibratedScores(calibrator=calibrator).postprocess_nodes([], query_str="q") == []
-
-
-def test_they_stand_in_a_query_engine(index, calibrator, monkeypatch):
-    monkeypatch.setattr(Settings, "_llm", MockLLM())
-    found = SfumatoRetriever(index, k=5).retrieve("a red circle")
-    engine = RetrieverQueryEngine(
-        SfumatoRetriever(index, k=5),
-        response_synthesizer=get_response_synthesizer(response_mode="no_text"),
-        node_postprocessors=[CalibratedScores(calibrator=calibrator, k=2)],
-    )
-    nodes = engine.query("a red circle").source_nodes
-    assert [one.node.node_id for one in nodes] == [one.node.node_id for one in found[:2]]

@@ -16,6 +16,7 @@ from datasets import Dataset
 from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.abstasks.task_metadata import TaskMetadata
 from PIL import Image
+from support.raising import raises
 
 import sfumato
 from sfumato.adapters.mteb import MTEBEncoder
@@ -95,5 +96,4 @@ def test_what_it_cannot_do_is_said(loaded):
     model, images, *_ = loaded
     with pytest.raises(UserError, match="have text, image; an item of this model is an image or a text"):
         MTEBEncoder(model).encode([{"text": ["a"], "image": images[:1]}])
-    with pytest.raises(UserError, match="the distance kl is not symmetric"):
-        MTEBEncoder(model, distance="kl")
+    raises(UserError, "the distance kl is not symmetric", MTEBEncoder, model, distance="kl")

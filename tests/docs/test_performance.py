@@ -1,9 +1,7 @@
 """The page of speed equals what its script makes of the result files, marks what loses and what was disturbed."""
 
 import copy
-import json
 import re
-import sys
 from pathlib import Path
 
 from support.scripts import benchmark
@@ -68,29 +66,3 @@ def test_ratios_and_times_by_hand():
     assert script.Row("x", "").ratio_text == ""
     rates = list(script.serve({"rows": [{"clients": 2, "on": {"per_second": 50}, "off": {"per_second": 100}}]}))
     assert [row.ratio for row in rates] == [2.0] and rates[0].loses
-
-
-def test_the_suite_records_a_run_and_writes_the_page(monkeypatch, tmp_path, capsys):
-    (tmp_path / "benchmarks").mkdir()
-    figures = "{'seconds': 7, 'threads': os.environ['OMP_NUM_THREADS']}"
-    programs = {
-        "demo": f"import json, os, sys\njson.dump({figures}, open(sys.argv[2], 'w'))",
-        "serve": "raise SystemExit(3)",
-        "stores": "import time; time.sleep(60)",
-    }
-    for name, program in programs.items():
-        (tmp_path / "benchmarks" / f"{name}.py").write_text(program)
-    options = {"demo": {"threads": 2}, "serve": {}, "stores": {"limit": 1}}
-    monkeypatch.setattr(suite, "ROOT", tmp_path)
-    monkeypatch.setattr(suite, "RUNS", tuple(suite.Run(name, f"{name}.py", **own) for name, own in options.items()))
-    results, page = tmp_path / "results", tmp_path / "page.md"
-    monkeypatch.setattr(sys, "argv", ["suite.py", "--results", str(results), "--page", str(page)])
-    assert suite.main() == 1
-    assert [path.name for path in results.iterdir()] == ["demo.json"]
-    record = json.loads((results / "demo.json").read_text())
-    assert record["command"] == "OMP_NUM_THREADS=2 python benchmarks/demo.py"
-    assert record["result"] == {"seconds": 7, "threads": "2"} and record["passed"]
-    assert {"load_before", "other_cores", "commit", "date", "machine", "threads", "seconds"} <= set(record)
-    assert "| 7 s |" in page.read_text()
-    told = capsys.readouterr().err
-    assert "failed: serve, exit status 3, no result" in told and "failed: stores, not done in 1 s" in told

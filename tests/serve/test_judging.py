@@ -4,8 +4,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from serve.conftest import SQUARES
-from support.serving import KEY, problem, search, served
+from support.serving import KEY, SQUARES, problem, search, served
 
 from sfumato import load_index
 from sfumato.evaluation.judgements import Judgement, ShownHit, judged_figures, read_judgements, write_judgements

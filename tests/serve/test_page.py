@@ -100,9 +100,9 @@ class Tab:
     """A page in a browser session of its own, that notes what must never happen: another origin is asked, the content
     security policy is broken, an error is written."""
 
-    def __init__(self, chromium, base, **options):
+    def __init__(self, chromium, base):
         self.base, self.seen, self.allowed = base, [], ()
-        self.page = chromium.new_context(base_url=base, **options).new_page()
+        self.page = chromium.new_context(base_url=base).new_page()
         self.page.set_default_timeout(8000)
         told = "(e) => console.error('policy', e.violatedDirective, e.blockedURI)"
         self.page.add_init_script(f"addEventListener('securitypolicyviolation', {told})")
@@ -119,34 +119,15 @@ class Tab:
         if message.type in ("error", "warning") and not any(text in message.text for text in self.allowed):
             self.seen.append(f"{message.type}: {message.text}")
 
-    def clear(self):
-        """As it was before the test."""
-        self.page.unroute_all()
-        self.page.evaluate("sessionStorage.clear(), localStorage.clear()")
-        self.page.goto("about:blank")
-        self.page.mouse.move(0, 0)
-
-
-@pytest.fixture(scope="module")
-def tabs():
-    """Tabs that the next test goes on with, by their service."""
-    return {}
-
 
 @pytest.fixture
-def visit(request, chromium, tabs):
-    """Opens pages; in the end nothing has happened that must never happen. Those of services that outlive the test are
-    opened in the same tab as before, cleared."""
+def visit(chromium):
+    """Opens pages; in the end nothing has happened that must never happen."""
     opened = []
-    lasting = {"service", "uncalibrated", "vectors", "photographs"} & {*request.fixturenames}
-    lasting = [request.getfixturevalue(name) for name in lasting]
 
-    def open_page(client, path="/", *, width=1280, height=800, color_scheme="light", allowed=(), **options):
-        base = str(client.base_url).rstrip("/")
-        kept = not options and client in lasting
-        tab = tabs.pop(base, None) if kept else None
-        tab = tab or Tab(chromium, base, **options)
-        opened.append((tab, kept))
+    def open_page(client, path="/", *, width=1280, height=800, color_scheme="light", allowed=()):
+        tab = Tab(chromium, str(client.base_url).rstrip("/"))
+        opened.append(tab)
         tab.allowed = allowed
         tab.page.set_viewport_size({"width": width, "height": height})
         tab.page.emulate_media(color_scheme=color_scheme, reduced_motion="reduce")
@@ -154,13 +135,9 @@ def visit(request, chromium, tabs):
         return tab.page
 
     yield open_page
-    for tab, kept in opened:
-        if kept:
-            tab.clear()
-            tabs[tab.base] = tab
-        else:
-            tab.page.context.close()
-    assert not [one for tab, _ in opened for one in tab.seen]
+    for tab in opened:
+        tab.page.context.close()
+    assert not [one for tab in opened for one in tab.seen]
 
 
 @pytest.fixture(autouse=True, scope="module")

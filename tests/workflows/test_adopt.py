@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.raising import raises
 from support.tiny_models import WORDS, tiny_clip
 from support.words import folded, too_wide
 
@@ -124,8 +125,7 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     assert "1 left out" in words and "kept" in words and "adopted is a run" in words
     assert not too_wide(out) and "of the split val" in words and "max_queries" not in out
     assert "images.npy[5]" in (tmp_path / "runs/adopted/problems.jsonl").read_text()
-    with pytest.raises(UserError, match="exists already"):
-        command("adopt", *files)
+    raises(UserError, "exists already", command, "adopt", *files)
     monkeypatch.chdir("/")
     run, index = tmp_path / "runs/adopted", tmp_path / "index"
     assert "399 images" in folded(command("index", run, "--split", "all", "--out", index))
@@ -164,8 +164,7 @@ def app_runner(capsys):
 def test_mistakes_are_named(change, message, tmp_path):
     images, texts, pairs = frozen()
     given = {"images": images, "texts": texts, "pairs": pairs} | change
-    with pytest.raises(UserError, match=message):
-        adopt(out=tmp_path / "run", **given)
+    raises(UserError, message, adopt, out=tmp_path / "run", **given)
 
 
 def test_folders_of_others_are_left_alone(tmp_path):
@@ -173,18 +172,15 @@ def test_folders_of_others_are_left_alone(tmp_path):
     np.save(tmp_path / "new.npy", frozen()[0])
     before = sorted(path.name for path in tmp_path.iterdir())
     for out in (tmp_path, tmp_path / "mine.txt"):
-        with pytest.raises(UserError, match="exists already"):
-            adopt(*frozen(), out)
-    with pytest.raises(UserError, match=r"new\.npy lies in"):
-        adopt(tmp_path / "new.npy", *frozen()[1:], tmp_path)
+        raises(UserError, "exists already", adopt, *frozen(), out)
+    raises(UserError, r"new\.npy lies in", adopt, tmp_path / "new.npy", *frozen()[1:], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_vectors_that_cannot_be_embedded_are_named(adopted):
     for bad, message in ((np.ones(3), "embedding of 24"), (np.zeros(C), "zeros"), (np.full(C, math.inf), "infinity")):
         for embed in (adopted.embed_texts, adopted.embed_images):
-            with pytest.raises((UserError, ValueError), match=message):
-                embed([bad])
+            raises((UserError, ValueError), message, embed, [bad])
     with pytest.raises(UserError, match="this model reads embeddings and has no encoder for texts such as 'a dog'"):
         adopted.index(frozen()[0]).search("a dog")
     with pytest.raises(TypeError, match="image 0 is a Image, but this model reads embeddings"):
@@ -270,12 +266,10 @@ def test_models_and_data_that_cannot_be_adopted_are_named(tmp_path, photographs,
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     with pytest.raises(UserError, match="no data at"):
         adopt_encoders("openai/clip-vit-base-patch32", tmp_path / "nothing.jsonl", tmp_path / "run")
-    with pytest.raises(UserError, match="Give a local folder"):
-        adopt_encoders("nobody/nothing-at-all", photographs, tmp_path / "run")
+    raises(UserError, "Give a local folder", adopt_encoders, "nobody/nothing-at-all", photographs, tmp_path / "run")
     config = transformers.BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
-    with pytest.raises(UserError, match="no joint embedding"):
-        adopt_encoders(str(tmp_path / "bert"), photographs, tmp_path / "run")
+    raises(UserError, "no joint embedding", adopt_encoders, str(tmp_path / "bert"), photographs, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -302,8 +296,7 @@ def test_a_failed_adoption_leaves_nothing_behind(tmp_path):
     for folder in (tmp_path / "new", tmp_path / "empty"):
         if folder.name == "empty":
             folder.mkdir()
-        with pytest.raises(UserError, match=r"channels|calibrate|split"):
-            adopt(images, texts[:, :-1], shuffled, folder)
+        raises(UserError, r"channels|calibrate|split", adopt, images, texts[:, :-1], shuffled, folder)
     assert not (tmp_path / "new").exists() and not list((tmp_path / "empty").iterdir())
 
 

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 from support.words import folded
 
 from sfumato.errors import UserError
@@ -56,8 +57,7 @@ def test_what_cannot_be_embedded_is_named_and_left_out(toy):
         assert embed(batch)["id"] == ["000.png", "001.png"]
     with pytest.warns(UserWarning, match="broken is left out"):
         assert embed({"id": ["broken"], "bytes": [b"no"]})["id"] == []
-    with pytest.raises(UserError, match="no column id; got bytes"):
-        embed({"bytes": []})
+    raises(UserError, "no column id; got bytes", embed, {"bytes": []})
 
 
 def test_a_gallery_of_rows_answers_as_one_of_images(toy, embedded, sfumato, tmp_path):

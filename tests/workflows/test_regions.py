@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from support.words import folded
+from support.charts import undrawn
+from support.raising import raises
 
 from sfumato.data.images import Problems
 from sfumato.data.layouts import read_scan
@@ -66,9 +67,8 @@ def test_gaussians_train_within_their_bounds_and_come_back(run, scan, sfumato):
     both = model.embed_images([train.read_bytes(), *(i.read_bytes() for i in twice)])
     variance = both.log_var.exp()
     assert variance.min() > 0.1 and variance.max() < 10 and variance.std() > 0
-    status, out, _ = sfumato("evaluate", "run", run, "--json")
-    assert status == 0 and json.loads(out)["n_images"] == 24
-    again = json.loads(sfumato("evaluate", "run", run, "--split", "val", "--json")[1])
+    assert sfumato.json("evaluate", "run", run)["n_images"] == 24
+    again = sfumato.json("evaluate", "run", run, "--split", "val")
     assert again["i2t"]["recall@10"] == pytest.approx(last["val/i2t/recall@10"])
 
 
@@ -78,19 +78,19 @@ def test_regions_are_embedded_indexed_and_searched(run, scan, tmp_path, sfumato)
     for k in range(5):
         np.save(tmp_path / "in" / f"{k}.npy", features[k, : 3 - k % 2])
     Image.new("RGB", (9, 9)).save(tmp_path / "in" / "ignored.png")
-    status, out, err = sfumato("index", run, "--images", tmp_path / "in", "--out", tmp_path / "own", "--json")
-    assert status == 0 and json.loads(out)["n"] == 5 and json.loads(out)["problems"] == 0, err
-    status, out, err = sfumato("index", run, "--split", "test", "--out", tmp_path / "index")
-    assert status == 0 and "24 images" in folded(out), err
-    status, out, err = sfumato("search", tmp_path / "index", "--image", tmp_path / "in" / "2.npy", "-k", "1", "--json")
-    assert status == 0 and json.loads(out)[0]["hits"][0]["id"] == "test-2", err
-    status, out, err = sfumato("search", tmp_path / "index", "--image", tmp_path / "in" / "ignored.png")
-    assert status == 2 and "region features are expected here, not an image" in err
+    made = sfumato.json("index", run, "--images", tmp_path / "in", "--out", tmp_path / "own")
+    assert (made["n"], made["problems"]) == (5, 0)
+    assert sfumato.json("index", run, "--split", "test", "--out", tmp_path / "index")["n"] == 24
+    (found,) = sfumato.json("search", tmp_path / "index", "--image", tmp_path / "in" / "2.npy", "-k", "1")
+    assert found["hits"][0]["id"] == "test-2"
+    assert "region features are expected here, not an image" in sfumato.refused(
+        "search", tmp_path / "index", "--image", tmp_path / "in" / "ignored.png"
+    )
 
 
 def test_where_a_picture_would_be_shown_it_is_said_that_there_is_none(run, tmp_path, sfumato):
-    status, _, err = sfumato("report", run, "--out", tmp_path / "r.html")
-    assert status == 0, err
+    with undrawn():
+        sfumato.printed("report", run, "--out", tmp_path / "r.html")
     assert "region features: there are no image files to show" in (tmp_path / "r.html").read_text()
     status, _, err = sfumato("audit", run, "--out", tmp_path / "audit")
     assert status == 0 and 'class="thumb gone">test-' in (tmp_path / "audit" / "audit.html").read_text(), err
@@ -105,18 +105,19 @@ def test_recipes_that_make_no_sense_are_refused():
         ("model.image.kind=small", "data.source='scan' has region features, which model.image.kind='small' does not"),
         ("augment.mixed_share=0.5", "augment.mixed_share changes pixels"),
     ):
-        with pytest.raises(UserError, match=message):
-            load_recipe(find_recipe("flickr8k-vsrn"), [override])
+        raises(UserError, message, load_recipe, find_recipe("flickr8k-vsrn"), [override])
 
 
 def test_other_channels_are_told_by_their_number(scan, tmp_path, sfumato):
     settings = [*TINY, f"data.path={scan}", "model.image.channels=9", "data.max_problem_fraction=1"]
-    status, _, err = sfumato("train", "flickr8k-vsrn", *settings, "--out", tmp_path / "run")
-    assert status == 2 and "has 10 channels; the model reads 9 (model.image.channels)" in err
+    assert "has 10 channels; the model reads 9 (model.image.channels)" in sfumato.refused(
+        "train", "flickr8k-vsrn", *settings, "--out", tmp_path / "run"
+    )
 
 
 def test_layers_that_are_not_there_have_no_settings(sfumato, tmp_path):
     for setting, key in (("width=99", "width"), ("variance_layers=false", "variance_layers")):
         plain = ["model.image.graph_layers=0", "model.image.recurrent=false", f"model.image.{setting}"]
-        status, _, err = sfumato("train", "flickr8k-vsrn", *plain, "--out", tmp_path / "run")
-        assert status == 2 and f"model.image.{key} has no effect" in err
+        assert f"model.image.{key} has no effect" in sfumato.refused(
+            "train", "flickr8k-vsrn", *plain, "--out", tmp_path / "run"
+        )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.raising import raises
 from support.references import csd
 
 import sfumato
@@ -86,15 +87,13 @@ def test_wrong_images_are_named(toy, model, tmp_path):
         ([np.zeros((8, 8, 3))], ValueError, "in float64; expected"),
         (np.zeros((8, 8, 3), np.uint8), ValueError, r"a batch of one is \(1, 8, 8, 3\)"),
     ):
-        with pytest.raises(error, match=message):
-            model.embed_images(images)
+        raises(error, message, model.embed_images, images)
     for texts, error, message in (
         ("a dog", TypeError, "expected a list of them"),
         ([], ValueError, "got no texts"),
         (["a", 3], TypeError, "text 1 is a int"),
     ):
-        with pytest.raises(error, match=message):
-            model.embed_texts(texts)
+        raises(error, message, model.embed_texts, texts)
 
 
 def test_probabilities_are_those_of_the_distance_by_loops(toy, model):
@@ -171,10 +170,8 @@ def test_ids_are_given_paths_or_numbers(toy, model):
     assert model.index([Image.open(path) for path in paths]).gallery.ids == ("0", "1", "2")
     assert model.index(paths, ["a", "b", "c"]).gallery.ids == ("a", "b", "c")
     assert model.index(model.embed_images(paths), ids=["a", "b", "c"]).gallery.ids == ("a", "b", "c")
-    with pytest.raises(ValueError, match="leave ids out"):
-        model.index(toy / "data", ["a"])
-    with pytest.raises(ValueError, match="got 2 ids for 3 embeddings"):
-        model.index(paths, ["a", "b"])
+    raises(ValueError, "leave ids out", model.index, toy / "data", ["a"])
+    raises(ValueError, "got 2 ids for 3 embeddings", model.index, paths, ["a", "b"])
 
 
 def test_a_gallery_of_texts_is_searched_by_image(toy, model):
@@ -203,14 +200,10 @@ def test_queries_of_every_kind(toy, model):
         ([], ValueError, "got no queries"),
         (" ", UserError, "is empty"),
     ):
-        with pytest.raises(error, match=message):
-            index.search(query)
-    with pytest.raises(TypeError, match="the queries are texts; leave out modality"):
-        index.search(["a dog"], modality="images")
-    with pytest.raises(UserError, match="works only with queries by text"):
-        index.search(path, coverage=0.9)
-    with pytest.raises(UserError, match="has no item 'nothing'"):
-        index.search_items(["nothing"])
+        raises(error, message, index.search, query)
+    raises(TypeError, "the queries are texts; leave out modality", index.search, ["a dog"], modality="images")
+    raises(UserError, "works only with queries by text", index.search, path, coverage=0.9)
+    raises(UserError, "has no item 'nothing'", index.search_items, ["nothing"])
 
 
 def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
@@ -236,10 +229,10 @@ def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
         ("red", {"also": [" "]}, "is empty"),
         ("red", {"without": ["blue"], "coverage": 0.9}, "works only with queries by text"),
     ):
-        with pytest.raises(UserError, match=message):
-            index.search(query, **options)
-    status, _, errors = sfumato("search", tmp_path / "index", "--id", "000.png", "--without", "red")
-    assert status == 2 and "leave out --image and --id" in errors
+        raises(UserError, message, index.search, query, **options)
+    assert "leave out --image and --id" in sfumato.refused(
+        "search", tmp_path / "index", "--id", "000.png", "--without", "red"
+    )
 
 
 def test_nearly_equal_images_are_folded(tmp_path):
@@ -272,15 +265,11 @@ def test_nearly_equal_images_are_folded(tmp_path):
 
 def test_what_cannot_be_opened_is_said(toy, model, tmp_path):
     model.index(toy / "data").save(tmp_path / "index")
-    with pytest.raises(UserError, match=r"holds a collection; open it with sfumato.load_index"):
-        sfumato.load(tmp_path / "index")
-    with pytest.raises(UserError, match=r"is a run, not an index; index images with"):
-        sfumato.load_index(toy / "run")
-    with pytest.raises(UserError, match="holds no collection"):
-        sfumato.load_index(tmp_path)
+    raises(UserError, r"holds a collection; open it with sfumato.load_index", sfumato.load, tmp_path / "index")
+    raises(UserError, r"is a run, not an index; index images with", sfumato.load_index, toy / "run")
+    raises(UserError, "holds no collection", sfumato.load_index, tmp_path)
     moved = sfumato.load_index(tmp_path / "index", run=tmp_path / "gone")
-    with pytest.raises(UserError, match="is not at .*gone; give its folder"):
-        moved.search("a dog")
+    raises(UserError, "is not at .*gone; give its folder", moved.search, "a dog")
     assert len(moved.search_items(["000.png"], 2)[0]) == 2, "by an item no model is needed"
 
 
@@ -310,8 +299,7 @@ def test_the_reliability_of_a_run_counts_first_hits(toy, model, tmp_path):
     assert found.mean_probability == pytest.approx(np.mean([hit.match_probability for hit in hits]), rel=1e-5)
     positions = [prepared.data.image_ids.index(hit.id) for hit in hits]
     assert found.rate == pytest.approx(np.mean([right[i, j] for j, i in enumerate(positions)]))
-    with pytest.raises(UserError, match="has no split 'none'; it has train"):
-        model.reliability("none")
+    raises(UserError, "has no split 'none'; it has train", model.reliability, "none")
     export_run(toy / "run", tmp_path / "exported")
     with pytest.raises(UserError, match="is not a run and has no data of its own"):
         sfumato.load(tmp_path / "exported").reliability()

@@ -105,7 +105,6 @@ def direction_result(data: ReportData, direction: Direction, ranks: np.ndarray) 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-    from matplotlib.patches import Rectangle
 
 
 _PAIRS = 4_000_000
@@ -143,19 +142,16 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
     }
 
 
-def draw_recall_bins(
-    axes: "Axes", recall: Sequence[float], intervals: Sequence[tuple[float, float]]
-) -> "list[Rectangle]":
-    """Bars of recall@1, fractions, from the most to the least certain group of queries; the bars."""
+def draw_recall_bins(axes: "Axes", recall: Sequence[float], intervals: Sequence[tuple[float, float]]) -> None:
+    """Bars of recall@1, fractions, from the most to the least certain group of queries."""
     places = range(1, len(recall) + 1)
-    bars: list[Rectangle] = [*axes.bar(places, recall, width=0.72, color=FIRST, alpha=0.75)]
+    axes.bar(places, recall, width=0.72, color=FIRST, alpha=0.75)
     middle, half = ([(high + sign * low) / 2 for low, high in intervals] for sign in (1, -1))
     axes.errorbar(places, middle, half, color=INK, linewidth=1.2, linestyle="none")
     axes.set_xticks(places)
     axes.set_ylim(bottom=0)
     in_percent(axes.yaxis)
     axes.set(xlabel="ten groups of queries: most certain → least certain", ylabel="recall@1")
-    return bars
 
 
 def variance_histogram(data: ReportData) -> dict[str, Any]:
