@@ -4,11 +4,15 @@ import concurrent.futures
 import contextlib
 import copy
 import io
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from support.raising import raises
@@ -221,6 +225,38 @@ def test_a_large_image_arrives_whole(sources, monkeypatch):
         answer = client.post("/v1/search", **by_image(file.getvalue())).json()["answers"][0]
         limits = client.app.state.service.settings
     assert len(pieces) == 4 and max(pieces) < 2 * guard.PIECE < limits.max_body_bytes and answer["hits"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone keeps memory")
+def test_threads_keep_no_memory_of_large_bodies():
+    program = """
+        import threading
+        from sfumato.serve import guard
+
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+        def work():
+            together.wait()  # Each thread would have a pool of memory of its own, and keep megabytes.
+            large, small = bytes(8_000_000), [bytes(200_000) for _ in range(60)]
+            del large, small
+            parts = [bytes(range(256)) * 800 for _ in range(40)]
+            del parts
+            together.wait()
+            together.wait()
+
+        guard.share_memory()
+        together, before = threading.Barrier(7), resident()
+        for _ in range(6):
+            threading.Thread(target=work).start()
+        together.wait()
+        together.wait()
+        guard._trim()
+        print(resident() - before)
+        together.wait()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    assert float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) < 3
 
 
 def test_limits_of_the_command_are_checked_by_name_and_kind():
