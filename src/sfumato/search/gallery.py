@@ -196,7 +196,7 @@ class Gallery(ABC):
                     found.append(asked.ranked(i, usual, sample.candidates(usual[0]), own, k, by_distance=by_distance))
                     continue
                 others = {*agreeing[i].ids, *self._having(forms[i].joined, own.rarity, filter, n)} - {*near[i].ids}
-                compared = near[i].joined(self._found_by(queries[i : i + 1], [*others]))
+                compared = near[i].joined(self._found_by(queries[i : i + 1], sorted(others)))
                 items = self.texts.of(compared.ids, compared.payloads, agreeing[i])
                 ranked = asked.ranked(i, usual, compared, items, k, by_distance=by_distance)
                 found.append(replace(ranked, near=near[i]))

@@ -1,5 +1,6 @@
-"""Reference queries: their features against loops, what they change about the first hit, and their file."""
+"""Logits of pairs and of hits, and reference queries: against loops, scikit-learn, and queries of known probability."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from support.raising import raises
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.logits import (
+    FEATURES,
     N_CLOSE,
     N_REFERENCE,
     ConditionalLogits,
@@ -17,10 +19,138 @@ from sfumato.calibration.logits import (
     NearestItems,
     PairLogits,
     ReferenceQueries,
+    fit_logistic,
+    query_features,
 )
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import DISTANCES, csd_matrix
 from sfumato.gaussian import GaussianEmbedding
+
+
+def rows(seed=0, n=400, f=3):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, f, generator=generator, dtype=torch.float64)
+    logit = x @ torch.linspace(-1, 2, f, dtype=torch.float64) - 0.7
+    return x, (torch.rand(n, generator=generator) < torch.sigmoid(logit)).double()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_it_is_that_of_scikit_learn(weighted):
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    x, y = rows()
+    weight = torch.rand(len(y), dtype=torch.float64) + 0.1 if weighted else torch.ones(len(y), dtype=torch.float64)
+    ours, bias = fit_logistic(x, y, weight=weight, penalty=0.02)
+    # scikit-learn: ||w||^2 / 2 + C sum(weight * loss)
+    c = 1 / (0.02 * float(weight.sum()))
+    theirs = linear_model.LogisticRegression(C=c, tol=1e-10, max_iter=1000).fit(x, y, sample_weight=weight)
+    assert ours.tolist() == pytest.approx(theirs.coef_[0].tolist(), abs=1e-6)
+    assert bias == pytest.approx(float(theirs.intercept_[0]), abs=1e-6)
+
+
+def test_the_gradient_vanishes_with_soft_labels():
+    x, y = rows(1)
+    y = 0.8 * y + 0.1
+    w, b = fit_logistic(x, y)
+    error = torch.sigmoid(x @ w + b) - y
+    assert abs(float(error.mean())) < 1e-7 and float((x.T @ error / len(y)).abs().max()) < 1e-7
+
+
+def test_a_penalty_keeps_separable_rows_finite():
+    x = torch.linspace(-1, 1, 50, dtype=torch.float64).unsqueeze(1)
+    w, b = fit_logistic(x, (x[:, 0] > 0).double(), penalty=1e-6)
+    assert 10 < float(w) < 1e4 and abs(b) < 1
+
+
+def test_bad_input_is_named():
+    zeros = torch.zeros
+    raises(ValueError, "expected", fit_logistic, zeros(3), zeros(3))
+    raises(ValueError, "expected", fit_logistic, zeros(3, 2), zeros(4))
+    raises(ValueError, "add up to 0", fit_logistic, zeros(3, 2), zeros(3), weight=zeros(3))
+
+
+SLOW = {
+    "log sum": lambda z: math.log(sum(math.exp(x) for x in z)),
+    "first": lambda z: z[0],
+    "gap": lambda z: z[0] - z[1],
+    "log expected": lambda z: math.log(sum(1 / (1 + math.exp(-x)) for x in z)),
+}
+
+
+def galleries(n_queries=3000, sizes=(40, 80), seed=0):
+    """Queries of two kinds: one match well ahead of the rest, or many matches that are equally close.
+
+    The match logit alone does not tell them apart: both kinds have their first item at the same distance.
+    """
+    rng, found = np.random.default_rng(seed), []
+    for n in sizes:
+        many = rng.random(n_queries) < 0.5
+        z = rng.normal(-3, 0.5, (n_queries, 30))
+        z[:, 0] = rng.normal(0, 0.3, n_queries)
+        z[many, :8] = rng.normal(0, 0.3, (int(many.sum()), 8))
+        p = np.where(many[:, None], 1 / (1 + np.exp(-(z + 2))), 1 / (1 + np.exp(-(z - 1))))
+        order = np.argsort(-z, axis=1)
+        match = rng.random(p.shape) < p
+        found.append(NearestItems(*(torch.from_numpy(np.take_along_axis(x, order, 1)) for x in (z, match)), n))
+    return found
+
+
+def fitted(**options):
+    return ConditionalLogits.fit(galleries(**options), n_queries=3000)
+
+
+def test_features_are_those_of_a_loop():
+    z = -torch.rand(5, 12, dtype=torch.float64).sort(descending=False).values * 6
+    for row, features in zip(z.tolist(), query_features(z, 200).tolist(), strict=True):
+        slow = [SLOW[name](row) for name in FEATURES[:4]]
+        slow += [slow[3] ** 2, slow[0] ** 2, math.log(200)]
+        assert features == pytest.approx(slow, rel=1e-12)
+
+
+def test_hits_of_new_queries_have_the_stated_probability():
+    fit, (new,) = fitted(), galleries(sizes=(60,), seed=1)
+    p = torch.sigmoid(fit.logit(new.logit, new.logit, new.n_gallery))[:, 0].numpy()
+    right = new.match[:, 0].numpy()
+    order = np.argsort(p)
+    for part in np.array_split(order, 5):  # 600 queries: a standard error of .02 at most
+        assert abs(p[part].mean() - right[part].mean()) < 0.08
+    by_distance = np.corrcoef(new.logit[:, 0].numpy(), right)[0, 1]
+    assert np.corrcoef(p, right)[0, 1] > by_distance + 0.1
+
+
+def test_the_logit_is_linear_in_the_match_logit_with_one_bias_for_each_query():
+    fit, (new, _) = fitted(), galleries(seed=2)
+    logit = fit.logit(new.logit, new.logit, 50)
+    assert fit.slope > 0
+    bias = logit - fit.slope * new.logit
+    assert float((bias - bias[:, :1]).abs().max()) < 1e-9
+    one = fit.logit(new.logit[3], new.logit[3], 50)
+    assert one.tolist() == pytest.approx(logit[3].tolist(), abs=1e-12)
+
+
+def test_features_outside_of_the_fit_change_nothing_but_for_the_size():
+    fit = fitted()
+    far, farther = (torch.full((1, 30), x, dtype=torch.float64) for x in (-50.0, -5000.0))
+    z = torch.zeros(1, 1, dtype=torch.float64)
+    assert torch.equal(fit.logit(z, far, 50), fit.logit(z, farther, 50))
+    assert not torch.equal(fit.logit(z, far, 50), fit.logit(z, far, 50_000))
+    alone = torch.tensor([[1.0] + [-math.inf] * 49], dtype=torch.float64)
+    assert torch.isfinite(fit.logit(z, alone, 1)).all()
+
+
+def test_logits_come_back_from_json_and_damaged_ones_are_refused():
+    fit = fitted()
+    assert ConditionalLogits.from_json(json.loads(json.dumps(fit.to_json()))) == fit
+    for change in ({"slope": -1.0}, {"weights": [1.0]}, {"population": "some"}, {"intercept": math.nan}):
+        raises(ValueError, "damaged; calibrate again", ConditionalLogits.from_json, fit.to_json() | change)
+
+
+def test_too_little_is_refused():
+    few = galleries(n_queries=40)
+    raises(ValueError, "needs 50 held-out queries, got 40", ConditionalLogits.fit, few, n_queries=40)
+    some = [NearestItems(g.logit, torch.zeros_like(g.match), g.n_gallery) for g in galleries(n_queries=60)]
+    raises(ValueError, "only one kind", ConditionalLogits.fit, some, n_queries=60)
+    wrong = [NearestItems(g.logit, (g.logit < -3), g.n_gallery) for g in galleries(n_queries=60)]
+    raises(ValueError, "slope of the match logit must be positive", ConditionalLogits.fit, wrong, n_queries=60)
 
 
 def gaussians(n, seed, d=6):
