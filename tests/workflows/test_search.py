@@ -127,7 +127,7 @@ def test_python_and_the_command_line_agree_to_the_last_digit(toy, sfumato, tmp_p
         found = index.search(texts, k=4, min_probability=0.01, coverage=0.9, duplicates="fold")
         assert json.loads(json.dumps([answer.to_json() for answer in found])) == by_command
         others = index.search(pictures, 3, duplicates="fold")
-        others += index.search_items(["010.png"], 3, duplicates="fold")
+        others += index.search_items(["010.png"], 3, SearchOptions(duplicates="fold"))
         assert [answer.to_json() for answer in others] == foreign
         one = index.search("a red circle", k=4)
         assert one.to_json()["hits"] == index.search(["a red circle"], k=4)[0].to_json()["hits"] and len(one) == 4

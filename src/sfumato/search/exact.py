@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,12 +29,15 @@ from torch import Tensor
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.distances.distance import Distance, Lift, seeded_samples
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import Direction
+from sfumato.ids import Direction, Side
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
 
 _PAIRS = 128
 """Pairs of query and item whose distances are computed at a time in float64."""
+
+_SIDES: dict[Direction, tuple[Side, Side]] = {"i2t": ("image", "text"), "t2i": ("text", "image")}
+"""The sides of the queries and of the gallery."""
 
 T = TypeVar("T")
 
@@ -51,27 +54,15 @@ def distance_blocks(
     """Distances of blocks of queries to the whole gallery. queries (n, d), gallery (m, d)."""
     chosen = get_distance(distance)
     rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
-    samples = None if chosen.of_samples is None else _Samples(chosen, gallery, chosen.seed if seed is None else seed)
+    seed, side, other = chosen.seed if seed is None else seed, *_SIDES[chosen.direction]
+    items = None if chosen.of_samples is None else seeded_samples(gallery, chosen.n_samples, seed=seed, side=other)
     for start in range(0, queries.n, rows):
         part = queries[start : start + rows]
-        yield start, chosen.matrix(part, gallery) if samples is None else samples.distances(part, first + start)
-
-
-class _Samples:
-    """A gallery that is sampled once for all blocks of queries."""
-
-    def __init__(self, distance: Distance, gallery: GaussianEmbedding, seed: int) -> None:
-        self.distance, self.seed = distance, seed
-        self.items = self._of(gallery, "t2i" if distance.direction == "i2t" else "i2t", 0)
-
-    def _of(self, x: GaussianEmbedding, direction: Direction, first: int) -> Tensor:
-        side: Literal["image", "text"] = "image" if direction == "i2t" else "text"
-        return seeded_samples(x, self.distance.n_samples, seed=self.seed, side=side, first=first)
-
-    def distances(self, queries: GaussianEmbedding, first: int) -> Tensor:
-        """(b, m) distances of the queries that start at this position."""
-        assert self.distance.of_samples is not None
-        return self.distance.of_samples(self._of(queries, self.distance.direction, first), self.items)
+        if chosen.of_samples is None or items is None:
+            yield start, chosen.matrix(part, gallery)
+        else:
+            noisy = seeded_samples(part, chosen.n_samples, seed=seed, side=side, first=first + start)
+            yield start, chosen.of_samples(noisy, items)
 
 
 @torch.no_grad()

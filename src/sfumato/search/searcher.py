@@ -249,28 +249,8 @@ class Searcher:
             for one, strange, told in zip(texts, unfamiliar, advised, strict=True)
         ]
 
-    def search_items(
-        self, ids: Sequence[str], k: int = 10, *, where: Sequence[str] = (), duplicates: Duplicates = "show"
-    ) -> list[Answer]:
+    def search_items(self, ids: Sequence[str], k: int = 10, options: SearchOptions = _DEFAULT) -> list[Answer]:
         """The k closest items of items of the gallery itself, by distance alone; the model is not loaded.
-
-        Args:
-            ids: n ids.
-            k: number of hits.
-            where: conditions, see :meth:`search`.
-            duplicates: see :meth:`search`.
-
-        Returns:
-            n answers, not calibrated.
-
-        Raises:
-            UserError: there is no such item.
-            ValueError: a condition cannot be read.
-        """
-        return self.items(ids, k, SearchOptions(filter=filter_of(where), duplicates=duplicates))
-
-    def items(self, ids: Sequence[str], k: int, options: SearchOptions) -> list[Answer]:
-        """:meth:`search_items` with options.
 
         Args:
             ids: n ids.
@@ -278,7 +258,7 @@ class Searcher:
             options: how to search, without guarantees.
 
         Returns:
-            n answers.
+            n answers, not calibrated.
 
         Raises:
             UserError: there is no such item.

@@ -249,7 +249,7 @@ def search_index(
         if images:
             answers += searcher.answers(list(images), k, options, modality="images")
         if ids:
-            answers += searcher.items(ids, k, options)
+            answers += searcher.search_items(ids, k, options)
     return answers
 
 

@@ -416,21 +416,22 @@ def beside(url: str) -> str | None:
 
 def without_password(url: str) -> str:
     """Remove the password, so that the URL can be kept in a file; the password then comes from the environment."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}@{parts.netloc.rpartition('@')[2]}"))
+    return _with_user(url, "")
 
 
 def redacted(url: str) -> str:
     """Replace the password by ***, for messages and logs."""
     if _malformed(url):
         return re.sub(r"(://[^:@/?#]*).*", r"\1:***", url, flags=re.DOTALL)
-    url = re.sub(r"(?<=[?&])(password|token)=[^&]*", r"\1=***", url)
+    return _with_user(re.sub(r"(?<=[?&])(password|token)=[^&]*", r"\1=***", url), ":***")
+
+
+def _with_user(url: str, password: str) -> str:
+    """A URL with something in place of its password, if it has one."""
     parts = urlsplit(url)
     if parts.password is None:
         return url
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}"))
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}{password}@{parts.netloc.rpartition('@')[2]}"))
 
 
 def _malformed(url: str) -> bool:
