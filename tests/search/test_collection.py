@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,12 +23,8 @@ from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.stores.local import LocalStore
 from sfumato.search.stores.protocol import (
     Filter,
-    Records,
     StoreInUseError,
-    anchored,
     create_store,
-    redacted,
-    without_password,
 )
 
 D = 11
@@ -351,39 +346,6 @@ def test_folders_and_stores_that_do_not_belong_together(tmp_path):
     raises(
         UserError, "index of an earlier version.*sfumato index RUN", GaussianCollection.open, tmp_path / "collection"
     )
-
-
-def test_relative_paths_of_urls_start_at_the_folder():
-    home = Path("/of/shop")
-    assert anchored("store?engine=hnsw", home) == "/of/shop/store?engine=hnsw"
-    assert anchored("file:store", home) == "file:/of/shop/store"
-    assert anchored("file:/abs/store?x=1", home) == "file:/abs/store?x=1"
-    assert anchored("milvus:m.db", home) == "milvus:/of/shop/m.db"
-    for remote in ("milvus+http://h:1/n", "postgresql://u@h/d?table=t"):
-        assert anchored(remote, home) == remote
-    raises(UserError, "unknown kind 'mongodb'; known: file, milvus", anchored, "mongodb://h/x", home)
-
-
-def test_records_name_what_is_wrong():
-    raises(ValueError, "1 ids, 2 vectors", Records, ("a",), torch.zeros(2, 3), torch.zeros(2), ({}, {}))
-    with pytest.raises(ValueError, match="'b' is not finite"):
-        Records(("a", "b"), torch.tensor([[0.0], [torch.inf]]), torch.zeros(2), ({}, {}))
-    for payload in ({"x": "a\0b"}, {"x": 3}, {"x": "\ud800"}, {"\0": "x"}):
-        with pytest.raises(ValueError, match="payload of 'a' must be Unicode texts"):
-            Records(("a",), torch.zeros(1, 3), torch.zeros(1), (payload,))
-    for most in (-1.0, float("nan")):
-        raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
-    with pytest.raises(ValueError, match=r"\(n, e\) float32"):
-        Records(("a",), torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1), ({},))
-
-
-def test_passwords_are_neither_kept_nor_told():
-    url = "postgresql://me:s3cr3t@h:1/d?table=t"
-    assert without_password(url) == "postgresql://me@h:1/d?table=t"
-    assert redacted(url) == "postgresql://me:***@h:1/d?table=t"
-    assert without_password("postgresql://:s3cr3t@h/0") == "postgresql://@h/0"
-    for plain in ("postgresql://me@h/d?table=t", "file:a@b", "store?engine=flat"):
-        assert without_password(plain) == redacted(plain) == plain
 
 
 def test_filling_beside_another_writer_does_not_mark_the_collection(tmp_path):

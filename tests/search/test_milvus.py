@@ -265,24 +265,6 @@ def test_collections_that_are_not_there_or_not_ours(embedded, file, tmp_path):
     raises(UserError, r"text.db: .*Milvus Lite before 3", open_store, f"milvus:{tmp_path}/text.db")
 
 
-@pytest.mark.parametrize(
-    "url, said",
-    [
-        ("milvus:runs/store", r"an embedded Milvus is milvus:PATH.db"),
-        ("milvus+http://h:19530", "a collection has letters, digits and _ in its name, got ''"),
-        ("milvus+http:///name", r"expected milvus\+http://host:19530/name"),
-        ("milvus:a.db?ef=0", "ef must be a whole number from 1, got '0'"),
-        ("milvus:a.db?compress=half", "compress must be none or int8, got 'half'"),
-        ("milvus:a.db?index=SCANN", "index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got 'SCANN'"),
-        ("milvus+http://h:1/n?consistency=bounded", "consistency must be strong or session, got 'bounded'"),
-        ("milvus:a.db?index=HNSW&compress=int8", "compress=int8 goes with index=IVF_FLAT, got index=HNSW"),
-        ("milvus:a.db?indx=FLAT", "unknown option 'indx'; known: index"),
-    ],
-)
-def test_urls_are_checked_before_anything_is_connected(url, said):
-    raises(UserError, said, create_store, url, 3)
-
-
 def test_two_stores_of_one_file_and_another_process(tmp_path):
     path = tmp_path / "new folder" / "one.db"
     url = f"milvus:{path}"

@@ -305,24 +305,6 @@ def test_tables_that_are_not_there_or_not_ours(server):
     raises(UserError, "stranger was not made by sfumato", open_store, server.url(table="stranger"))
 
 
-@pytest.mark.parametrize(
-    "option, said",
-    [
-        ("index=flat", "index must be none, hnsw or ivfflat, got 'flat'"),
-        ("index=hnsw&compress=int8", "compress must be none, half or binary, got 'int8'"),
-        ("compress=half", "compress=half is of an index; add index=hnsw or index=ivfflat"),
-        ("index=hnsw&m=many", "m must be a whole number from 1, got 'many'"),
-        ("statement_timeout=-1", "statement_timeout must be a whole number from 0, got '-1'"),
-        ("keepalives_count=0", "keepalives_count must be a whole number from 1, got '0'"),
-        ("tabel=x", "unknown option 'tabel'; known: table"),
-        ("table=a%25s", "table must be a name or schema.name, without %"),
-        ("table=a.b.c", "table must be a name or schema.name"),
-    ],
-)
-def test_options_are_checked_before_anything_is_connected(option, said):
-    raises(UserError, said, create_store, f"postgresql://nobody@127.0.0.1:1/x?{option}", 3)
-
-
 def test_passwords_open_and_are_never_told(server, monkeypatch):
     url = server.url(user=f"guarded:{QUOTED}")
     store = create_store(url, 3)

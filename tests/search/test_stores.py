@@ -26,9 +26,7 @@ from support.stores_contract import (
 )
 
 from sfumato.errors import UserError
-from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreInUseError, parse_where
-
-OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfetch"
+from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreInUseError
 
 
 class TestFlat(StoreContract):
@@ -167,29 +165,10 @@ def test_a_store_with_lists_of_an_earlier_version_is_searched_exactly(tmp_path):
     assert_nearest(store, by_id(batch), queries(3, 6, 2), 9)
 
 
-@pytest.mark.parametrize(
-    "query, told",
-    [
-        ("engine=ivf", "engine must be flat or hnsw, got 'ivf'"),
-        ("engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe'; it has {OF_HNSW}"),
-        ("engine=hnsw&compress=zip", "compress must be none or int8, got 'zip'"),
-        ("engine=hnsw&m=1", "m must be a whole number from 2, got '1'"),
-        ("engine=hnsw&overfetch=many", "overfetch must be a whole number from 1, got 'many'"),
-        ("m=9", "engine flat has no option 'm'; it has memory, exact_below"),
-        ("memory=-5", "memory must be a whole number from 0, got '-5'"),
-        ("colour=red", "unknown option 'colour'; known: engine"),
-    ],
-)
-def test_wrong_options_are_told(query, told, tmp_path):
-    raises(UserError, told, create_store, f"{tmp_path}/store?{query}", 3)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_create_and_open_look_first(tmp_path):
     url = f"file:{tmp_path}/a#b [c]%20?memory=4"  # As a folder may be called.
     create_store(url, 3).upsert(records(9, 3, 1))
     assert open_store(url).count() == 9 and (tmp_path / "a#b [c]%20/records.sqlite").exists()
-    raises(UserError, "names no folder", create_store, "file:?engine=flat", 3)
     raises(UserError, "there is no .*; create the store first", open_store, f"{tmp_path}/store")
     create_store(f"{tmp_path}/store?engine=flat", 3).close()
     raises(UserError, "is there already; open it, or give a new or empty folder", create_store, f"{tmp_path}/store", 3)
@@ -418,43 +397,6 @@ def test_the_log_of_the_database_stays_for_who_may_only_read_the_folder(tmp_path
         store.close()
         assert log <= {path.name for path in (tmp_path / "store").iterdir()}
         store = open_store(store.url)
-
-
-DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "2024-06-13T12:01:09", "2025", "")
-
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        (["date=2024-06"], [2, 3]),
-        (["date>=2024-06"], [2, 3, 4]),
-        (["date<=2024-06"], [0, 1, 2, 3]),
-        (["date>2024"], [4]),
-        (["date < 2024-06"], [0, 1]),
-        (["date>=2024-06-13 12:01", "date<=2024"], [3]),
-        (["date>=2023", "date>=2024-06", "date<2025", "date<=2025"], [2, 3]),
-        (["date:2025"], [4]),
-        (["date:2024-06"], []),
-        (["folder=a", "folder=b", "date>=2024"], [1, 2]),
-        (["folder>=b"], [2, 3]),
-        (["folder:"], [5]),
-        (["odd:a=b"], [3]),
-        (["beach"], "'beach', expected FIELD=VALUE"),
-        (["=beach"], "expected FIELD=VALUE"),
-        (["folder= "], "expected FIELD=VALUE"),
-        (["date>=june"], "'date>=june', expected a date such as 2024, 2024-06 or 2024-06-13"),
-        (["date=2024-13"], "expected a date"),
-        (["date=2023", "date=2024"], "'date=2024' beside another date; give one span"),
-    ],
-)
-def test_a_filter_in_words(words, expected):
-    if isinstance(expected, str):
-        return raises(ValueError, expected, parse_where, words)
-    folders = ("a", "a", "b", "b/c", None, "")
-    items = [{"date": day} | ({} if f is None else {"folder": f}) for day, f in zip(DAYS, folders, strict=True)]
-    items[3]["odd"] = "a=b"
-    wanted = parse_where(words)
-    assert [i for i, item in enumerate(items) if wanted.accepts(item, 1.0)] == expected
 
 
 def test_a_store_that_was_made_without_words_opens_and_finds_none(tmp_path):

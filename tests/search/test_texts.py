@@ -17,7 +17,7 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
-from sfumato.search.stores.protocol import WORDS, Filter, Records, beside
+from sfumato.search.stores.protocol import WORDS, Filter, Records
 from sfumato.search.texts import (
     FUNCTION_WORDS,
     is_close,
@@ -233,16 +233,6 @@ def test_what_another_process_has_changed_is_found(made, tmp_path):
         writer.keep({"a": 1})
         reader.keep(lambda now: {"b": now["a"] + 1})
         assert reader.metadata["a"] == 1 and reader.metadata["b"] == 2
-
-
-def test_urls_of_the_second_store():
-    assert {url: beside(url) for url in ("store", "file:a/b?engine=hnsw", "milvus:x.db?index=HNSW")} == {
-        "store": "store_texts",
-        "file:a/b?engine=hnsw": "file:a/b_texts?engine=hnsw",
-        "milvus:x.db?index=HNSW": "milvus:x.db?index=HNSW&name=sfumato_texts",
-    }
-    assert beside("milvus+http://h:1/c") == "milvus+http://h:1/c_texts"
-    assert beside("postgresql://u@h/d?table=s.t") == "postgresql://u@h/d?table=s.t_texts"
 
 
 def test_a_text_says_kinds_and_the_same_in_other_words_close_together():

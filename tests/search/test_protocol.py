@@ -1,0 +1,225 @@
+"""URLs, filters and kinds of stores, one from outside the package, and the table in the guide of what each can do."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from additions import store
+from search.test_collection import assert_same, both, gaussians
+from support.raising import raises
+from support.stores_contract import FINGERPRINT, StoreBasics
+
+from sfumato.errors import UserError
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.stores import protocol as stores
+from sfumato.search.stores.local import LocalStore
+from sfumato.search.stores.milvus import MilvusStore
+from sfumato.search.stores.pgvector import PgVectorStore
+from sfumato.search.stores.protocol import (
+    STORES,
+    Filter,
+    Records,
+    WordStore,
+    anchored,
+    beside,
+    create_store,
+    open_store,
+    parse_where,
+    redacted,
+    register_store,
+    without_password,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASSES = {"file": LocalStore, "postgresql": PgVectorStore, "milvus": MilvusStore, "milvus+http": MilvusStore}
+URLS = dict(zip(CLASSES, ("file:none", "postgresql://h/d", "milvus:none.db", "milvus+http://h/n"), strict=True))
+SAME = {"postgres": "postgresql", "milvus+https": "milvus+http"}
+
+
+def table():
+    """The cells of each row by the scheme in its first cell."""
+    guide = (ROOT / "docs" / "guides" / "search.md").read_text(encoding="utf-8")
+    section = guide.partition("### What each store can do\n")[2].partition("\n#")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return {
+        re.match(r"`([a-z+]+):", first)[1]: dict(zip(lines[0][1:], rest, strict=True)) for first, *rest in lines[2:]
+    }
+
+
+def test_every_store_has_a_row():
+    assert set(table()) == set(CLASSES) == set(STORES) - set(SAME)
+    assert all(STORES[name].factory == STORES[other].factory for name, other in SAME.items())
+
+
+def test_the_stores_that_search_by_words():
+    for scheme, row in table().items():
+        texts = CLASSES[stores.scheme(stores.beside(URLS[scheme]))]
+        assert row["search by words"] == ("yes" if issubclass(texts, WordStore) else "no"), scheme
+
+
+INDEXES = {"file": "engine=hnsw", "postgresql": "index=hnsw"}
+
+
+@pytest.mark.parametrize("scheme", CLASSES)
+@pytest.mark.parametrize("compress", ["int8", "half", "binary"])
+def test_the_stores_take_the_compressions_of_their_row_and_refuse_others(scheme, compress, tmp_path, needs_faiss):
+    index = INDEXES.get(scheme, "index=IVF_FLAT")
+    url = re.sub("//h/", "//127.0.0.1:1/", URLS[scheme]).replace("none", f"{tmp_path}/none")
+    url = f"{url}{'&' if '?' in url else '?'}{index}&compress={compress}"
+    known = re.findall("`([a-z0-9]+)`", table()[scheme]["compressed vectors"].partition(";")[0])
+    if compress not in known:
+        said = f"compress must be .*{known[0]}.*, got '{compress}'"
+        return raises(UserError, said, create_store, url, 3, "f")
+    if scheme in ("file", "milvus"):
+        return create_store(url, 3, "f").close()
+    raises(UserError, "refused|unavailable", create_store, url, 3, "f")  # There is no server.
+
+
+def test_the_versions_are_those_that_the_tests_have():
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for scheme, row in table().items():
+        named = re.findall(r"([a-z-]+) (\d+\.\d+\.\d+)", row["tested with"])
+        assert named and all(pinned[name] == version for name, version in named), scheme
+
+
+OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfetch"
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [
+        ("file:?engine=flat", "names no folder"),
+        ("store?engine=ivf", "engine must be flat or hnsw, got 'ivf'"),
+        ("store?engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe'; it has {OF_HNSW}"),
+        ("store?engine=hnsw&compress=zip", "compress must be none or int8, got 'zip'"),
+        ("store?engine=hnsw&m=1", "m must be a whole number from 2, got '1'"),
+        ("store?m=9", "engine flat has no option 'm'; it has memory, exact_below"),
+        ("store?memory=-5", "memory must be a whole number from 0, got '-5'"),
+        ("store?colour=red", "unknown option 'colour'; known: engine"),
+        ("milvus:runs/store", r"an embedded Milvus is milvus:PATH.db"),
+        ("milvus+http://h:19530", "a collection has letters, digits and _ in its name, got ''"),
+        ("milvus+http:///name", r"expected milvus\+http://host:19530/name"),
+        ("milvus:a.db?ef=0", "ef must be a whole number from 1, got '0'"),
+        ("milvus:a.db?index=SCANN", "index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got 'SCANN'"),
+        ("milvus+http://h:1/n?consistency=bounded", "consistency must be strong or session, got 'bounded'"),
+        ("milvus:a.db?index=HNSW&compress=int8", "compress=int8 goes with index=IVF_FLAT, got index=HNSW"),
+        ("postgresql://h/x?index=flat", "index must be none, hnsw or ivfflat, got 'flat'"),
+        ("postgresql://h/x?compress=half", "compress=half is of an index; add index=hnsw or index=ivfflat"),
+        ("postgresql://h/x?index=hnsw&m=many", "m must be a whole number from 1, got 'many'"),
+        ("postgresql://h/x?statement_timeout=-1", "statement_timeout must be a whole number from 0, got '-1'"),
+        ("postgresql://h/x?table=a%25s", "table must be a name or schema.name, without %"),
+        ("postgresql://h/x?table=a.b.c", "table must be a name or schema.name"),
+        ("mongodb://h/x", "unknown kind 'mongodb'; known: file, milvus"),
+    ],
+)
+def test_urls_are_checked_before_anything_is_made_or_connected(url, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raises(UserError, said, create_store, url, 3, "f")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_passwords_and_second_stores_of_urls():
+    home = Path("/of/shop")
+    assert anchored("store?engine=hnsw", home) == "/of/shop/store?engine=hnsw"
+    assert anchored("file:store", home) == "file:/of/shop/store"
+    assert anchored("file:/abs/store?x=1", home) == "file:/abs/store?x=1"
+    assert anchored("milvus:m.db", home) == "milvus:/of/shop/m.db"
+    for remote in ("milvus+http://h:1/n", "postgresql://u@h/d?table=t"):
+        assert anchored(remote, home) == remote
+    url = "postgresql://me:s3cr3t@h:1/d?table=t"
+    assert without_password(url) == "postgresql://me@h:1/d?table=t"
+    assert redacted(url) == "postgresql://me:***@h:1/d?table=t"
+    assert without_password("postgresql://:s3cr3t@h/0") == "postgresql://@h/0"
+    for plain in ("postgresql://me@h/d?table=t", "file:a@b", "store?engine=flat"):
+        assert without_password(plain) == redacted(plain) == plain
+    assert {url: beside(url) for url in ("store", "file:a/b?engine=hnsw", "milvus:x.db?index=HNSW")} == {
+        "store": "store_texts",
+        "file:a/b?engine=hnsw": "file:a/b_texts?engine=hnsw",
+        "milvus:x.db?index=HNSW": "milvus:x.db?index=HNSW&name=sfumato_texts",
+    }
+    assert beside("milvus+http://h:1/c") == "milvus+http://h:1/c_texts"
+    assert beside("postgresql://u@h/d?table=s.t") == "postgresql://u@h/d?table=s.t_texts"
+
+
+def test_records_name_what_is_wrong():
+    raises(ValueError, "1 ids, 2 vectors", Records, ("a",), torch.zeros(2, 3), torch.zeros(2), ({}, {}))
+    with pytest.raises(ValueError, match="'b' is not finite"):
+        Records(("a", "b"), torch.tensor([[0.0], [torch.inf]]), torch.zeros(2), ({}, {}))
+    for payload in ({"x": "a\0b"}, {"x": 3}, {"x": "\ud800"}, {"\0": "x"}):
+        with pytest.raises(ValueError, match="payload of 'a' must be Unicode texts"):
+            Records(("a",), torch.zeros(1, 3), torch.zeros(1), (payload,))
+    for most in (-1.0, float("nan")):
+        raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
+    with pytest.raises(ValueError, match=r"\(n, e\) float32"):
+        Records(("a",), torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1), ({},))
+
+
+DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "2024-06-13T12:01:09", "2025", "")
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["date=2024-06"], [2, 3]),
+        (["date>=2024-06"], [2, 3, 4]),
+        (["date<=2024-06"], [0, 1, 2, 3]),
+        (["date>2024"], [4]),
+        (["date < 2024-06"], [0, 1]),
+        (["date>=2024-06-13 12:01", "date<=2024"], [3]),
+        (["date>=2023", "date>=2024-06", "date<2025", "date<=2025"], [2, 3]),
+        (["date:2025"], [4]),
+        (["date:2024-06"], []),
+        (["folder=a", "folder=b", "date>=2024"], [1, 2]),
+        (["folder>=b"], [2, 3]),
+        (["folder:"], [5]),
+        (["odd:a=b"], [3]),
+        (["beach"], "'beach', expected FIELD=VALUE"),
+        (["=beach"], "expected FIELD=VALUE"),
+        (["folder= "], "expected FIELD=VALUE"),
+        (["date>=june"], "'date>=june', expected a date such as 2024, 2024-06 or 2024-06-13"),
+        (["date=2024-13"], "expected a date"),
+        (["date=2023", "date=2024"], "'date=2024' beside another date; give one span"),
+    ],
+)
+def test_a_filter_in_words(words, expected):
+    if isinstance(expected, str):
+        return raises(ValueError, expected, parse_where, words)
+    folders = ("a", "a", "b", "b/c", None, "")
+    items = [{"date": day} | ({} if f is None else {"folder": f}) for day, f in zip(DAYS, folders, strict=True)]
+    items[3]["odd"] = "a=b"
+    wanted = parse_where(words)
+    assert [i for i, item in enumerate(items) if wanted.accepts(item, 1.0)] == expected
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setattr("sfumato.search.stores.protocol.STORES", dict(STORES))
+    register_store("toy", store)
+
+
+@pytest.mark.usefixtures("toy")
+class TestToyStore(StoreBasics):
+    def create(self, tmp_path, dim):
+        return create_store(f"toy:{tmp_path}", dim, FINGERPRINT)
+
+
+def test_a_collection_in_a_toy_store_answers_as_an_index_does(tmp_path, toy):
+    index, made = both(tmp_path, 60, store="toy:shop")
+    made.close()
+    queries, kept = gaussians(7, 1), index.get(["item 3"])
+    with GaussianCollection.open(tmp_path / "collection") as again:
+        assert again.delete(["item 3"]) == 1
+        again.upsert(kept.embeddings, ["item 3"], payloads=kept.payloads)
+        assert_same(again.search(queries, 9), index.search(queries, 9))
+        assert again.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
+
+
+def test_unknown_and_taken_schemes_are_refused(toy):
+    raises(UserError, re.escape(f"known: {', '.join([*STORES, 'toy'])}, or a path"), open_store, "nowhere:x")
+    raises(UserError, "there is none", open_store, "toy:nothing")
+    raises(ValueError, "'toy' is already registered", register_store, "toy", store)
+    for wrong in ("x", "Toy", "to:y", ""):
+        raises(ValueError, r"two or more lower-case letters", register_store, wrong, store)
+    register_store("lazy", "a.module.that.is.not.there", is_path=True)  # Imported at first use only.
+    raises(ModuleNotFoundError, "a", open_store, "lazy:x")
