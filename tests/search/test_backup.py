@@ -4,8 +4,8 @@ import itertools
 import os
 import random
 import re
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -112,42 +112,39 @@ def test_texts_that_a_writer_has_left_half_changed_are_those_of_the_payload_in_a
 
 
 def commands_of_the_guide():
-    """The commands of the section, block by block."""
+    """The lines of the section's commands, block by block."""
     section = GUIDE.read_text(encoding="utf-8").partition("## Back up and restore\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"(?:^    .+\n)+", section, re.MULTILINE)
-    return ["\n".join(line.strip() for line in block.splitlines()) for block in blocks]
+    return [[line.strip() for line in block.splitlines()] for block in blocks]
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_guide_as_printed(tmp_path, server):
+def test_the_commands_of_the_guide_as_printed(tmp_path, server, sfumato, monkeypatch):
     """Only the address of the server is another one."""
     pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
     server.execute("CREATE DATABASE sfumato", "CREATE ROLE sfumato LOGIN SUPERUSER")
-    (tmp_path / "programs").mkdir()
-    (tmp_path / "programs" / "sfumato").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m sfumato "$@"\n')
-    (tmp_path / "programs" / "sfumato").chmod(0o755)
-    path = os.pathsep.join([str(tmp_path / "programs"), str(server.programs), os.environ["PATH"]])
-    address = {"PGHOST": "127.0.0.1", "PGPORT": str(server.port), "PGUSER": "sfumato", "PATH": path}
-    environment = {**os.environ, **address, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    own = f"@127.0.0.1:{server.port}/sfumato"
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"PGHOST": "127.0.0.1", "PGPORT": server.port, "PGUSER": "sfumato"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("PATH", str(server.programs), prepend=os.pathsep)
 
-    def run(commands):
-        given = commands.replace("@store/sfumato", own)
-        done = subprocess.run(
-            ["bash", "-e"], input=given, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, (commands, done.stderr[-2000:])
-        return done.stdout
+    def run(lines):
+        for line in lines:
+            words = shlex.split(line.replace("@store/sfumato", f"@127.0.0.1:{server.port}/sfumato"))
+            if words[0] == "sfumato":
+                sfumato.printed(*words[1:])
+            else:
+                subprocess.run(["bash", "-e", "-c", line], check=True, timeout=60)
 
-    (tmp_path / "photos").mkdir()
+    Path("photos").mkdir()
     for colour in ("tan", "khaki", "red", "black"):
-        Image.new("RGB", (64, 64), colour).save(tmp_path / "photos" / f"{colour}.png")
-    url = "postgresql://sfumato@store/sfumato?table=images"
-    run(f"sfumato index --data photos --out index/collection --store '{url}'\nmkdir backup")
+        Image.new("RGB", (64, 64), colour).save(f"photos/{colour}.png")
+    Path("backup").mkdir()
+    run(["sfumato index --data photos --out index/collection --store postgresql://sfumato@store/sfumato?table=images"])
     backup, restore, dump, put_back = commands_of_the_guide()
 
     def answers(folder):
-        with load_index(tmp_path / folder) as index:
+        with load_index(folder) as index:
             assert len(index) == 4
             return [[(h.id, h.distance) for h in one.hits] for one in index.search_items(["red.png", "tan.png"], 4)]
 
@@ -156,8 +153,7 @@ def test_the_commands_of_the_guide_as_printed(tmp_path, server):
     run(restore)
     assert answers("backup/monday") == answers("index/restored") == expected
     run(dump)
-    with GaussianCollection.open(tmp_path / "index/collection") as collection:
+    with GaussianCollection.open("index/collection") as collection:
         collection.delete(["tan.png"])
-    run("rm -r index/collection/data-*")
-    run(put_back)
+    run(["rm -r index/collection/data-*", *put_back])
     assert answers("index/collection") == expected

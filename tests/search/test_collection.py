@@ -135,7 +135,7 @@ def test_probabilities_given_the_nearest_items(tmp_path, wanted, with_reference)
 def test_promises_are_the_same(tmp_path, monkeypatch):
     calibration = calibration_of(gaussians(157, 0))
     index, made = both(tmp_path, calibration=calibration)
-    queries = gaussians(60, 2)
+    queries = gaussians(30, 2)
     with made:
         for asked in (
             {"coverage": 0.9},
@@ -159,6 +159,9 @@ def test_promises_are_the_same(tmp_path, monkeypatch):
             patch.setattr(made.store, "search", lambda *asked: [part.take([0]) for part in search(*asked)])
             again = made.search(queries, 2, SearchOptions(coverage=0.9))
         assert [r.conformal_set for r in again] == [r.conformal_set for r in whole]
+        with GaussianCollection.create(tmp_path / "empty", d=D, calibration=calibration) as empty:
+            (answer,) = empty.search(queries[:1], 3, SearchOptions(max_risk=0.4))
+            assert answer.abstained and answer.hits == ()
         mauve = Filter({"colour": ("mauve",)})
         nothing = made.search(queries[:2], 5, SearchOptions(filter=mauve))
         assert [(r.hits, r.best_probability) for r in nothing] == [((), 0.0)] * 2

@@ -283,7 +283,7 @@ RARE = "\n".join((*SCENES[1:], "the tin box of the Ostrakavelli"))
 
 
 def test_a_rare_word_is_found_in_a_large_gallery(tmp_path, monkeypatch):
-    generator, n = torch.Generator().manual_seed(0), 240
+    generator, n = torch.Generator().manual_seed(0), 120
     mean = torch.randn(n, 7, generator=generator)
     mean[77] = 1.5  # Farther from the query than nearly all.
     items = GaussianEmbedding(mean, torch.full((n, 7), -3.0))
