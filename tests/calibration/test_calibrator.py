@@ -17,10 +17,12 @@ from sfumato.calibration.query_scores import (
     N_STEPS,
     QueryScores,
     _mean_of_groups,
+    _risk_p_value,
     answer_limit,
     conformal_radius,
     growth_by_halving,
 )
+from sfumato.metrics.reliability import betting_p_value
 
 # Three queries, four items; the third query has two matches, and its closest item is none of them.
 DISTANCE = torch.tensor([[0.2, 0.9, 0.8, 0.7], [0.6, 0.3, 0.5, 0.9], [0.8, 0.4, 0.5, 1.0]])
@@ -257,6 +259,10 @@ def test_a_precision_of_groups_is_the_mean_of_their_means():
     assert alone.groups.tolist() == [0, 1, 2] and together.groups.tolist() == [0, 1, 1]
     wide = _mean_of_groups(np.array([[1.0], [0.5], [0.5], [np.nan]]), np.array([0, 1, 1, 2]))
     assert wide.tolist() == [0.75]
+    # The risk of groups: of the first, two of three queries are answered, one wrongly; of the second, one rightly.
+    answered, wrong = (np.array(values, bool) for values in ([1, 1, 0, 1], [1, 0, 1, 0]))
+    found = _risk_p_value(answered, wrong, 0.2, np.array([0, 0, 0, 1]))
+    assert found == betting_p_value(np.array([(0.8 - 0.2) / 3 + 0.2, 0.0]), 0.2)
     assert QueryScores.from_json(json.loads(json.dumps(together.to_json()))) == together
     raises(ValueError, "got 2 groups for 3 queries", QueryScores.fit, distance, match, group=np.zeros(2))
 
