@@ -174,7 +174,8 @@ def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
         for i, payload in enumerate(payloads(60)):
             wanted[f"{i:02}.jpg"] *= 1 / (1 + math.exp(pairs[i])) if item_texts(payload) else 1
     assert [hit.match_probability for hit in answer] == pytest.approx([wanted[hit.id] for hit in answer], rel=2e-3)
-    assert [hit.id for hit in answer] == sorted(wanted, key=lambda i: (-wanted[i], i)) and not answer.calibrated
+    assert [hit.id for hit in answer] == sorted(wanted, key=lambda i: (-wanted[i], i))
+    assert not answer.calibrated and answer.nothing_probability is None
 
 
 def test_a_large_gallery_compares_the_closest_of_both_searches(made):
