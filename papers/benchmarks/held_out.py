@@ -1,7 +1,7 @@
 """Does the total variance mean ambiguity, for wordings that no training saw? Five folds, teachers and baselines.
 
     python -m papers.benchmarks.held_out RUNS [--seeds 0 1 2] [--folds 5] [--recipe emoji-demo]
-        [--json FILE] [--only S/F]
+        [--json FILE]
 
 Every fifth of the wordings and a tenth of the concepts are held out of a training, and of its variance stage, once.
 Runs and their scores are kept in the folder RUNS, so that the command resumes.
@@ -125,14 +125,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--resamples", type=int, default=200)
-    parser.add_argument("--only", help="S/F: train and score this seed and fold, without figures")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
-    if options.only:
-        seed, fold = map(int, options.only.split("/"))
-        run_of(options.runs, options.recipe, seed, fold, options.folds)
-        return
     truth = load_emoji()["test"].relevance().transpose()
     found = []
     for seed in options.seeds:

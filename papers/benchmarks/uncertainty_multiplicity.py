@@ -52,8 +52,6 @@ from sfumato.metrics.bootstrap import (
 )
 from sfumato.metrics.reliability import RecallByUncertainty
 
-RESAMPLES = 200
-
 
 def measure(scene: Scene, scores: Mapping[str, Sequence[np.ndarray]], n_resamples: int) -> dict[str, Any]:
     """By name the figures, means over seeds, with intervals over queries; each seed's; and ten bins."""
@@ -135,9 +133,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         run = trained(work, data, names[0], options.seeds[0])
         scenes, trivial = emoji_scenes(run) if family == "emoji" else flickr8k_scenes(run, work, data)
         models = {name: [of_model(work, data, name, seed) for seed in options.seeds] for name in names}
-        hits = {name: models[name] for name in names}
+        hits = dict(models)
         for name in [name for name in names if name in POSTHOC and options.posthoc]:
-            seeds = [of_posthoc(work, data, name, seed, options.posthoc) for seed in options.posthoc_seeds]
+            seeds = [of_posthoc(work, data, name, seed, options.posthoc) for seed in options.seeds]
             models[f"{name} + post-hoc"] = seeds
         for scene, what in scenes.items():
             scores = of_kind(KIND_OF[scene], trivial, models)
@@ -181,9 +179,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--posthoc", type=int, default=4, help="epochs of adapters; 0: no post-hoc methods")
-    parser.add_argument("--posthoc-seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--resamples", type=int, default=RESAMPLES)
-    parser.add_argument("--scores", action="store_true", help="compute the numbers of the queries, and no figures")
+    parser.add_argument("--resamples", type=int, default=200)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--page", action="store_true", help="write the tables into papers/docs/uncertainty.md")
@@ -191,15 +187,6 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.work.is_file():
         report = json.loads(options.work.read_text(encoding="utf-8"))
-    elif options.scores:
-        for name in options.only:
-            for seed in options.seeds:
-                of_model(options.work, options.data, name, seed)
-                print(f"{name} seed {seed}", flush=True)
-        for name in [name for name in options.only if name in POSTHOC and options.posthoc]:
-            for seed in options.posthoc_seeds:
-                of_posthoc(options.work, options.data, name, seed, options.posthoc)
-        return
     else:
         report = rounded(measured(options))
         if options.json:

@@ -1,4 +1,4 @@
-"""`python -m papers analyse`, `zeroshot`, `crops` and `toy`: the studies of the papers on any model."""
+"""`python -m papers analyse` and `zeroshot`: the studies of the papers on any model."""
 
 import json
 from dataclasses import replace
@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from papers.commands import Bootstrap, Seed, app
-from papers.tables.commands import make, show
 from sfumato.cli.common import (
     AsJson,
-    ModelName,
     OnData,
     check_out_folder,
     command,
@@ -108,55 +106,3 @@ def _analyse(
         return print(json.dumps(found.to_json() | {"out": str(folder)}, ensure_ascii=False))
     print_analyses(found.to_json())
     print(f"page: {page}")
-
-
-@command(app)
-def crops(
-    model: ModelName,
-    regions: Path = flag(..., "Boxes with phrases, in the format of Visual Genome's region_descriptions.json."),
-    images: Path = flag(..., "Folder of the images; its VG_100K and VG_100K_2 are searched too."),
-    thresholds: str = flag("0.1,0.2,0.3,0.4,0.5", "Largest areas of a box, as fractions of its image, with commas."),
-    sample: int = flag(2000, "Number of images, chosen at random.", min=1),
-    uncertainty: str = flag("total_variance", "total_variance, log_det or geometric_std."),
-    bootstrap: Bootstrap = 1000,
-    seed: Seed = 0,
-    out: Path = flag(Path("tables"), "Folder for the figure."),
-    as_json: AsJson = False,
-) -> None:
-    """Compare crops of one thing with crops of two: PVSE++ Fig. 2.
-
-    Measures their uncertainty, and how often each finds its own caption. In each image, A is the largest box below a
-    threshold, B a box that overlaps little with A, and C the crop around both.
-    """
-    from papers.tables.items import find_item
-
-    settings = {
-        "model": model, "regions": regions, "images": images, "thresholds": thresholds, "sample": sample,
-        "uncertainty": uncertainty, "bootstrap": bootstrap, "seed": seed,
-    }  # fmt: skip
-    changes = [f"crops.{key}={value}" for key, value in settings.items()]
-    made, folder = make(find_item("PVSE++ Fig. 2"), changes, out)
-    if as_json:
-        return print(json.dumps(made.to_json(), ensure_ascii=False))
-    show(made, folder)
-
-
-@command(app)
-def toy(
-    seed: Seed = 0,
-    updates: int = flag(500, "Number of mini-batches that each method is trained on.", min=1),
-    out: Path = flag(Path("tables"), "Folder for the figure."),
-    as_json: AsJson = False,
-) -> None:
-    """Repeat the toy study in two dimensions: PCME++ Fig. A.1.
-
-    Does each method give uncertain samples larger variances than certain ones?
-    """
-    from papers.tables.items import find_item
-
-    made, folder = make(find_item("PCME++ Fig. A.1"), [f"toy.seed={seed}", f"toy.updates={updates}"], out, "cpu")
-    if not as_json:
-        return show(made, folder)
-    methods, names = made.numbers["methods"], ("ratio", "published_ratio", "certain", "uncertain")
-    of = {name: {method: found.get(name) for method, found in methods.items()} for name in names}
-    print(json.dumps({"seed": seed, "updates": updates} | of | {"out": str(folder)}))

@@ -1,8 +1,7 @@
-"""`python -m papers table` and `figure`: the tables and figures of the papers, repeated."""
+"""`python -m papers table`: the tables and figures of the papers, repeated."""
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,6 @@ from sfumato.errors import UserError
 
 if TYPE_CHECKING:
     from papers.tables.items import PaperItem
-
-_OVERRIDES = (
-    "Change to all recipes, e.g. train.epochs=5, or a study's setting, e.g. toy.seed=1. A wrong one lists them."
-)
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,11 @@ class RepeatFlags:
 def table(
     *,
     name: str | None = word(None, 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
-    overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
+    overrides: list[str] | None = word(
+        None,
+        "Change to all recipes, e.g. train.epochs=5, or a study's setting, e.g. toy.seed=1. A wrong one lists them.",
+        "SECTION.KEY=VALUE",
+    ),
     listed: bool = flag(False, "List all tables and figures with their state and what they need.", "--list"),
     flags: RepeatFlags,
 ) -> None:
@@ -59,75 +58,32 @@ def table(
     print_items(paper_items())
 
 
-@command(app)
-def figure(
-    *,
-    name: str = word(..., 'Figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
-    overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
-    flags: RepeatFlags,
-) -> None:
-    """Repeat a figure of the papers: the same as `table` with "Fig." before the number."""
-    from papers.tables.items import find_item
-
-    paper, _, number = name.rpartition(" ")
-    repeat(find_item(name if "fig" in name.lower() else f"{paper} Fig. {number}"), [*(overrides or [])], flags)
-
-
 def repeat(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> None:
     """Make, write and print a table or figure."""
-    from papers.tables.printed import print_published
-
-    if flags.published:
-        return print(json.dumps(item.rows, ensure_ascii=False)) if flags.as_json else print_published(item)
-    if flags.latex and item.draw:
-        raise UserError(f"{item.id} is a figure; leave --latex out")
-    made, folder = make(
-        item, overrides, flags.out,
-        data=flags.data, runs=flags.runs, seeds=flags.seeds, instances=flags.instances or (),
-    )  # fmt: skip
-    if flags.as_json:
-        print(json.dumps(made.to_json(), ensure_ascii=False))
-    elif flags.latex:
-        print((folder / "table.tex").read_text(encoding="utf-8"), end="")
-    else:
-        show(made, folder)
-
-
-def make(
-    item: "PaperItem",
-    overrides: list[str],
-    out: Path,
-    device: str = "auto",
-    *,
-    data: str | None = None,
-    runs: Path = Path(),
-    seeds: int = 1,
-    instances: Sequence[Path] = (),
-) -> tuple[Any, Path]:
-    """Make and write a table or figure; what was made, and its folder."""
     from papers.tables import drawn, figure_numbers, paper_tables, printed
     from sfumato.charts import require_matplotlib
     from sfumato.models.run import choose_device
 
+    if flags.published:
+        return print(json.dumps(item.rows, ensure_ascii=False)) if flags.as_json else printed.print_published(item)
+    if flags.latex and item.draw:
+        raise UserError(f"{item.id} is a figure; leave --latex out")
     item, changes = paper_tables.with_settings(item, overrides)
-    chosen = paper_tables.choose_data(item, data, changes)
+    chosen, instances = paper_tables.choose_data(item, flags.data, changes), tuple(flags.instances or ())
     if instances and not (item.plausible and chosen.name == "coco"):
         raise UserError("--instances is for PMRP on COCO; leave it out")
-    folder = out / re.sub(r"[^a-z0-9]+", "-", item.id.lower().replace("+", "p")).strip("-")
+    folder = flags.out / re.sub(r"[^a-z0-9]+", "-", item.id.lower().replace("+", "p")).strip("-")
     check_out_folder(folder)
     if item.draw:
         require_matplotlib()
     repeated: Any = figure_numbers.make_figure if item.draw else paper_tables.make_table
-    made = repeated(item, chosen, runs, n_seeds=seeds, instances=tuple(instances), device=choose_device(device))
+    made = repeated(item, chosen, flags.runs, n_seeds=flags.seeds, instances=instances, device=choose_device())
     (drawn.write_figure if item.draw else printed.write_table)(made, folder)
-    return made, folder
-
-
-def show(made: Any, folder: Path) -> None:
-    """Print what was made, and where it is."""
-    from papers.tables import drawn, printed
-
-    if made.item.draw:
+    if flags.as_json:
+        return print(json.dumps(made.to_json(), ensure_ascii=False))
+    if flags.latex:
+        return print((folder / "table.tex").read_text(encoding="utf-8"), end="")
+    if item.draw:
         drawn.print_figure(made)
     else:
         printed.paper_table(made).show()

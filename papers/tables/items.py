@@ -222,9 +222,6 @@ def _read(name: str) -> dict[str, Any]:
 DEFAULT_TABLES = ("PCME++ 1", "PCME E.4", "PCME E.5", "PVSE++ 1", "PVSE++ 2", "PVSE++ 3", "PCME E.2", "PCME E.3")
 """Tables of methods, shown beside an evaluation that has some of their figures; the others are ablations."""
 
-STRATEGY_TABLES = ("PCME++ C.7", "PCME E.1")
-"""Tables of retrieval strategies."""
-
 
 @dataclass(frozen=True)
 class PublishedRow:

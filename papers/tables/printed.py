@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from papers.shown import write_files
 from papers.tables.items import PaperItem, data_sets
@@ -23,9 +22,6 @@ from sfumato.reports.tables import (
 )  # fmt: skip
 from sfumato.workflows.table import OverSeeds
 
-if TYPE_CHECKING:
-    pass
-
 
 def print_published(item: PaperItem) -> None:
     """Print the paper's figures alone."""
@@ -42,9 +38,10 @@ def print_items(items: Mapping[str, PaperItem]) -> None:
     rows = [[item.id, item.about, "\n".join(item.data_sets) or MISSING, item.state] for item in items.values()]
     print_table("", ["id", "title", "data", "state"], rows, left=3, running=(1,))
     print_wrapped(
-        "run: repeated, docs/results has the figures. no data: its parts are tested, the paper's data were not"
+        "run: repeated, papers/docs has the figures. no data: its parts are tested, the paper's data were not"
         " available. published only: no recipe trains it. data: what it can be repeated on, the paper's first, by"
-        ' `sfumato table "ID" --data NAME`; emoji comes with the package. --json has the commands and what they need.'
+        ' `python -m papers table "ID" --data NAME`; emoji comes with the package. --json has the commands and what'
+        " they need."
     )
 
 
