@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from papers.benchmarks.ambiguity import FIGURES, baselines, measure_ambiguity
+from papers.shown import markdown
 from papers.uncertainty.estimators import ESTIMATORS
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.backbones import text_backbone
@@ -31,6 +32,7 @@ from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.reports.tables import Table
 from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
 from sfumato.training.validation import teach_variances
@@ -141,15 +143,14 @@ def main() -> None:
 def print_tables(found: list[dict[str, Any]]) -> None:
     """The tables of docs/results/ambiguity.md and estimators.md."""
     columns = [(wordings, figure) for wordings in ("seen", "unseen") for figure in FIGURES]
-    print("| predictor of the number of matches | " + " | ".join(f"{w}: {f}" for w, f in columns) + " |")
-    print("| --- |" + " ---: |" * len(columns))
-    for name in found[0]["unseen"]:
-        cells = [_mean([seed[w][name][f]["value"] for seed in found]) for w, f in columns]
-        print(f"| {name} | " + " | ".join(cells) + " |")
-    print("\n| predictor of a wrong first hit | AUROC | deciles and recall@1 |\n| --- | ---: | ---: |")
-    for name in found[0]["wrong"]:
-        cells = [_mean([seed["wrong"][name][f] for seed in found]) for f in ("auroc", "deciles")]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    headings = ["predictor of the number of matches", *(f"{w}: {f}" for w, f in columns)]
+    rows = [[n, *(_mean([seed[w][n][f]["value"] for seed in found]) for w, f in columns)] for n in found[0]["unseen"]]
+    print(markdown(Table("", headings, rows)))
+    rows = [
+        [name, *(_mean([seed["wrong"][name][f] for seed in found]) for f in ("auroc", "deciles"))]
+        for name in found[0]["wrong"]
+    ]
+    print(f"\n{markdown(Table('', ['predictor of a wrong first hit', 'AUROC', 'deciles and recall@1'], rows))}")
     for metric in ("map@r", "recall@1"):
         print(metric, {d: _mean([seed[metric][d] for seed in found]) for d in ("t2i", "i2t")})
 

@@ -20,11 +20,13 @@ import numpy as np
 from PIL import Image
 
 from papers.benchmarks.ambiguity import baselines
+from papers.benchmarks.referee import FLICKR8K, npy_bytes
 from papers.posthoc import METHODS
 from papers.posthoc.contestants import fit_contestant, pair_calibration
 from papers.posthoc.frozen_model import FrozenSplit, freeze, layer_inputs
 from papers.posthoc.referee import adapter_epochs
 from sfumato.encoders.backbones import text_backbone
+from sfumato.encoders.encoder_protocol import Store
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
 from sfumato.evaluation.trust import words_of
 from sfumato.gaussian import GaussianEmbedding
@@ -39,7 +41,7 @@ from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
 
 EMOJI = ["train.epochs=30", "train.evaluate_every=30"]
-FLICKR8K = [
+FEATURES = [
     "data.source=embeddings", 'model.image={kind="embeddings",whiten=0}', 'model.text={kind="embeddings",whiten=0}',
     "train.epochs=10",
 ]  # fmt: skip
@@ -52,16 +54,14 @@ MODELS: dict[str, tuple[str, list[str]]] = {
     "emoji-pcmepp": ("emoji-pcmepp", EMOJI),
     "emoji-pcme": ("emoji-pcme", EMOJI),
     "emoji-probabilistic-vsepp": ("emoji-probabilistic-vsepp", EMOJI),
-    "flickr8k-pcmepp": ("flickr8k-pcmepp", FLICKR8K),
-    "flickr8k-pcmepp-pseudo": ("flickr8k-pcmepp", [*FLICKR8K, "loss.alpha=0.1"]),
-    "flickr8k-taught": ("flickr8k-infonce", [*FLICKR8K, *TAUGHT]),
+    "flickr8k-pcmepp": ("flickr8k-pcmepp", FEATURES),
+    "flickr8k-pcmepp-pseudo": ("flickr8k-pcmepp", [*FEATURES, "loss.alpha=0.1"]),
+    "flickr8k-taught": ("flickr8k-infonce", [*FEATURES, *TAUGHT]),
 }
 """Name -> recipe and changes."""
 
 POSTHOC = ("emoji-pcmepp", "flickr8k-pcmepp")
 """Models whose means the post-hoc methods are fitted on."""
-
-FLICKR8K_FILES = {"images": "efflite0_224_fp16.npy", "texts": "minilm_l6_v2_fp16.npy", "path": "dataset_flickr8k.json"}
 
 NEIGHBOURS = "similar test items"
 
@@ -89,16 +89,10 @@ def trained(work: Path, data: Path, name: str, seed: int) -> Run:
     recipe, changes = MODELS[name]
     run = work / "runs" / f"{name}-seed{seed}"
     if not (run / "model.safetensors").exists():
-        files = [f"data.{key}={data / 'flickr8k' / file}" for key, file in FLICKR8K_FILES.items()]
+        files = [f"data.{key}={data / 'flickr8k' / file}" for key, file in FLICKR8K.items()]
         own = files if name.startswith("flickr8k") else []
         fit(load_recipe(find_recipe(recipe), [*changes, *own, f"train.seed={seed}"]), run)
     return load_run(run)
-
-
-def npy_bytes(row: np.ndarray) -> bytes:
-    with io.BytesIO() as file:
-        np.save(file, row.reshape(1, -1).astype(np.float32))
-        return file.getvalue()
 
 
 def of_model(work: Path, data: Path, name: str, seed: int) -> Scores:
@@ -122,9 +116,8 @@ def of_model(work: Path, data: Path, name: str, seed: int) -> Scores:
         ranks = rank_relevant(queries, gallery, truth, oriented.oriented_distance)
         found[f"{side}/hit"] = per_query_metrics(ranks, truth)["recall@1"]
     if name.startswith("flickr8k"):
-        captions = np.load(coco_features(work, data))
-        store, _ = run.model.text.processor.read([partial(npy_bytes, row) for row in captions])
-        of_coco = estimate_uncertainty(run.model.text.embed(store), images, replace(matching, direction="t2i"))
+        texts = run.model.text.embed(coco_store(run, work, data))
+        of_coco = estimate_uncertainty(texts, images, replace(matching, direction="t2i"))
         found |= {f"coco/{k}": v for k, v in of_coco.items()}
     np.savez(file, allow_pickle=False, **found)
     return found
@@ -142,10 +135,7 @@ def of_posthoc(work: Path, data: Path, name: str, seed: int, epochs: int) -> Sco
     test, calibration = model.tests["test"], pair_calibration(model, reference=False)
     coco = None
     if name.startswith("flickr8k"):
-        store, _ = run.model.text.processor.read(
-            [partial(npy_bytes, row) for row in np.load(coco_features(work, data))]
-        )
-        hidden, (matrix, bias) = layer_inputs(run.model.text, store), model.projections["text"]
+        hidden, (matrix, bias) = layer_inputs(run.model.text, coco_store(run, work, data)), model.projections["text"]
         coco = FrozenSplit(
             test.images, hidden @ matrix.T + bias, np.zeros((1, 2), np.int64), text_hidden=hidden,
             image_hidden=test.image_hidden,
@@ -174,6 +164,11 @@ def coco_features(work: Path, data: Path) -> Path:
     if not file.exists():
         np.save(file, embedded(coco_captions(data)))
     return file
+
+
+def coco_store(run: Run, work: Path, data: Path) -> Store:
+    """The captions of COCO as the text tower of a run reads them."""
+    return run.model.text.processor.read([partial(npy_bytes, row) for row in np.load(coco_features(work, data))])[0]
 
 
 def embedded(texts: Sequence[str]) -> np.ndarray:
@@ -262,7 +257,7 @@ def flickr8k_scenes(run: Run, work: Path, data: Path) -> tuple[dict[str, Scene],
     """Captions and images of Flickr8k with what people said, COCO's captions, and the baselines of all."""
     entries = json.loads((data / "flickr8k" / "dataset_flickr8k.json").read_text())["images"]
     parts = {split: [entry for entry in entries if entry["split"] == split] for split in ("test", "train")}
-    images, texts = (np.load(data / "flickr8k" / FLICKR8K_FILES[key]) for key in ("images", "texts"))
+    images, texts = (np.load(data / "flickr8k" / FLICKR8K[key]) for key in ("images", "texts"))
     place = {entry["filename"]: k for k, entry in enumerate(entries)}
     of_image = [images[[place[entry["filename"]] for entry in part]].astype(np.float32) for part in parts.values()]
     of_text = [texts[[k for entry in part for k in entry["sentids"]]].astype(np.float32) for part in parts.values()]

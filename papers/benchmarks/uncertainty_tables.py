@@ -1,10 +1,12 @@
 """The tables and the picture of papers/docs/uncertainty.md, from the report of uncertainty_multiplicity."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from papers.benchmarks.uncertainty_scenes import NEIGHBOURS
+from papers.shown import markdown
+from sfumato.reports.tables import Table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "uncertainty.md"
 
@@ -78,10 +80,9 @@ def family_of(name: str) -> str:
     return "emoji" if name.startswith("emoji") else "flickr8k"
 
 
-def table(heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+def table(heads: list[str], rows: Mapping[str, list[str]]) -> str:
     """A table in Markdown, without rows that have nothing."""
-    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 1)]
-    return "\n".join([*lines, *(f"| {row} | {' | '.join(c)} |" for row, c in rows.items() if set(c) != {"–"})])
+    return markdown(Table("", heads, [[row, *cells] for row, cells in rows.items() if set(cells) != {"–"}]))
 
 
 def scores_of(report: Mapping[str, Any], scene: str) -> dict[str, Any]:

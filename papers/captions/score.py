@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,12 +79,9 @@ class Pair:
         return cls(text, kept, image)
 
 
-class _Once(dict[Any, int]):
-    """Different keys in the order of their first use, with their positions."""
-
-    def add(self, key: Any) -> int:
-        """The position of a key."""
-        return self.setdefault(key, len(self))
+def _position(once: dict[Any, int], key: Any) -> int:
+    """The position of a key among different ones, in the order of their first use."""
+    return once.setdefault(key, len(once))
 
 
 def _blocks(n: int, size: int) -> list[slice]:
@@ -129,9 +126,9 @@ def _image_logits(pairs: Sequence[Pair], where: Callable[[int], str], advance: P
     found, rows = torch.full((len(pairs),), torch.nan), [i for i, pair in enumerate(pairs) if pair.image is not None]
     if not rows:
         return found
-    images, texts = _Once(), _Once()
-    shown = [images.add(_image_key(pairs[i].image)) for i in rows]
-    said = [texts.add(pairs[i].text) for i in rows]
+    images, texts = dict[Any, int](), dict[Any, int]()
+    shown = [_position(images, _image_key(pairs[i].image)) for i in rows]
+    said = [_position(texts, pairs[i].text) for i in rows]
     first = [rows[k] for k in np.unique(shown, return_index=True)[1].tolist()]
     embedded = _embed_images([pairs[i].image for i in first], lambda k: where(first[k]), advance)
     found[rows] = pair_logits(_small().embed_texts(list(texts))[torch.tensor(said)], embedded[torch.tensor(shown)])
@@ -169,8 +166,10 @@ def evidence_of(
     pairs: Sequence[Pair], image: Tensor, content: Callable[[Tensor], Tensor], advance: Progress = lambda n: None
 ) -> CaptionEvidence:
     """What is known of n pairs. image (n,) logits; content makes (t, c) unit vectors of (t, 384)."""
-    once, judged = _Once(), _Once()
-    rows = [(i, once.add(pair.text), once.add(text)) for i, pair in enumerate(pairs) for text in pair.texts]
+    once, judged = dict[Any, int](), dict[Any, int]()
+    rows = [
+        (i, _position(once, pair.text), _position(once, text)) for i, pair in enumerate(pairs) for text in pair.texts
+    ]
     vectors = _vectors(list(once), advance)
     meaning = content(vectors)
     pair, mine, other = torch.tensor(rows, dtype=torch.long).view(-1, 3).T
@@ -181,7 +180,7 @@ def evidence_of(
         agreement[block] = (meaning[a] * meaning[b]).sum(1)
     mean, first = grouped(cosine, pair, len(pairs))
     words, n_words = _found_words(pairs)
-    text = [judged.add(one.text) for one in pairs]
+    text = [_position(judged, one.text) for one in pairs]
     read = torch.tensor(read_fraction(list(judged), shared_minilm().pieces))[text]
     n_texts = torch.tensor([float(len(one.texts)) for one in pairs])
     return CaptionEvidence(mean, first, grouped(agreement, pair, len(pairs))[1], words, n_words, n_texts, image, read)
@@ -198,19 +197,6 @@ def score_pairs(pairs: Sequence[Pair], where: Callable[[int], str], advance: Pro
     constants = CaptionFits.packaged()
     image = _image_logits(pairs, where, advance)
     return constants.logit(evidence_of(pairs, image, constants.content, advance)).sigmoid().numpy()
-
-
-@overload
-def fits(text: str, *, texts: Sequence[str] = (), image: ImageInput | None = None) -> float: ...
-
-
-@overload
-def fits(
-    text: list[str] | tuple[str, ...],
-    *,
-    texts: Sequence[Sequence[str]] = (),
-    image: Sequence[ImageInput | None] | None = None,
-) -> np.ndarray: ...
 
 
 def fits(text: Any, *, texts: Any = (), image: Any = None) -> Any:

@@ -298,12 +298,11 @@ def _print_curves(study: Mapping[str, Any], title: str) -> None:
 
 
 def _print_sets(study: Mapping[str, Any], title: str) -> None:
-    names = {"mixup": "Mixup", "cutmix": "CutMix", "other": "another image"}
     rows = [
         [figure, *(compact_interval(Interval(**values[figure])) for values in study["mixes"].values())]
         for figure in study["definitions"]["mixes"]
     ]
-    headings = ["figure", *(names[name] for name in study["mixes"])]
+    headings = ["figure", *(_MIXED[name] for name in study["mixes"])]
     print_table(f"{title}: mixtures of two images, {counted(study['n'], 'pair')}", headings, rows)
     erased = ", ".join(f"{figure} {compact_interval(Interval(**value))}" for figure, value in study["erased"].items())
     print_wrapped(f"the same images with {percent(study['erased_share'], 0)} erased: {erased}")
