@@ -11,7 +11,6 @@ from papers.commands import app
 from sfumato.cli.common import (
     AsJson,
     OnData,
-    check_out_file,
     check_out_folder,
     command,
     flag,
@@ -20,7 +19,6 @@ from sfumato.cli.common import (
     word,
 )
 from sfumato.cli.evaluate_commands import BenchmarkFlags
-from sfumato.errors import UserError
 
 if TYPE_CHECKING:
     from papers.runs.table import RunsTable, TableOptions
@@ -138,22 +136,16 @@ def strategies(
     candidates: int = flag(100, "Number of candidates that FAISS returns to be re-ranked.", min=1),
     samples: int | None = rare(None, "Samples of an embedding for average_l2 and match_probability.", min=1),
     benchmark: BenchmarkFlags,
-    per_query: Path | None = flag(None, "With one strategy: file for its single queries, .parquet or .csv."),
     as_json: AsJson = False,
 ) -> None:
     """Rank one model's embeddings by several strategies: tables C.7 of PCME++ and E.1 of PCME."""
     from papers.runs.printed import print_strategies
     from papers.runs.strategies import choose_strategies, evaluate_strategies
-    from sfumato.evaluation.benchmarks import per_query_table, write_per_query
     from sfumato.evaluation.protocols import EvaluationOptions
     from sfumato.matching import MATCH_PROBABILITY
     from sfumato.models.embed import embed_for_evaluation
 
     chosen = choose_strategies(names)
-    if per_query is not None:
-        check_out_file(per_query, option="--per-query")
-        if len(chosen) > 1:
-            raise UserError("single queries are written for one ranking; name one strategy")
     found, opened = benchmark.read(on.split), on.open("evaluate it on")
     by_probability = any(one.distance == MATCH_PROBABILITY for one in chosen)
     embedded = embed_for_evaluation(
@@ -163,8 +155,6 @@ def strategies(
         embedded, chosen, engine=engine, candidates=candidates, evaluation=EvaluationOptions(samples),
         match_probability=opened.model.ranking_distance(MATCH_PROBABILITY) if by_probability else None,
     )  # fmt: skip
-    if per_query is not None:
-        write_per_query(per_query, per_query_table(results[chosen[0].name].ranks, embedded.uncertainty()))
     if as_json:
         return print(json.dumps({name: one.to_json() for name, one in results.items()}))
     print_strategies(results)

@@ -100,7 +100,6 @@ class CorruptionTrust:
     strengths: list[float]  # ascending, from 0 for the clean inputs
     recall: list[float]  # recall@1 at each strength, which shows whether the queries become harder
     estimators: dict[str, dict[str, Interval]]
-    medians: dict[str, list[float]]  # by name, the median uncertainty at each strength
     means: dict[str, list[Interval]]  # by name, the mean uncertainty at each strength; None where it is infinite
 
 
@@ -144,7 +143,6 @@ def follow_corruption(
         strengths=strengths,
         recall=recalls,
         estimators={name: {f: found[f"{name}/{f}"] for f in CORRUPTION_FIGURES} for name in scores},
-        medians={name: np.median(u, axis=1).tolist() for name, u in scores.items()},
         means={name: [found.get(f"{name}/{s}", undefined) for s in range(len(u))] for name, u in scores.items()},
     )
 

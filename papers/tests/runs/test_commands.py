@@ -6,7 +6,7 @@ import pytest
 from support.words import folded
 
 
-def test_strategies_rank_what_evaluate_ranks(toy, sfumato, papers, tmp_path):
+def test_strategies_rank_what_evaluate_ranks(toy, sfumato, papers):
     pytest.importorskip("faiss", reason="the extra faiss is not installed")
     run = toy / "run"
     plain = sfumato.json("evaluate", "run", run)
@@ -18,7 +18,6 @@ def test_strategies_rank_what_evaluate_ranks(toy, sfumato, papers, tmp_path):
     chosen = ("runs", "strategies", run, "--strategies", "csd,faiss_mean", "--engine", "exact")
     words = folded(papers.printed(*chosen))
     assert "FAISS (mean only)" in words and "i2t" in words
-    assert "name one strategy" in papers.refused(*chosen, "--per-query", tmp_path / "q.csv")
     assert "unknown strategy 'fiass'; known: all, pcme, mean" in papers.refused(*chosen[:4], "fiass")
 
 
@@ -36,9 +35,8 @@ def test_single_queries_are_compared(toy, sfumato, papers, tmp_path):
     assert {d["metric"] for d in found} == {"recall@1", "recall@5", "recall@10", "r_precision", "map@r"}
     words = folded(papers.printed("runs", "compare", files["csd"], files["csd"]))
     assert "compared with" in words and "+0.00" in words and "queries in" in words
-    papers("runs", "strategies", toy / "run", "--strategies", "mean", "--per-query", tmp_path / "mean.csv")
-    same = papers.json("runs", "compare", files["squared_l2"], tmp_path / "mean.csv")["differences"]
-    assert all(d["difference"] == 0 and d["p_value"] == 1 for d in same)
+    of_means = papers.json("runs", "strategies", toy / "run", "--strategies", "mean")["mean"]["truths"]["test"]
+    assert of_means["i2t"]["map@r"] == files["squared_l2", "figures"]["i2t"]["map@r"]
     assert "no results of single queries at" in papers.refused("runs", "compare", tmp_path / "x.csv", files["csd"])
 
 
