@@ -85,7 +85,7 @@ def state(item: PaperItem) -> str:
     if item.results:
         return f"[run]({item.results})"
     able = [name for name in item.data_sets if name != item.benchmark]
-    return item.state + (f"; with `--data {'` or `'.join(able)}`" if able else "")
+    return "; ".join([item.state, *([", ".join(f"`{name}`" for name in able)] if able else [])])
 
 
 def escaped(text: str) -> str:
