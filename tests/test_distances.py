@@ -240,10 +240,6 @@ def test_errors_name_the_thing_and_the_way_out(name):
     raises(TypeError, way_out, DISTANCES[name].matrix, x, x.mean)
 
 
-def test_unknown_distance_names_the_nearest():
-    raises(ValueError, r"unknown distance 'waserstein2'; did you mean 'wasserstein2'\?", get_distance, "waserstein2")
-
-
 def test_elk_takes_a_point_on_one_side():
     x, point = gaussians(N, 0), GaussianEmbedding.point(gaussians(M, 1).mean)
     log_density = Independent(Normal(x.mean.unsqueeze(1), x.var.sqrt().unsqueeze(1)), 1).log_prob(point.mean)
@@ -260,10 +256,3 @@ def test_the_nearest_of_several_is_the_loops_in_both_forms_and_of_one_squared_l2
     torch.testing.assert_close(distance.row(x, y[:N]), expected[:, :N].diagonal())
     whole = DISTANCES["squared_l2"].matrix(x, y)
     assert distance.embeddings == k and torch.allclose(distance.matrix(x, y), whole) == (k == 1)
-
-
-def test_the_nearest_of_several_refuses_sizes_and_names_that_cannot_be():
-    with pytest.raises(ValueError, match="nearest_of_2: d = 7 dimensions cannot be divided into 2 embeddings"):
-        get_distance("nearest_of_2").matrix(gaussians(N, 0), gaussians(M, 1))
-    for name in ("nearest_of_0", "nearest_of_", "nearest_of_02", "nearest_of_-1", "nearest_of_two"):
-        raises(ValueError, "unknown distance", get_distance, name)

@@ -7,7 +7,6 @@ from PIL import Image
 from sfumato.data.images import Problems
 from sfumato.data.layouts import CubOptions, read_cub
 from sfumato.data.pairs import PairSampler
-from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import cub_captions
 
 BIRDS = [f"{k:03d}.Bird_{letter}" for k, letter in enumerate("abcdef", 1)]
@@ -103,15 +102,3 @@ def test_chosen_classes_are_divided_by_a_hash_of_their_images(cub):
     again = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[0],)), val_fraction=0.3, test_fraction=0.3)
     for name, data in again.items():
         assert set(data.image_ids) == set(splits[name].image_ids) & images_of([0])
-
-
-def test_what_is_missing_is_said(cub):
-    with pytest.raises(UserError, match=r"cannot read the list .*nowhere.*data.options.lists"):
-        read(cub, lists="nowhere")
-    with pytest.raises(UserError, match=r"there is no class 009.Owl"):
-        read(cub, classes=("009.Owl",))
-    (cub / "text_c10" / BIRDS[1] / "b0.txt").unlink()
-    (cub / "text_c10" / BIRDS[1] / "b1.txt").write_text(" \n")
-    problems = Problems()
-    assert "002.Bird_b/b2.jpg" in read_cub(cub, problems)["train"].image_ids
-    assert [item.reason.rpartition("b")[2][:1] for item in problems.items] == ["0", "1"]

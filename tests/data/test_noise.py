@@ -130,11 +130,3 @@ def test_files_come_back_whole_or_say_what_is_wrong(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(ValueError, match="noise.npy: not the index of noisy pairs that the run wrote"):
         load_noise(path, data)
-
-
-def test_arrays_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="apply_noise: expected 10 integers"):
-        apply_noise(captions(5, 2), np.arange(9))
-    data = many_to_many()
-    with pytest.raises(ValueError, match="apply_noise: the array gives a text the same image twice"):
-        apply_noise(data, np.zeros(len(data.pairs), np.int64))

@@ -152,22 +152,6 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path):
         read_scan(tmp_path, Problems())
 
 
-def test_numbers_that_do_not_fit_and_folders_without_splits(tmp_path):
-    write(tmp_path, "train", FEATURES, "abcde")
-    with pytest.raises(
-        UserError, match="has 5 captions and .*train_ims.npy 4 rows; expected as many captions for every row"
-    ):
-        read_scan(tmp_path, Problems())
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no NAME_caps.txt"):
-        read_scan(tmp_path / "empty", Problems())
-    with pytest.raises(UserError, match="there is no folder"):
-        read_scan(tmp_path / "nowhere", Problems())
-    write(tmp_path, "train", FEATURES, ["", "", "", ""])
-    with pytest.raises(UserError, match="gives no usable pair"):
-        read_scan(tmp_path, Problems())
-
-
 def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
     path = tmp_path / "a.npy"
     np.save(path, FEATURES)

@@ -327,13 +327,6 @@ def test_a_stream_left_early_closes_its_file(tmp_path, monkeypatch):
     assert opened[-1].closed
 
 
-def test_options_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="got no shards"):
-        stream([])
-    with pytest.raises(ValueError, match="an epoch of 8 samples has no batch of 4 for each of 3 processes; .* 12"):
-        stream(["a.tar"], n_processes=3)
-
-
 def touch(folder, *names):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -223,11 +223,6 @@ def test_a_crop_outside_of_the_picture_is_refused(box):
         decode_image(encoded(noise(7, 5)), 8, crop=box)
 
 
-def test_an_unknown_fit_is_refused():
-    with pytest.raises(ValueError, match="unknown fit 'pad'; known: squash, crop"):
-        decode_image(encoded(noise(7, 5)), 8, fit="pad")
-
-
 def test_a_large_jpeg_cropped_at_a_reduced_size_is_the_same_part_of_it():
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -9,10 +9,8 @@ from support.lazy import Lazy
 
 from sfumato.encoders import clip
 from sfumato.encoders.clip import ClipImageConfig, ClipImageEncoder, ClipTextConfig, ClipTextEncoder
-from sfumato.encoders.convolutional import ResNetImageConfig
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.errors import UserError
 
 transformers = Lazy("transformers", "the extra backbones is not installed")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
@@ -91,7 +89,7 @@ IDS = torch.randint(1, 30, (4, 7), generator=torch.Generator().manual_seed(2))
 # What the blocks compute ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variance_blocks", [0, 1, 2])
+@pytest.mark.parametrize("variance_blocks", [0, 2])
 @pytest.mark.parametrize("case", IMAGE)
 def test_image_features_are_those_of_the_whole_tower(case, variance_blocks):
     kind, options = IMAGE[case]
@@ -114,7 +112,7 @@ def test_image_features_are_those_of_the_whole_tower(case, variance_blocks):
     assert (raw.log_var is None) == (variance_blocks == 0)
 
 
-@pytest.mark.parametrize("variance_blocks", [0, 1, 2])
+@pytest.mark.parametrize("variance_blocks", [0, 2])
 @pytest.mark.parametrize("case", TEXT)
 def test_text_features_are_those_of_the_whole_tower(case, variance_blocks):
     kind, options = TEXT[case]
@@ -227,7 +225,7 @@ def test_a_random_start_is_that_of_the_whole_tower():
 
 
 @pytest.mark.parametrize("side", ["image", "text"])
-@pytest.mark.parametrize(("blocks", "variance_blocks"), [(1, 1), (2, 0), (12, 1), (12, 3), (24, 1), (24, 24)])
+@pytest.mark.parametrize(("blocks", "variance_blocks"), [(1, 1), (2, 0), (12, 3)])
 def test_blocks_are_numbered_from_the_top(side, blocks, variance_blocks):
     """The names of an encoder's parameters against the number of the same tensor in the whole tower."""
     shape = {"hidden_size": 4, "num_hidden_layers": blocks, "num_attention_heads": 1}
@@ -253,7 +251,7 @@ def test_blocks_are_numbered_from_the_top(side, blocks, variance_blocks):
 # Size of the pictures -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [16, 24, 40, 56])
+@pytest.mark.parametrize("size", [16, 24, 40])
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_position_codes_are_interpolated_to_another_size(kind, size, tmp_path):
     """As transformers does on the fly, and as one bicubic interpolation; the class token keeps its own code."""
@@ -388,44 +386,3 @@ def test_a_folder_that_asks_for_eager_attention_is_causal_all_the_same(tmp_path)
     with torch.no_grad():
         ours = clip_text_encoder(str(tmp_path)).eval()(Inputs(IDS)).mean
         torch.testing.assert_close(ours, backbone(IDS).last_hidden_state, rtol=1e-5, atol=1e-5)
-
-
-# Errors ---------------------------------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_built_is_refused(tmp_path):
-    description = {"backbone": plain("clip", "image", **IMAGE["clip 8/24"][1]).config.to_diff_dict()}
-    description |= {"pixel_mean": MEAN, "pixel_std": STD}
-    with pytest.raises(ValueError, match=r"variance_blocks must lie in \[0, 3\], the number of blocks, got 4"):
-        clip_image_encoder(description=description, variance_blocks=4)
-    with pytest.raises(ValueError, match="size must be a multiple of the patch, 8 pixels, got 28"):
-        clip_image_encoder(description=description, size=28)
-    with pytest.raises(ValueError, match="size must be a multiple of the patch, 32 pixels, got 100"):
-        clip_image_encoder(size=100)
-    for build in (clip_image_encoder, clip_text_encoder):
-        with pytest.raises(UserError, match=r"cannot load .*nothing.*Give a local folder"):
-            build(str(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match="must be less than max_position_embeddings"):
-        text_encoder(plain("clip", "text", **TEXT["clip"][1]))(Inputs(torch.ones(1, 10, dtype=torch.int64)))
-
-
-def test_models_of_another_kind_are_refused(tmp_path):
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    transformers.BertConfig(**small).save_pretrained(tmp_path / "bert")
-    transformers.ViTConfig(**small).save_pretrained(tmp_path / "vit")
-    plain("clip", "text", **TEXT["clip"][1]).config.save_pretrained(tmp_path / "text")
-    transformers.Siglip2Config().save_pretrained(tmp_path / "naflex")
-    for name, kind in (("bert", "bert"), ("vit", "vit"), ("naflex", "siglip2"), ("text", "clip_text_model")):
-        message = f"is a model of type '{kind}'; expected one whose vision side is one of clip_vision_model"
-        with pytest.raises(UserError, match=message):
-            clip_image_encoder(str(tmp_path / name))
-    for name, kind in (("bert", "bert"), ("naflex", "siglip2")):
-        with pytest.raises(UserError, match=f"of type '{kind}'; expected one whose text side"):
-            clip_text_encoder(str(tmp_path / name))
-
-
-def test_random_weights_have_a_name():
-    named = ClipImageConfig(kind="clip", weights="random", activation="gelu")
-    assert named == ClipImageConfig(kind="clip", activation="gelu") and named.base_model == ""
-    named.check("model.image")  # The activation is for random weights alone.
-    assert ResNetImageConfig(weights="random") == ResNetImageConfig()

@@ -230,9 +230,3 @@ def test_every_key_of_every_kind_has_a_description(side, kind):
         keys = itertools.pairwise(body)
         below |= {a.target.id for a, b in keys if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}
     assert not [n for n, f in config.model_fields.items() if not f.description and n not in {"kind", *below}]
-
-
-def test_a_text_encoder_without_its_tokenizer_is_one_clear_error():
-    recipe = check_recipe({"name": "x"}, "here")
-    with pytest.raises(ValueError, match=r"the text encoder of kind 'small' needs its tokenizer; give it in Assets"):
-        build_model(recipe.model, Assets())

@@ -5,7 +5,6 @@ import hashlib
 import numpy as np
 import pytest
 
-from sfumato.encoders.encoder_protocol import RaggedStore
 from sfumato.encoders.frozen import FeatureCache, cached_features
 
 
@@ -93,8 +92,3 @@ def test_another_fingerprint_is_another_cache(tmp_path):
     assert len(FeatureCache(tmp_path, "a", 3).known()) == 1
     with pytest.raises(ValueError, match="holds a cache of other features"):
         FeatureCache(tmp_path, "a", 4)
-
-
-def test_ragged_store_refuses_empty_items():
-    with pytest.raises(ValueError, match="item 1 has no tokens"):
-        RaggedStore.from_list([[1], []])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pydantic import ValidationError
 
 from sfumato.data.emoji import load_emoji
 from sfumato.data.image_decoding import decode_image
@@ -85,13 +84,6 @@ def test_the_statistics_are_saved_with_the_weights():
     assert not list(again.parameters()) and not FeatureInput(CHANNELS, 0.5).state_dict()
 
 
-def test_more_components_than_channels_are_refused():
-    with pytest.raises(ValueError, match="whiten=7: the features have 6 channels"):
-        FeatureInput(CHANNELS, 0.0, whiten=7)
-    with pytest.raises(ValidationError, match="greater than or equal to 0"):
-        FrozenTextConfig(whiten=-1)
-
-
 class Fixed:
     """A backbone of images with a fixed number of tokens."""
 
@@ -110,15 +102,6 @@ def test_backbones_side_by_side():
     np.testing.assert_array_equal(second, [[6, 6, 6, 7, 7, 7, 7]] * 2)
     with pytest.raises(UserError, match=r"have 2 and 9 tokens an image; .* set model.image.grid"):
         SideBySide([Fixed("a", 2, 3), Fixed("b", 9, 4)])([b"x"])
-
-
-def test_backbones_of_packages_need_the_extra_offline():
-    for backbone, extra in (
-        ("efficientnet-lite0", "offline"),
-        ("efficientnet-lite0+efficientnet-lite2", "offline"),
-        ("openai/clip-vit-base-patch32", "backbones"),
-    ):
-        assert FrozenImageConfig(backbone=backbone).extras == {extra}
 
 
 def test_a_pooled_text_is_the_average_of_its_tokens():

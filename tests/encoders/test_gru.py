@@ -74,11 +74,6 @@ def test_files_that_are_no_vectors_of_that_width_are_refused(tmp_path, content, 
         read_word_vectors(written(tmp_path, content), word_tokenizer(TEXTS), 3)
 
 
-def test_a_missing_file_of_vectors_says_where_there_are_some(tmp_path):
-    with pytest.raises(UserError, match=r"no word vectors at .*none.txt; nlp.stanford.edu"):
-        read_word_vectors(tmp_path / "none.txt", word_tokenizer(TEXTS), 3)
-
-
 # The GRU --------------------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,6 @@
 """Models of open_clip: the features are open_clip's own; names and folders that cannot be loaded are named."""
 
-import builtins
 import io
-import sys
 
 import pytest
 import torch
@@ -59,24 +57,3 @@ def test_models_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     weights.rename(tmp_path / "model" / "open_clip_pytorch_model.bin")
     with pytest.raises(UserError, match="other weights are pickles"):
         joint_backbone(str(tmp_path / "model"), "text")
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (ImportError("no"), r"pip install 'sfumato\[open-clip\]'"),
-        (RuntimeError("operator torchvision::nms does not exist"), "built for the installed torch"),
-    ],
-)
-def test_a_missing_or_broken_package_is_named(monkeypatch, error, message):
-    real = builtins.__import__
-
-    def importing(name, *args, **options):
-        if name == "open_clip":
-            raise error
-        return real(name, *args, **options)
-
-    monkeypatch.delitem(sys.modules, "open_clip", raising=False)
-    monkeypatch.setattr(builtins, "__import__", importing)
-    with pytest.raises(UserError, match=message):
-        joint_backbone("open_clip:ViT-B-32/openai", "image")

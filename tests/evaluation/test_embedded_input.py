@@ -190,21 +190,6 @@ def test_numbers_and_padded_file_names_of_coco_are_one_image():
     assert measure(EmbeddedSet(point, point, names, ("a", "b", "c"), (turned,))).figures == found.figures
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[", "not usable JSON"),
-        ("[]", "found list"),
-        ('{"i2t": {}}', "found i2t"),
-        ('{"i2t": {}, "t2i": {"a": 1}}', "t2i is not an object of lists"),
-    ],
-)
-def test_files_that_are_no_lists(folder, content, message):
-    (folder / "lists.json").write_text(content)
-    with pytest.raises(UserError, match=message):
-        measure_lists(folder / "lists.json", read_ground_truths(ground_truth=folder / "truth.json"))
-
-
 def test_mistakes_are_named(folder, tmp_path):
     ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
     truth = {"ground_truth": folder / "truth.json"}

@@ -185,13 +185,3 @@ def test_no_gallery_is_needed_where_none_is_looked_at():
     whole = estimate_uncertainty(queries, gallery, MATCHING)
     assert chosen and all((alone[name] == whole[name]).all() for name in chosen)
     assert all(v.shape == (0,) for v in estimate_uncertainty(queries[:0], gallery, MATCHING).values())
-
-
-def test_bad_input_is_named():
-    queries, gallery = scene()
-    raises(ValueError, "at least two items, got 1", estimate_uncertainty, queries, gallery[:1], MATCHING)
-    with pytest.raises(ValueError, match="13 queries and 37 items, but `without` is of 13 by 36"):
-        estimate_uncertainty(queries, gallery, MATCHING, without=Relevance.from_lists([[]] * N, n_gallery=36))
-    lists = [list(range(28))] + [[]] * (N - 1)
-    with pytest.raises(ValueError, match="fewer than 10 items"):
-        estimate_uncertainty(queries, gallery, MATCHING, without=Relevance.from_lists(lists, n_gallery=M))

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from support.raising import raises
 from support.references_metrics import metrics_by_definition
 
 from sfumato.evaluation.benchmarks import figures, rank
@@ -54,11 +53,3 @@ def test_similarities_by_loops(dtype):
         found[score] = found_figures["i2t"]["map@r"]
     found["mean"] = figures_by("squared_l2", images, texts, image_ids, text_ids, [ground_truth])["all"]["i2t"]["map@r"]
     assert len(set(found.values())) == 3, "on means of different lengths the three differ"
-
-
-def test_mistakes_are_named():
-    images, texts, image_ids, text_ids, ground_truth = scene(4)
-    everything = (images, texts, image_ids, text_ids, [ground_truth])
-    assert figures_by("nearest_of_1", *everything)  # PVSE's distances are not in SCORES.
-    raises(ValueError, "the score match_probability needs match logits", figures_by, "match_probability", *everything)
-    raises(ValueError, "unknown score 'manhattan'; known: csd,.*cosine, dot", figures_by, "manhattan", *everything)

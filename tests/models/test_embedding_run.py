@@ -146,26 +146,6 @@ def test_index_and_search(folder, run, sfumato, tmp_path):
     assert [hit["id"] for hit in json.loads(out)[0]["hits"]] == [f"photo-{i}" for i in nearest]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("search", "index", "a dog"), "no encoder for 'a dog': give a .npy file of one vector instead of a text"),
-        (("search", "index", "--id", "nobody"), "has no item 'nobody' to search by"),
-        (("search", "index", "--id", "photo-33", "--coverage", "0.9"), "works only with queries by text"),
-        (("search", "index", "--image", "query.npy"), "holds 1 x 5 numbers; this model reads one embedding of 6"),
-        (("index", "run", "--texts", "pairs.csv", "--out", "e"), "reads embeddings and has no encoder for 'image,text"),
-        (("search", "index"), "give a text, --image FILE or --id ITEM"),
-    ],
-)
-def test_what_needs_an_encoder_says_so_in_one_line(folder, run, sfumato, monkeypatch, words, message):
-    monkeypatch.chdir(folder)
-    if not (folder / "index").exists():
-        sfumato("index", "run", "--split", "test", "--out", "index")
-    status, out, err = sfumato(*words)
-    assert status == 2 and not out and message in err and len(err.strip().splitlines()) == 1
-    assert not (folder / "e").exists()
-
-
 def test_the_service_searches_by_item_and_refuses_texts(run, sfumato, tmp_path):
     sfumato.printed("index", run, "--split", "test", "--out", tmp_path / "index")
     with served(open_sources(tmp_path / "index")) as client:

@@ -414,15 +414,6 @@ def test_wrong_tensors_are_counted_and_the_first_ones_named(state, tmp_path, pcm
             layout(larger, tensors, no_tokenizer, "x")
 
 
-def test_files_of_something_else(tmp_path):
-    torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
-    with pytest.raises(UserError, match=r"no tensor is named img_enc.*its first names are 'weight'"):
-        load_pretrained(tmp_path / "other.pt")
-    torch.save({"img_enc.other": torch.ones(2)}, tmp_path / "half.pt")
-    with pytest.raises(UserError, match=r"'img_enc.backbone.conv1.weight' is missing; not a complete model"):
-        load_pretrained(tmp_path / "half.pt")
-
-
 def test_folders_of_something_else(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"no model\.safetensors"):
@@ -453,17 +444,6 @@ def test_configurations_that_cannot_be_loaded(pcmepp, prolip):
     ):
         with pytest.raises(UserError, match=message):
             layout({**config, section: {**config[section], **change}}, tensors, no_tokenizer, "x")
-
-
-def test_without_a_network_a_hub_name_is_one_clear_error():
-    with pytest.raises(
-        UserError,
-        match=r"no folder 'nobody/nothing-at-all', and it cannot be downloaded from the Hugging Face hub.*"
-        r"Give a local folder",
-    ):
-        load_pretrained("nobody/nothing-at-all")
-    with pytest.raises(UserError, match="has the form owner/model"):
-        load_pretrained("no such/folder/anywhere")
 
 
 # From pictures and words ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -184,9 +185,8 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def test_nan_stops_with_exit_status_1_and_names_the_term(toy):
-    process = Started(command, "train", toy, "model.init_total_variance=1e39", "--out", toy.parent / "nan")
-    status, said = process.finish()
+def test_nan_stops_with_exit_status_1_and_names_the_term(toy, sfumato):
+    status, _, said = sfumato("train", toy, "model.init_total_variance=1e39", "--out", toy.parent / "nan")
     assert status == 1
     assert "loss term 'match' is nan" in said and "epoch 1, step 1" in said
     assert "Traceback" not in said
@@ -237,31 +237,31 @@ def test_a_folder_of_another_recipe_is_refused(toy, run):
         fit(load_recipe(toy), toy.parent)
 
 
-def test_an_extended_run_is_the_longer_run_where_the_learning_rate_has_no_schedule(toy, tmp_path, capsys):
+def test_an_extended_run_is_the_longer_run_where_the_learning_rate_has_no_schedule(toy, run, tmp_path, capsys):
     """A constant learning rate knows nothing of the number of epochs, so both must agree in every bit."""
-    recipe = [load_recipe(toy, ["optim.schedule=constant", f"train.epochs={n}"]) for n in (2, 4)]
+    recipe = [load_recipe(toy, ["optim.schedule=constant", f"train.epochs={n}"]) for n in (1, 2)]
     for one in recipe:
         fit(one, tmp_path / "extended")
     fit(recipe[1], tmp_path / "whole")
     for name in ("model.safetensors", "last.safetensors"):
         assert_same_tensors(tmp_path / "extended" / name, tmp_path / "whole" / name)
-    assert "extended from 2 to 4 epochs" in capsys.readouterr().err
+    assert "extended from 1 to 2 epochs" in capsys.readouterr().err
     fit(recipe[1], tmp_path / "extended")
     said = capsys.readouterr().err
     assert "extended" not in said and "all epochs are done" in said
-    fit(load_recipe(toy, ["train.epochs=2"]), tmp_path / "cosine")
-    fit(load_recipe(toy, ["train.epochs=3"]), tmp_path / "cosine")
-    assert "it is 50% of its peak, where the former schedule ended at 0%" in capsys.readouterr().err
+    shutil.copytree(run[0], tmp_path / "cosine")
+    fit(load_recipe(toy, ["train.epochs=4"]), tmp_path / "cosine")
+    assert "it is 25% of its peak, where the former schedule ended at 0%" in capsys.readouterr().err
 
 
-def test_runs_that_cannot_be_extended_say_why(toy, tmp_path):
-    fit(load_recipe(toy, ["train.epochs=2", "train.swa_epochs=1"]), tmp_path / "averaged")
+def test_runs_that_cannot_be_extended_say_why(toy, run, tmp_path):
+    fit(load_recipe(toy, ["train.epochs=1", "train.swa_epochs=1"]), tmp_path / "averaged")
     with pytest.raises(UserError, match="averaged over the last epochs"):
-        fit(load_recipe(toy, ["train.epochs=3", "train.swa_epochs=1"]), tmp_path / "averaged")
-    fit(load_recipe(toy, ["train.epochs=1"]), tmp_path / "stripped")
+        fit(load_recipe(toy, ["train.epochs=2", "train.swa_epochs=1"]), tmp_path / "averaged")
+    shutil.copytree(run[0], tmp_path / "stripped")
     (tmp_path / "stripped" / "last.safetensors").unlink()
     with pytest.raises(UserError, match="last.safetensors is missing"):
-        fit(load_recipe(toy, ["train.epochs=3"]), tmp_path / "stripped")
+        fit(load_recipe(toy, ["train.epochs=4"]), tmp_path / "stripped")
 
 
 def test_a_run_is_found_from_any_folder(toy, tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ from sfumato.encoders.feature_rows import FeatureInput, RegionEncoder
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder, WordEncoder
 from sfumato.encoders.towers import DualEncoder, Tower
-from sfumato.errors import UserError
 from sfumato.losses import LOSSES
 from sfumato.models.recipe import check_recipe, load_recipe
 from sfumato.models.sections import OptimConfig
@@ -266,14 +265,6 @@ def test_running_statistics_rest_with_their_network_and_go_on_where_layers_learn
     assert changed(encoder, numbers, frozen=False) == {name for name, _ in encoder.named_buffers()}
     small, pixels = SmallImageEncoder(4), Inputs(torch.rand(4, 3, 32, 32))
     assert any(n.endswith("running_mean") for n in changed(small, pixels, frozen=True))
-
-
-def test_random_layers_cannot_be_told_to_rest(tmp_path):
-    recipe, told = make_toy(tmp_path), "the section model.image with kind='.*' starts from random weights"
-    with pytest.raises(UserError, match=told):
-        load_recipe(recipe, ['model.image={ kind = "small" }', "optim.freeze_image_epochs=2"])
-    for image in ('"efficientnet"', '"resnet", weights = "somebody/resnet"', '"clip"'):
-        load_recipe(recipe, [f"model.image={{ kind = {image} }}", "optim.freeze_image_epochs=2"])
 
 
 # Schedule -------------------------------------------------------------------------------------------------------------

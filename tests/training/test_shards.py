@@ -7,7 +7,6 @@ from support.pictures import write_tar
 from support.toy import assert_same_tensors, make_toy
 
 from sfumato.data.images import Problems
-from sfumato.errors import UserError
 from sfumato.models.build import save_state
 from sfumato.models.embed import load_splits
 from sfumato.models.process_group import alone
@@ -98,9 +97,3 @@ def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path, monkeypa
     assert (tmp_path / "parts" / "problems.jsonl").read_text() == (tmp_path / "run" / "problems.jsonl").read_text()
     for name in ("last.safetensors", "model.safetensors"):
         assert_same_tensors(tmp_path / "run" / name, tmp_path / "parts" / name)
-
-
-def test_an_epoch_too_short_for_a_batch_names_the_keys(toy, tmp_path):
-    recipe, stream, _ = toy
-    with pytest.raises(UserError, match=r"data\.samples_per_epoch=4, train\.batch_size=8: "):
-        fit(load_recipe(recipe, [*stream, "data.samples_per_epoch=4"]), tmp_path / "run")

@@ -45,14 +45,6 @@ def test_a_run_needs_its_file_of_word_vectors_once(tmp_path, capsys):
     torch.testing.assert_close(vectors[[id_of("red"), id_of("some")]], torch.tensor([RED, SOME]), rtol=0, atol=0)
 
 
-def test_files_of_word_vectors_that_do_not_fit_stop_before_training(tmp_path):
-    toy, path = make_toy(tmp_path), vectors_file(tmp_path)
-    with pytest.raises(UserError, match="3 numbers after the word, but model.text.width=300"):
-        fit(load_recipe(toy, ["model.text.kind=gru", f"model.text.vectors={path}"]), tmp_path / "run")
-    with pytest.raises(UserError, match="model.text.freeze is for word vectors from a file"):
-        load_recipe(toy, ["model.text.kind=gru", "model.text.freeze=true"])
-
-
 def test_several_processes_average_running_statistics_and_no_word_vectors(monkeypatch):
     """(3 x + 3) / 3 in the place of a sum over three processes."""
     monkeypatch.setattr(ProcessGroup, "total", lambda process_group, value: 3 * value + 3)

@@ -72,12 +72,6 @@ def test_two_equal_fits_are_bitwise_equal_and_seeds_differ():
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
-def test_points_are_refused():
-    built, store = tower(variance=False)
-    with pytest.raises(ValueError, match="no log variance to fit"):
-        fit_variance_stage(built, store, SPREAD, np.arange(len(WORDS)), CONFIG, seed=0)
-
-
 def related(seed=0, n=120, m=80):
     """Texts with 1 to 20 matching images: their means are near the mean of these."""
     random = np.random.default_rng(seed)

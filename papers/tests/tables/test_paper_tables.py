@@ -217,7 +217,7 @@ def test_published_figures_alone(papers):
 
 
 def test_every_name_in_the_data_is_a_row():
-    """Runs themselves are trained in tests/training/test_published_recipes.py."""
+    """The recipes themselves are trained in tests/training/test_published_recipes.py."""
     for item in paper_items().values():
         assert item.labels or item.state == "published only" or item.command or item.draw, item.id
         rows = set(item.labels)
