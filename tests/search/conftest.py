@@ -8,11 +8,7 @@ def needs_faiss():
 
 
 @pytest.fixture(autouse=True)
-def _stores_are_closed(request):
-    """And a test of an engine of FAISS is skipped without it."""
-    engine = request.node.callspec.params.get("engine", "flat") if hasattr(request.node, "callspec") else "flat"
-    if engine not in ("exact", "flat"):
-        request.getfixturevalue("needs_faiss")
+def _stores_are_closed():
     yield
     while stores_contract.made:
         stores_contract.made.pop().close()
