@@ -1,7 +1,7 @@
 """Post-hoc uncertainties of frozen models: every method and baseline, three data sets, two models each, three seeds.
 
-    python -m papers.benchmarks.referee WORK [--data FOLDER] [--seeds 0 1 2] [--only MODEL ...] [--json FILE] [--tables]
-        [--adapters {short,long,published}] [--methods NAME ...]
+    python -m papers.benchmarks.referee WORK [--data FOLDER] [--seeds 0 1 2] [--only MODEL ...] [--json FILE]
+        [--adapters {short,long}] [--methods NAME ...]
 
 emoji: heads on EfficientNet-Lite0 and MiniLM, a fifth of the wordings held out; splits test and wordings. flickr8k:
 heads on precomputed features, recipe `embeddings`. coco-captions: nothing is trained; the first caption of an image
@@ -9,12 +9,10 @@ searches for its four others by MiniLM, last or third layer, and the seed decide
 are trained by InfoNCE and by triplets with semi-hard negatives.
 
 Models and figures are kept in WORK, so that the command resumes. FOLDER has flickr8k/ and coco5k_text/ and is
-$SFUMATO_SHARED/data unless given. --tables prints what WORK has, and computes nothing; so does a file of --json in
-place of WORK (benchmarks/results/referee.json). --adapters long fits the methods that train a network alone, for their
-published number of epochs.
+$SFUMATO_SHARED/data unless given. A file of --json in place of WORK (benchmarks/results/referee.json) is printed, and
+nothing is computed. --adapters long fits the methods that train a network alone, for their published number of epochs.
 
---methods fits some methods alone; with --json, a file that is there keeps its rows and gets theirs, where options are
-the same and recall@1 is nearly the same.
+--methods fits some methods alone, beside those that WORK has already.
 """
 
 import argparse
@@ -60,10 +58,6 @@ LAYERS = (3, 6)
 N_CORRUPTED = 100
 """Queries of either side that are corrupted in each way."""
 
-SAME_RECALL = 0.01
-"""Largest change of recall@1 with which heads that were trained anew, by the same recipe and seed, are those of the
-file: another processor rounds otherwise, and training adds to it."""
-
 ADAPTER_EPOCHS = 4
 """Passes over the pairs of an adapter; half of the default, so that the table takes less than two hours."""
 
@@ -71,22 +65,19 @@ ADAPTER_EPOCHS = 4
 ADAPTERS = tuple(adapter_epochs(1))
 
 TRAINED = ("constant", *ADAPTERS)
-"""What --adapters long and published fit, and what it has to beat."""
+"""What --adapters long fits, and what it has to beat."""
 
 
 def adapter_options(kind: str) -> dict[str, dict[str, Any]]:
     """How the networks are trained: "short" for the table, "long" for the published epochs, batches and optimisers with
-    the small networks of the table, "published" with the published networks too."""
+    the small networks of the table."""
     if kind == "short":
         return adapter_epochs(ADAPTER_EPOCHS)
     found: dict[str, dict[str, Any]] = {}
     for name in ADAPTERS:
         method: Any = METHODS[name]
-        widths = method.published.widths if kind == "published" else method.default.widths
-        found[name] = {"training": replace(method.published, widths=widths)}
+        found[name] = {"training": replace(method.published, widths=method.default.widths)}
     found["pfe"]["units"] = "raw"  # By its published SGD the loss is NaN in epoch 42 on unit embeddings.
-    if kind == "published":
-        found["probvlm"]["head_width"] = None
     return found
 
 
@@ -207,9 +198,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(shared) / "data" if shared else Path("data"))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--adapters", choices=("short", "long", "published"), default="short")
+    parser.add_argument("--adapters", choices=("short", "long"), default="short")
     parser.add_argument("--methods", nargs="*", choices=contestants())
-    parser.add_argument("--tables", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.work.is_file():
@@ -224,7 +214,7 @@ def main() -> None:
         for seed in options.seeds
         for name in options.only
     }
-    for (name, seed), path in {} if options.tables else files.items():
+    for (name, seed), path in files.items():
         model = MODELS[name](options.work, options.data, seed)
         chosen = RefereeOptions(methods, adapter_options(options.adapters), seed=seed)
         referee_model(model, chosen, path=path, about=about(), say=partial(print, flush=True))
@@ -236,52 +226,8 @@ def main() -> None:
     print_all([reports for reports in models if reports])
     if options.json:
         reports = {f"{name}-seed{seed}": report for (name, seed), report in found.items()}
-        if options.methods and options.json.exists():
-            reports = with_rows(json.loads(options.json.read_text(encoding="utf-8")), reports, methods)
         lines = [f'"{key}": {compact(report)}' for key, report in reports.items()]
         write_atomically(options.json, "{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def with_rows(
-    file: dict[str, dict[str, Any]], reports: dict[str, dict[str, Any]], methods: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """The reports of a file, with rows of some methods from others; `about` says the commit and digest of each.
-
-    Digests differ between processors and versions; recall@1 of the frozen model hardly may, and splits in which it does
-    are left out, like damaged queries where the file has none.
-    """
-    merged = dict(file)
-    for key, report in reports.items():
-        old = file.get(key)
-        if old is None or old["options"] != report["options"] or (moved := changes(old, report))["test"] > SAME_RECALL:
-            print(f"Not added: {key}, which is no report of this model with these options in the file.")
-            continue
-        splits = [split for split, change in moved.items() if change <= SAME_RECALL]
-        print(f"Added to {key}: {', '.join(f'{split} (recall@1 differs by {moved[split]:.4f})' for split in splits)}.")
-        rows = {name: report["methods"][name] for name in methods}
-        rows = {name: row | {"tests": {split: row["tests"][split] for split in splits}} for name, row in rows.items()}
-        if not any(method.get("corruptions") for method in old["methods"].values()):
-            rows = {name: row | {"corruptions": {}} for name, row in rows.items()}
-        source = {"commit": report["about"]["commit"], "digest": report["digest"]}
-        added = old["about"].get("added", {}) | dict.fromkeys(methods, source)
-        merged[key] = old | {"methods": old["methods"] | rows, "about": old["about"] | {"added": added}}
-    return merged
-
-
-def changes(*reports: dict[str, Any]) -> dict[str, float]:
-    """By split the largest difference of the frozen model's recall@1 between two reports, over directions."""
-    tests = []
-    for report in reports:
-        both = [method for method in report["methods"].values() if len(method.get("tests", {}).get("test", {})) == 2]
-        tests.append(both[0]["tests"])
-    one, other = tests
-    return {
-        split: max(
-            abs(found["recall"]["value"] - other[split][d]["recall"]["value"]) for d, found in directions.items()
-        )
-        for split, directions in one.items()
-        if split in other
-    }
 
 
 def compact(value: Any) -> str:

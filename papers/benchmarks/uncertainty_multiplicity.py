@@ -14,7 +14,6 @@ uncertainty_scenes.py has the queries.
 
 import argparse
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from papers.benchmarks.referee import about
 from papers.benchmarks.uncertainty_scenes import (
     KIND_OF,
     MODELS,
@@ -125,7 +125,7 @@ def mean_of(statistics: Sequence[Statistic]) -> Statistic:
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that the page shows."""
     work, data = options.work, options.data
-    report: dict[str, Any] = {"commit": commit(), "seeds": options.seeds, "scenes": {}, "recall": {}}
+    report: dict[str, Any] = {"commit": about()["commit"], "seeds": options.seeds, "scenes": {}, "recall": {}}
     for family in ("emoji", "flickr8k"):
         names = [name for name in options.only if name.startswith(family)]
         if not names:
@@ -161,10 +161,6 @@ def of_kind(kind: str, trivial: Scores, models: Mapping[str, list[Scores]]) -> d
         for key in [k for k in seeds[0] if k.startswith(f"{kind}/") and not k.endswith("/hit")]:
             found[f"{name}: {key.split('/')[1]}"] = [seed[key] for seed in seeds]
     return {name: seeds for name, seeds in found.items() if np.isfinite(seeds[0]).all()}
-
-
-def commit() -> str:
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
 def rounded(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The page of the studies, their files, and what their commands print."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -397,15 +398,6 @@ def draw_best_k(axes: "Axes", kept: Mapping[str, Any]) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object."""
-    try:
-        value = read_json(path)
-    except UserError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def read_image(folder: Path, name: str) -> bytes | None:
     """Read an image beside the studies of a folder."""
     try:
@@ -415,6 +407,9 @@ def read_image(folder: Path, name: str) -> bytes | None:
 
 
 def read_studies(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the results of earlier calls of `python -m papers analyse` in a folder."""
-    found = {name: read_object(folder / f"{name}.json") for name in NAMES}
-    return {name: study for name, study in found.items() if study is not None}
+    """Read the results of earlier calls of `python -m papers analyse` in a folder; damaged files count as none."""
+    found = {}
+    for name in NAMES:
+        with suppress(UserError):
+            found[name] = read_json(folder / f"{name}.json")
+    return {name: study for name, study in found.items() if isinstance(study, dict)}

@@ -1,6 +1,5 @@
 """The tables of methods and of uncertainty are what their benchmarks make of the result files."""
 
-import importlib
 import json
 import re
 import runpy
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.scripts import benchmark
-from support.words import folded
 
 from papers.benchmarks import uncertainty_tables
 from papers.benchmarks.uncertainty_multiplicity import partial_statistic
@@ -49,28 +47,6 @@ def test_the_referee_prints_the_files_that_hold_its_figures(monkeypatch, capsys)
         runpy.run_module("papers.benchmarks.referee", run_name="__main__")
         printed = capsys.readouterr().out
         assert "| sfumato |" in printed and seen in printed
-
-
-def test_rows_of_new_methods_are_added_to_reports_of_the_same_model(capsys):
-    with_rows = importlib.import_module("papers.benchmarks.referee").with_rows
-    recall = lambda value: {
-        "corruptions": {},
-        "tests": {"test": {d: {"recall": {"value": value}} for d in ("t2i", "i2t")}},
-    }
-    report = lambda value, **methods: {"options": 1, "digest": str(value), "about": {"commit": "c"}, "methods": methods}
-    old = {"a": report(0.5, top1=recall(0.5)), "b": report(0.5, top1=recall(0.5))}
-    new = {key: report(0.501, mine=recall(0.501), top1=recall(0.7)) for key in old} | {"c": report(0.5)}
-    new["b"]["options"] = 2
-    merged = with_rows(old, new, ["mine"])
-    assert list(merged) == ["a", "b"] and merged["b"] == old["b"]
-    assert merged["a"]["methods"] == {"top1": recall(0.5), "mine": recall(0.501)} and merged["a"]["digest"] == "0.5"
-    assert merged["a"]["about"] == {"commit": "c", "added": {"mine": {"commit": "c", "digest": "0.501"}}}
-    for one in (old["a"]["methods"]["top1"], new["a"]["methods"]["mine"]):
-        one["tests"]["wordings"] = {"t2i": {"recall": {"value": 0.2 + 0.1 * (one is old["a"]["methods"]["top1"])}}}
-    assert set(with_rows(old, new, ["mine"])["a"]["methods"]["mine"]["tests"]) == {"test"}, "other splits stay alone"
-    new["a"]["methods"]["mine"] = recall(0.511)
-    assert with_rows(old, new, ["mine"]) == old
-    assert "Not added: a," in folded(capsys.readouterr().out)
 
 
 def test_a_partial_rank_correlation_is_that_of_the_residuals():
