@@ -5,11 +5,10 @@ import os
 import signal
 import socket
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from support.postgresql import postgresql, started
+from support.postgresql import postgresql
 from support.processes import Started
 from support.raising import raises
 from support.stores_contract import (
@@ -37,7 +36,6 @@ pytestmark = pytest.mark.engine
 
 pytest.importorskip("psycopg")
 
-DEBIAN = Path("/usr/lib/postgresql/15/bin")
 PASSWORD = "s3cr/t?@:#word"
 QUOTED = "s3cr%2Ft%3F%40%3A%23word"
 OTHERS = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
@@ -333,18 +331,6 @@ def test_servers_that_are_not_there():
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UserError, match="timeout"):
         open_store(f"postgresql://someone@127.0.0.1:{silent.getsockname()[1]}/x?connect_timeout=2")
     assert time.monotonic() - started_at < 10
-
-
-def test_a_server_without_pgvector():
-    if not (DEBIAN / "initdb").exists():
-        pytest.skip(f"no PostgreSQL without pgvector at {DEBIAN}")
-    server = started(DEBIAN)
-    try:
-        if server.execute("SELECT 1 FROM pg_available_extensions WHERE name = 'vector'"):
-            pytest.skip("this PostgreSQL has pgvector")
-        raises(UserError, r"this database has no pgvector .* CREATE EXTENSION vector", create_store, server.url(), 3)
-    finally:
-        server.remove()
 
 
 def test_a_killed_client_loses_nothing(server):

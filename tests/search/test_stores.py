@@ -182,22 +182,13 @@ def test_create_and_open_look_first(tmp_path):
     raises(UserError, "is closed; open it again", store.upsert, records(1, 3, 0))
 
 
-def without_faiss(folder):
-    assert "faiss" not in sys.modules  # nothing has asked for it so far
-    sys.modules["faiss"] = None
-    store = create_store(f"{folder}/flat", 2)
-    store.upsert(Records(("a", "b"), torch.tensor([[0.0, 1.0], [5.0, 5.0]]), torch.zeros(2), ({}, {})))
+def test_flat_needs_no_faiss_and_the_others_name_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    store, batch = create_store(f"{tmp_path}/flat", 2), records(9, 2, 1)
+    store.upsert(batch)
     store.optimise()
-    print(store.search(torch.tensor([[5.0, 4.0]]), 1)[0].ids)
-    try:
-        create_store(f"{folder}/hnsw?engine=hnsw", 2)
-    except UserError as error:
-        print(error)
-
-
-def test_flat_needs_no_faiss_and_the_others_name_the_extra(tmp_path):
-    status, printed = Started(without_faiss, tmp_path).finish()
-    assert status == 0 and "('b',)" in printed and "pip install 'sfumato[faiss]'" in printed, printed
+    assert_nearest(store, by_id(batch), queries(2, 2, 2), 3)
+    raises(UserError, r"pip install 'sfumato\[faiss\]'", create_store, f"{tmp_path}/hnsw?engine=hnsw", 2)
 
 
 def test_flat_is_exact_whatever_lies_far_away(tmp_path):
