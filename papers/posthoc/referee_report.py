@@ -1,7 +1,11 @@
-"""The file of the referee (RUN-seedN.json): what stands in it."""
+"""The file of the referee (RUN-seedN.json): what stands in it, and its JSON Schema."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
 
 from papers.uncertainty.binned_recall import BinnedRecall, RecallBinning
 from sfumato.ids import Direction
@@ -106,3 +110,16 @@ class RefereeReport:
     about: dict[str, Any]  # what the caller says
     machine: Machine
     methods: dict[str, FittedMethod | UnavailableMethod]
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    """Titles of fields would repeat their names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def report_schema() -> str:
+    """The JSON Schema of a report, as papers/docs/referee.schema.json has it."""
+    schema = TypeAdapter(RefereeReport).json_schema(schema_generator=_WithoutTitles)
+    return json.dumps({"$schema": GenerateJsonSchema.schema_dialect} | schema, indent=1) + "\n"

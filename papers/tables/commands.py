@@ -1,4 +1,4 @@
-"""`python -m papers table`: the tables and figures of the papers, repeated."""
+"""`python -m papers table`, `figure` and `toy`: the tables and figures of the papers, repeated."""
 
 import json
 import re
@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from papers.commands import app
+from papers.commands import Seed, app
 from sfumato.cli.common import AsJson, check_out_folder, command, flag, word
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
     from papers.tables.items import PaperItem
+
+
+_OVERRIDES = (
+    "Change to all recipes, e.g. train.epochs=5, or a study's setting, e.g. toy.seed=1. A wrong one lists them."
+)
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,7 @@ class RepeatFlags:
 def table(
     *,
     name: str | None = word(None, 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
-    overrides: list[str] | None = word(
-        None,
-        "Change to all recipes, e.g. train.epochs=5, or a study's setting, e.g. toy.seed=1. A wrong one lists them.",
-        "SECTION.KEY=VALUE",
-    ),
+    overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
     listed: bool = flag(False, "List all tables and figures with their state and what they need.", "--list"),
     flags: RepeatFlags,
 ) -> None:
@@ -58,16 +59,65 @@ def table(
     print_items(paper_items())
 
 
+@command(app)
+def figure(
+    *,
+    name: str = word(..., 'Figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
+    overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
+    flags: RepeatFlags,
+) -> None:
+    """Repeat a figure of the papers: the same as `table` with "Fig." before the number."""
+    from papers.tables.items import find_item
+
+    paper, _, number = name.rpartition(" ")
+    repeat(find_item(name if "fig" in name.lower() else f"{paper} Fig. {number}"), [*(overrides or [])], flags)
+
+
+@command(app)
+def toy(
+    seed: Seed = 0,
+    updates: int = flag(500, "Number of mini-batches that each method is trained on.", min=1),
+    out: Path = flag(Path("tables"), "Folder for the figure."),
+    as_json: AsJson = False,
+) -> None:
+    """Repeat the toy study in two dimensions: PCME++ Fig. A.1.
+
+    Does each method give uncertain samples larger variances than certain ones?
+    """
+    from papers.tables.items import find_item
+
+    flags = RepeatFlags(None, 1, Path(), None, published=False, out=out, latex=False, as_json=as_json)
+    made, folder = make(find_item("PCME++ Fig. A.1"), [f"toy.seed={seed}", f"toy.updates={updates}"], flags)
+    if not as_json:
+        return show(made, folder)
+    methods, names = made.numbers["methods"], ("ratio", "published_ratio", "certain", "uncertain")
+    of = {name: {method: found.get(name) for method, found in methods.items()} for name in names}
+    print(json.dumps({"seed": seed, "updates": updates} | of | {"out": str(folder)}))
+
+
 def repeat(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> None:
     """Make, write and print a table or figure."""
+    from papers.tables.printed import print_published
+
+    if flags.published:
+        return print(json.dumps(item.rows, ensure_ascii=False)) if flags.as_json else print_published(item)
+    if flags.latex and item.draw:
+        raise UserError(f"{item.id} is a figure; leave --latex out")
+    made, folder = make(item, overrides, flags)
+    if flags.as_json:
+        print(json.dumps(made.to_json(), ensure_ascii=False))
+    elif flags.latex:
+        print((folder / "table.tex").read_text(encoding="utf-8"), end="")
+    else:
+        show(made, folder)
+
+
+def make(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> tuple[Any, Path]:
+    """Make and write a table or figure; what was made, and its folder."""
     from papers.tables import drawn, figure_numbers, paper_tables, printed
     from sfumato.charts import require_matplotlib
     from sfumato.models.run import choose_device
 
-    if flags.published:
-        return print(json.dumps(item.rows, ensure_ascii=False)) if flags.as_json else printed.print_published(item)
-    if flags.latex and item.draw:
-        raise UserError(f"{item.id} is a figure; leave --latex out")
     item, changes = paper_tables.with_settings(item, overrides)
     chosen, instances = paper_tables.choose_data(item, flags.data, changes), tuple(flags.instances or ())
     if instances and not (item.plausible and chosen.name == "coco"):
@@ -79,11 +129,14 @@ def repeat(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> None:
     repeated: Any = figure_numbers.make_figure if item.draw else paper_tables.make_table
     made = repeated(item, chosen, flags.runs, n_seeds=flags.seeds, instances=instances, device=choose_device())
     (drawn.write_figure if item.draw else printed.write_table)(made, folder)
-    if flags.as_json:
-        return print(json.dumps(made.to_json(), ensure_ascii=False))
-    if flags.latex:
-        return print((folder / "table.tex").read_text(encoding="utf-8"), end="")
-    if item.draw:
+    return made, folder
+
+
+def show(made: Any, folder: Path) -> None:
+    """Print what was made, and where it is."""
+    from papers.tables import drawn, printed
+
+    if made.item.draw:
         drawn.print_figure(made)
     else:
         printed.paper_table(made).show()

@@ -1,4 +1,4 @@
-"""Anybody's estimators in the referee: built-in ones from their numbers, bad files, the guide's lines."""
+"""Anybody's estimators in the referee: built-in ones from their numbers, bad files, the guide's lines, the schema."""
 
 import csv
 import json
@@ -17,6 +17,7 @@ from papers.posthoc.added import COLUMNS, read_added
 from papers.posthoc.contestants import fit_contestant, pair_calibration
 from papers.posthoc.frozen_model import FrozenModel, FrozenSplit, freeze
 from papers.posthoc.referee import RefereeOptions, referee_model
+from papers.posthoc.referee_report import report_schema
 from sfumato.errors import UserError
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
@@ -195,7 +196,7 @@ def test_ids_are_one_for_each_item_or_none():
     assert other.text_ids == ("t, 21", "t, 35") and other.image_ids == split.image_ids
 
 
-# ---------------------------------------------------------------- the guide and the command
+# ---------------------------------------------------------------- the guide, the command and the schema
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("added")
@@ -236,3 +237,25 @@ def test_the_lines_of_the_guide_write_a_file_that_the_command_takes(run, scores,
     short.write_text("\n".join(rows[:-1]))
     status, out, err = papers("referee", run, *arguments[:-1], short)
     assert status == 2 and "lacks 1 of" in folded(err) and "Traceback" not in err
+
+
+def test_a_report_fits_its_schema(run, scores):
+    jsonschema = pytest.importorskip("jsonschema", reason="comes with schemathesis")
+    schema = json.loads(report_schema())
+    loaded = load_run(run)
+    model = freeze(loaded, loaded.recipe.data, ("test",), name="mine", n_corrupted=4)
+    options = RefereeOptions(methods=("constant", "top1", "laplace"), n_resamples=5, n_absent=3)
+    report = json.loads(json.dumps(referee_model(model, options, added=read_added([scores]))))
+    assert report["methods"]["top1"]["corruptions"] and "unavailable" in report["methods"]["laplace"]
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    assert not list(validator.iter_errors(report))
+    for key, value in (("ece", "small"), ("platt", [1.0]), ("recall", {"value": 1.0})):
+        wrong = json.loads(json.dumps(report))
+        wrong["methods"]["top1"]["tests"]["test"]["t2i"][key] = value
+        assert list(validator.iter_errors(wrong)), key
+
+
+def test_the_schema_in_the_documentation_is_this_one():
+    """Otherwise: python -c 'import papers.posthoc.referee_report as r; print(r.report_schema(), end="")' > FILE."""
+    assert (ROOT / "papers" / "docs" / "referee.schema.json").read_text(encoding="utf-8") == report_schema()
