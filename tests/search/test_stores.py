@@ -26,6 +26,7 @@ from support.stores_contract import (
 )
 
 from sfumato.errors import UserError
+from sfumato.search.stores import local, local_files
 from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreInUseError
 
 
@@ -183,6 +184,7 @@ def test_create_and_open_look_first(tmp_path):
 
 
 def test_flat_needs_no_faiss_and_the_others_name_the_extra(tmp_path, monkeypatch):
+    assert "faiss" not in {*vars(local), *vars(local_files)}, "it is imported where it is used"
     monkeypatch.setitem(sys.modules, "faiss", None)
     store, batch = create_store(f"{tmp_path}/flat", 2), records(9, 2, 1)
     store.upsert(batch)
