@@ -134,7 +134,7 @@ def test_parity_ranked_lists(k):
     lists = []
     for best, queries, gallery in zip(coco_best(), (images, captions), (captions, images), strict=True):
         ids = np.array(gallery, np.int64)
-        lists.append({int(q): ids[row] for q, row in zip(queries, best[:, :k], strict=True)})
+        lists.append({int(q): ids[row].tolist() for q, row in zip(queries, best[:, :k], strict=True)})
     ground_truths = [ground_truths[name] for name in ("coco_1k", "coco_5k", "cxc", "eccv")]
     if k == 500:
         found = evaluate_ranked_lists(*lists, images, captions, ground_truths)

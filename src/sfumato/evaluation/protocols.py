@@ -418,9 +418,11 @@ def _positions(
     name = plan.query_ids[query]
     if name not in lists:
         raise ValueError(f"{plan.direction}: there is no list for query {name!r}")
-    items = [str(item) for item in lists[name]]
-    if unknown := [item for item in items if item not in position]:
-        raise ValueError(f"{plan.direction}: the list of {name!r} holds the unknown id {unknown[0]!r}")
-    if (twice := first_twice(items)) is not None:
-        raise ValueError(f"{plan.direction}: the list of {name!r} holds {twice!r} more than once")
-    return np.array([position[item] for item in items], np.int64)
+    items = list(map(str, lists[name]))
+    found = list(map(position.get, items))
+    if None in found:
+        unknown = items[found.index(None)]
+        raise ValueError(f"{plan.direction}: the list of {name!r} holds the unknown id {unknown!r}")
+    if len(set(items)) < len(items):
+        raise ValueError(f"{plan.direction}: the list of {name!r} holds {first_twice(items)!r} more than once")
+    return np.array(found, np.int64)
