@@ -67,8 +67,9 @@ def page_part(paper: str) -> str:
     lines = ["| item | what it shows | command | state |", "| --- | --- | --- | --- |"]
     for item in paper_items().values():
         if item.paper == paper:
-            command = f"`{item.to_json()['command']}`" if item.to_json()["command"] else "–"
-            lines.append(f"| {title(item)} | {escaped(item.about)} | {command} | {state(item)} |")
+            about, own = item.about.replace("|", "\\|"), item.to_json()["command"]
+            command = f"`{own}`" if own else "–"
+            lines.append(f"| {title(item)} | {about} | {command} | {state(item)} |")
     notes = [f"{title(item)}: {item.note}" for item in paper_items().values() if item.paper == paper and item.note]
     if notes:
         lines += ["", *textwrap.wrap(" ".join(notes), 120, break_long_words=False, break_on_hyphens=False)]
@@ -86,11 +87,6 @@ def state(item: PaperItem) -> str:
         return f"[run]({item.results})"
     able = [name for name in item.data_sets if name != item.benchmark]
     return "; ".join([item.state, *([", ".join(f"`{name}`" for name in able)] if able else [])])
-
-
-def escaped(text: str) -> str:
-    """For a cell of a table."""
-    return text.replace("|", "\\|")
 
 
 def with_parts(text: str) -> str:

@@ -145,12 +145,6 @@ def fitted(rows: list[Rows]) -> LinearLogit:
     return LinearLogit(round(slope, 4), round(bias, 4), *(tuple(round(v, 4) for v in values) for values in lists))
 
 
-def unfitted(axes: Tensor, usual: float) -> CaptionFits:
-    """Axes without logits."""
-    nothing = LinearLogit(1.0, 0.0, (), (), ())
-    return CaptionFits(nothing, nothing, nothing, usual, axes.float())
-
-
 def fit(crowd: Verdicts, evidence: dict[int | None, CaptionEvidence], use: np.ndarray, axes: Tensor) -> CaptionFits:
     """The constants by the verdicts about some pairs."""
     usual = round(float(evidence[None].image[~crowd.own].mean()), 2)
@@ -244,7 +238,8 @@ def main() -> None:
     place = {name: i for i, name in enumerate(data.files)}
     crowd = Verdicts.read(given.judgements / "crowd.csv", place, ("yes", "no"))
     expert = Verdicts.read(given.judgements / "expert.csv", place, ("score_1", "score_2", "score_3"))
-    plain = unfitted(axes, 0.0)
+    nothing = LinearLogit(1.0, 0.0, (), (), ())
+    plain = CaptionFits(nothing, nothing, nothing, 0.0, axes.float())
     evidence = {name: known(verdicts, data, plain) for name, verdicts in (("crowd", crowd), ("expert", expert))}
     half = crowd.half(len(data.files))
     halves = [fit(crowd, evidence["crowd"], half == h, axes) for h in (0, 1)]

@@ -123,10 +123,6 @@ def npy_bytes(row: np.ndarray) -> bytes:
         return file.getvalue()
 
 
-def of_features(features: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.from_numpy(features).float(), None
-
-
 def corrupted_captions(
     model: FrozenModel,
     captions: Sequence[str],
@@ -171,7 +167,8 @@ def coco_captions(work: Path, data: Path, seed: int, *, layer: int) -> FrozenMod
         splits.append(FrozenSplit(embedded[first], embedded[others], pairs))
         texts.append([captions[k] for k in others.tolist()])
     model = FrozenModel(f"coco-captions-layer{layer}", splits[0], splits[1], {"test": splits[2]})
-    return replace(model, corruptions=corrupted_captions(model, texts[2], seed, of_features, layer))
+    found = corrupted_captions(model, texts[2], seed, lambda x: (torch.from_numpy(x).float(), None), layer)
+    return replace(model, corruptions=found)
 
 
 MODELS: dict[str, Callable[[Path, Path, int], FrozenModel]] = {

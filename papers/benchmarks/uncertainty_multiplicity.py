@@ -93,8 +93,8 @@ def partial_statistic(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> Statistic:
 def deciles(scores: Sequence[np.ndarray], counts: np.ndarray) -> list[float]:
     """The mean number of matches in ten bins of ascending uncertainty, mean over seeds."""
     orders = [np.array_split(np.argsort(x, kind="stable"), 10) for x in scores]
-    found = np.mean([[counts[part].mean() for part in order] for order in orders], axis=0)
-    return [float(value) for value in found]
+    found: list[float] = np.mean([[counts[part].mean() for part in order] for order in orders], axis=0).tolist()
+    return found
 
 
 def recalls(
@@ -113,7 +113,7 @@ def recalls(
         figures = bootstrap(statistics, int(known.sum()), n_resamples=n_resamples, groups=groups[known])
         bins = [[b["recall"] for b in RecallByUncertainty.of(x, hit).bins] for x, hit in pairs]
         found[name] = {key: vars(value) for key, value in figures.items()}
-        found[name]["recall"] = [float(value) for value in np.mean(bins, axis=0)]
+        found[name]["recall"] = np.mean(bins, axis=0).tolist()
     return found
 
 
@@ -163,11 +163,6 @@ def of_kind(kind: str, trivial: Scores, models: Mapping[str, list[Scores]]) -> d
     return {name: seeds for name, seeds in found.items() if np.isfinite(seeds[0]).all()}
 
 
-def rounded(value: Any) -> Any:
-    """Numbers with four digits."""
-    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.4g}"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("work", type=Path)
@@ -184,7 +179,7 @@ def main() -> None:
     if options.work.is_file():
         report = json.loads(options.work.read_text(encoding="utf-8"))
     else:
-        report = rounded(measured(options))
+        report = json.loads(json.dumps(measured(options)), parse_float=lambda text: float(f"{float(text):.4g}"))
         if options.json:
             write_atomically(options.json, json.dumps(report, separators=(",", ":")) + "\n")
     for title, text in tables(report).items():

@@ -85,18 +85,13 @@ def table(heads: list[str], rows: Mapping[str, list[str]]) -> str:
     return markdown(Table("", heads, [[row, *cells] for row, cells in rows.items() if set(cells) != {"–"}]))
 
 
-def scores_of(report: Mapping[str, Any], scene: str) -> dict[str, Any]:
-    found: dict[str, Any] = report["scenes"].get(scene, {"scores": {}})["scores"]
-    return found
-
-
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """The tables of papers/docs/uncertainty.md by their titles."""
-    found = {}
+    found, scores = {}, {scene: measured["scores"] for scene, measured in report["scenes"].items()}
     for title, columns in COLUMNS.items():
         rows = {
             label: [
-                cell(scores_of(report, scene).get(name.replace("FAMILY", family_of(scene)), {}).get(figure))
+                cell(scores.get(scene, {}).get(name.replace("FAMILY", family_of(scene)), {}).get(figure))
                 for _, scene, figure in columns
             ]
             for label, name in ROWS.items()

@@ -7,8 +7,8 @@ score as well as .9, .5, .1. The same numbers can score .7 or 0 by the binning a
 the sizes of the bins, an interval, and an AUROC beside it.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -39,10 +39,6 @@ class BinnedRecall:
     spearman: float | None  # S of their number and recall; None if it is undefined
     r_squared: float | None  # R2 of them, likewise
     score: Interval  # -S * R2, with its interval
-
-    def to_json(self) -> dict[str, Any]:
-        """The figures as plain values."""
-        return asdict(self)
 
 
 def binned_recall(

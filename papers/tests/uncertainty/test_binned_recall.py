@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_nothing_is_lost_and_undefined_is_none():
     for binning in BINNINGS:
         constant = binned_recall(np.ones(20), np.arange(20) % 2, binning=binning, n_resamples=5)
         assert constant.score.value is constant.spearman is constant.r_squared is None
-        json.dumps(constant.to_json(), allow_nan=False)
+        json.dumps(asdict(constant), allow_nan=False)
     assert binned_recall(np.arange(20.0), np.ones(20), n_resamples=5).score.value is None
 
 
