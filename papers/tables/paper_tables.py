@@ -362,9 +362,7 @@ def _measured(run: Run, embedded: EmbeddedSet, strategy: str, *, of_benchmark: b
         (chosen,) = choose_strategies(strategy)
         needs = chosen.distance == MATCH_PROBABILITY
         probability = run.ranking_distance(MATCH_PROBABILITY) if needs else None
-        result = evaluate_strategies(
-            embedded, [chosen], match_probability=probability, engine="exact",
-        )[strategy]  # fmt: skip
+        result = evaluate_strategies(embedded, [chosen], match_probability=probability)[strategy]
         by_truth, uncertainty, variance = result.figures, None, None
     else:
         measured = measure(embedded, run.ranking_distance())

@@ -6,6 +6,7 @@ from statistics import mean, stdev
 
 import pytest
 
+from papers.runs import strategies
 from papers.tables import paper_tables
 from papers.tables.items import data_sets, find_item, paper_items
 from papers.tables.printed import averaged_over
@@ -83,7 +84,11 @@ def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table,
     assert trained == {path: path.stat().st_mtime_ns for path in work.glob("runs/*/model.safetensors")}
 
 
-def test_rows_ranked_by_strategies_share_one_run(pictures, papers, tmp_path):
+def test_rows_ranked_by_strategies_share_one_run_and_those_of_faiss_search_its_lists(
+    pictures, papers, tmp_path, monkeypatch
+):
+    built, original = [], strategies._faiss_index
+    monkeypatch.setattr(strategies, "_faiss_index", lambda *a: built.append(a[1]) or original(*a))
     status, out, err = papers(
         "table", "PCME++ C.7", "--data", pictures / "dataset_flickr8k.json", *SMALL,
         f"data.images={pictures / 'images'}",
@@ -91,9 +96,10 @@ def test_rows_ranked_by_strategies_share_one_run(pictures, papers, tmp_path):
     )  # fmt: skip
     assert status == 0, err
     rows = json.loads(out)["rows"]
+    assert built == ["ivf"] * 4  # Two rows, two directions.
     (run,) = {run for row in rows for run in row["runs"]}
     asked = "mean,wasserstein2,csd,faiss_mean,faiss_rerank"
-    found = json.loads(papers("runs", "strategies", run, "--strategies", asked, "--engine", "exact", "--json")[1])
+    found = json.loads(papers("runs", "strategies", run, "--strategies", asked, "--json")[1])
     for row, name in zip(rows, asked.split(","), strict=True):
         figures = found[name]["truths"]["test"]
         both = mean(figures[side]["recall@1"] for side in ("i2t", "t2i"))
