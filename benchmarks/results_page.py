@@ -22,7 +22,7 @@ METHODS = {
     "vse0": "VSE0: triplets with all negatives",
     "vsepp": "VSE++: triplets with the hardest negative",
     "semihard": "triplets with semi-hard negatives",
-    "triplet": "VSE++ after one epoch of VSE0",
+    "triplet": "VSE++ after VSE0",
     "vseinf": "VSE∞: triplets, GPO, two-layer heads",
     "daa": "DAA",
     "pvse": "PVSE: several embeddings an item",
