@@ -37,6 +37,7 @@ from support.serving import (  # fmt: skip
 
 from sfumato.data.images import POINTER, FolderImages, UploadedImages
 from sfumato.errors import UserError
+from sfumato.serve.app import create_app
 from sfumato.serve.decoding import Unavailable, shown, stored
 from sfumato.serve.embedding import Batcher
 from sfumato.serve.problems import Refusal
@@ -314,22 +315,21 @@ def test_a_model_that_fails_is_a_500_without_particulars(sources, caplog):
 def test_not_ready_before_and_after(sources):
     slowly = slow(sources)
     slowly.model.go.clear()
-    seen = []
-    original = httpx.Client.get
+    app = create_app(slowly)
 
-    def watch(self, path, **options):
-        answer = original(self, path, **options)
-        if path == "/readyz":
-            seen.append(answer.status_code)
-            slowly.model.go.set()
-        return answer
+    async def statuses():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+            async with app.router.lifespan_context(app):
+                before = await client.get("/readyz")
+                slowly.model.go.set()
+                await app.state.service.warmed()
+                while_it_runs = await client.get("/readyz")
+            return before, while_it_runs, await client.get("/readyz")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(httpx.Client, "get", watch)
-        with served(slowly) as client:
-            client.app.state.service.ready.clear()
-            problem(client.get("/readyz"), 503)
-    assert seen[0] == 503 and 200 in seen
+    before, while_it_runs, after = asyncio.run(statuses())
+    assert (
+        while_it_runs.status_code == 200 and problem(before, 503)["code"] == problem(after, 503)["code"] == "not-ready"
+    )
 
 
 def test_a_store_that_fails_is_503(writable, monkeypatch, caplog):

@@ -870,9 +870,7 @@ def test_thumbs_keys_and_undo(judged, visit):
     page.reload()
     expect(no).to_have_attribute("aria-pressed", "true")
     use.click()
-    expect(page.locator("#notice")).to_have_text(
-        "Nothing changed: there are 1 verdict on 1 search, and it takes at least 5 searches."
-    )
+    expect(page.locator("#notice")).to_contain_text("Nothing changed: 1 verdict on 1 search")
     items.nth(at).locator(".pick").focus()
     with page.expect_response("**/v1/judgements"):
         page.keyboard.press("n")  # Again: undo.

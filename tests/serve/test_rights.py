@@ -66,16 +66,6 @@ def test_a_service_that_takes_no_writes(collection):
             problem(client.put("/v1/items/000.png"), 403)  # Whatever may become a write.
 
 
-def test_the_command_takes_rights(collection, sfumato, monkeypatch):
-    apps = []
-    monkeypatch.setattr("sfumato.serve.server.run_app", lambda app, **options: apps.append(app))
-    monkeypatch.setenv("SFUMATO_API_KEY", f"read:{READER}")
-    assert sfumato("serve", collection, "--read-only", "--port", 0)[0] == 0
-    service = apps[0].state.service
-    service.sources.close()
-    assert service.settings.read_only and service.settings.reading_keys == (READER,) and not service.settings.keys
-
-
 def test_keys_of_a_file(tmp_path):
     file = tmp_path / "keys"
     file.write_text(f"{KEY}\n\nread: {READER}\n write:another:one \n read:second-reader\n")

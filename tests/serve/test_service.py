@@ -103,7 +103,7 @@ def library(sources, query, gallery="images", max_results=10, filter=None, absta
     options = SearchOptions(filter=wanted or None, max_risk=abstain, max_set=40, **options)
     searcher = sources.searcher(gallery)
     if "id" in query:
-        return searcher.items([query["id"]], max_results, options)[0]
+        return searcher.search_items([query["id"]], max_results, options)[0]
     if "image" in query:
         return searcher.answers([base64.b64decode(query["image"])], max_results, options)[0]
     text = TextQuery(query["text"], tuple(query.get("also", ())), tuple(query.get("without", ())))
@@ -569,16 +569,28 @@ def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, 
     assert "cannot answer: no such table" in err and not out
 
 
-def test_the_command_says_what_is_wrong(run, tmp_path, sfumato, monkeypatch):
-    monkeypatch.setattr("sfumato.serve.server.Server.run", lambda self: pytest.fail("it serves"))
+def test_the_command_says_what_is_wrong_and_hands_on_what_is_right(run, collection, tmp_path, sfumato, monkeypatch):
+    apps = []
+    monkeypatch.setattr("sfumato.serve.server.run_app", lambda app, **options: apps.append(app))
+    (tmp_path / "v.jsonl").write_text("{}\n")
     for arguments, message in (
         ((tmp_path / "nothing",), str(tmp_path / "nothing")),
         ((run, "--host", "0.0.0.0"), "--no-key"),
         ((run, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
         ((run,), "is a run; serve an index of it"),
+        ((collection, "--judgements", tmp_path), "is a folder"),
+        ((collection, "--judgements", tmp_path / "none" / "v.jsonl"), "does not exist"),
+        ((collection, "--judgements", tmp_path / "v.jsonl"), "line 1"),
     ):
-        status, out, err = sfumato("serve", *arguments)
-        assert status == 2 and message in err and not out and "Traceback" not in err, err
+        assert message in sfumato.refused("serve", *arguments) and not apps
+    monkeypatch.setenv("SFUMATO_API_KEY", "read:a-key-for-reading")
+    right = "--read-only", "--port", 0, "--judgements", tmp_path / "new.jsonl", "--set", "timeout=7"
+    assert sfumato("serve", collection, *right)[0] == 0
+    service = apps[0].state.service
+    service.sources.close()
+    found = service.settings
+    assert found.read_only and found.reading_keys == ("a-key-for-reading",) and not found.keys
+    assert found.judgements == tmp_path / "new.jsonl" and found.timeout == 7
 
 
 def test_idle_connections_are_kept_longer_than_proxies_keep_them(sources, monkeypatch):

@@ -36,8 +36,6 @@ def test_what_cannot_be_measured_or_refined_is_refused(sfumato, index, tmp_path)
     assert "is a collection; refine its probabilities with --judgements FILE" in folded(
         sfumato.refused("calibrate", index)
     )
-    said = folded(sfumato.refused("evaluate", index))
-    assert "write sfumato evaluate VERB" in said and "index" in said.partition("VERB is")[2]
 
 
 def all_verdicts(index, yes):

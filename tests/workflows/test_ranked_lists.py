@@ -97,9 +97,6 @@ def test_the_commands(sfumato, tmp_path):
     assert "--calibrator" in refused("score", "--run", run, "--out", tmp_path / "x")
     assert "one of the other files" in refused("score", "--run", run, "--calibrator", out, "--out", run)
     assert "no file of a score calibrator" in refused("score", "--run", run, "--calibrator", run, "--out", "x")
-    assert "must be no or unknown" in refused(
-        "calibrate", "--run", run, "--qrels", qrels, "--out", out, "--unjudged", "x"
-    )
 
 
 def test_bad_files(tmp_path):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from typer.core import TyperGroup
 
 from sfumato.cli.common import (
     AsJson,
@@ -34,19 +33,7 @@ if TYPE_CHECKING:
     from sfumato.models.process_group import ProcessGroup
 
 
-class _Verbs(TyperGroup):
-    """Names the verbs in one line where one is missing."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in self.commands:
-            raise UserError(
-                f"evaluate {args[0]}: write sfumato evaluate VERB ..., where VERB is {', '.join(self.commands)}"
-            )
-        return super().resolve_command(ctx, args)
-
-
 evaluate = typer.Typer(
-    cls=_Verbs,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Evaluate a run or a model, embedding files, or an index.",

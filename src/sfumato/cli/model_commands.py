@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sfumato.cli.common import (
     AsJson,
@@ -78,7 +79,7 @@ class JudgedLists:
     qrels: Path | None = flag(None, "With --run: which hits match, as TREC qrels (QUERY 0 ITEM GRADE).", metavar="FILE")
     out: Path | None = flag(None, "With --run: file of the calibrator, for sfumato score.", metavar="FILE")
     lower: bool = flag(False, "With --run: a smaller score is a better hit, as of distances.", "--lower-is-better")
-    unjudged: str = flag("no", "With --run: hits that qrels lack are no matches (no), or unknown.", metavar="WORD")
+    unjudged: Literal["no", "unknown"] = flag("no", "With --run: hits that qrels lack are no matches (no), or unknown.")
 
     @property
     def given(self) -> bool:
@@ -94,8 +95,6 @@ class JudgedLists:
 
         if self.lists is None or self.qrels is None or self.out is None:
             raise UserError("give --run FILE, --qrels FILE and --out FILE together")
-        if self.unjudged not in ("no", "unknown"):
-            raise UserError(f"--unjudged must be no or unknown, got {self.unjudged!r}")
         check_out_file(self.out)
         made = ScoreCalibrator(higher_is_better=not self.lower)
         found = fit_lists(self.lists, self.qrels, made, unjudged=self.unjudged)

@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sfumato.cli.common import (
     AsJson,
@@ -338,7 +338,7 @@ def serve(
         None, "File for people's verdicts on hits, made if it does not exist. Without it the page asks for none."
     ),
     access_log: bool = flag(False, "Log a line for every request.", "--access-log"),
-    log_format: str = rare("text", "Lines of the log: text, or json for one object a line.", metavar="text|json"),
+    log_format: Literal["text", "json"] = rare("text", "Lines of the log: text, or json for one object a line."),
     limits: list[str] | None = rare(
         None, "Change a limit, e.g. timeout=60 or max_upload_mb=20; repeatable.", "--set", metavar="NAME=VALUE"
     ),
@@ -357,7 +357,6 @@ def serve(
         from sfumato.serve.app import create_app
         from sfumato.serve.settings import Settings, open_sources, parse_limits, read_keys
 
-    server.formatter_of(log_format)
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     if judgements is not None:
         check_out_file(judgements, option="--judgements")

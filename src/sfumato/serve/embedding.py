@@ -193,7 +193,7 @@ class Embedder:
             kinds = self.kinds()
             ways = [*["by text"] * kinds.text, *["by vector"] * bool(kinds.vector), "by item"]
             reads = f"the model of this service reads {features}, not {side}s; search {' or '.join(ways)}"
-            raise Refusal(422, reason := f"{where[0]}: {reads}", errors=[(where[0], reason)])
+            raise wrong((where[0], reads))
 
     async def embed_texts(self, texts: Sequence[str | bytes], where: Sequence[str]) -> list[GaussianEmbedding]:
         """Embed texts. where: their places in the request. Returns one (1, d) embedding of each."""
@@ -253,7 +253,7 @@ class Embedder:
         sides = [self.vector_sides[modality] for modality, _, _ in vectors]
         found = [side.reason or side.error(vector) for side, (_, vector, _) in zip(sides, vectors, strict=True)]
         if bad := [(where, error) for (_, _, where), error in zip(vectors, found, strict=True) if error]:
-            raise Refusal(422, f"{bad[0][0]}: {bad[0][1]}", errors=bad)
+            raise wrong(*bad)
         rows: dict[int, GaussianEmbedding] = {}
         for modality, side in self.vector_sides.items():
             chosen = [i for i, one in enumerate(sides) if one is side]
@@ -267,7 +267,7 @@ class Embedder:
         for i, (_, _, where) in enumerate(vectors):
             if not (rows[i].mean.square().sum() + rows[i].total_variance).isfinite():
                 expected = "expected numbers like the model's data"
-                raise wrong(where, f"the embedding of this vector by the model is not finite; {expected}")
+                raise wrong((where, f"the embedding of this vector by the model is not finite; {expected}"))
         return [rows[i] for i in range(len(vectors))]
 
 
@@ -282,7 +282,7 @@ def usable(found: Sequence[Result | BaseException], where: Sequence[str]) -> lis
         if not isinstance(error, ValueError | OSError):
             raise error
     if bad:
-        raise Refusal(422, f"{bad[0][0]}: {bad[0][1]}", errors=[(place, str(error)) for place, error in bad])
+        raise wrong(*((place, str(error)) for place, error in bad))
     return [one for one in found if not isinstance(one, BaseException)]
 
 

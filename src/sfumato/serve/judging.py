@@ -21,7 +21,7 @@ from sfumato.evaluation.judgements import (
     read_judgements,
 )
 from sfumato.search.answer import Target
-from sfumato.serve.problems import WORD, Model, Refusal, busy
+from sfumato.serve.problems import WORD, Model, Refusal, busy, wrong
 from sfumato.serve.schemas import ItemId, Text
 from sfumato.serve.service import Service
 from sfumato.serve.settings import MOST, ServedGallery
@@ -242,7 +242,7 @@ def _check_ids(served: ServedGallery, wanted: JudgementsRequest) -> None:
         if one.yes is not None and one.id not in there
     ]
     if errors:
-        raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
+        raise wrong(*errors, before="Nothing was stored: ")
 
 
 def _in_words(found: Refined) -> str:
@@ -254,6 +254,4 @@ def _in_words(found: Refined) -> str:
             f"Used {judged}: the probabilities of these results were off by {before:.0f} percentage points as"
             f" packaged, and are off by {after:.0f} now."
         )
-    if found.n_queries < N_FOLDS:
-        return f"Nothing changed: there are {judged}, and it takes at least {N_FOLDS} searches."
-    return f"Nothing changed: {judged} show no change that is clearly better, so the packaged probabilities stay."
+    return f"Nothing changed: {judged} show no clearly better change. It takes verdicts on at least {N_FOLDS} searches."

@@ -185,6 +185,8 @@ class ConformalSet(Model):
 class VerdictText(Model):
     """The answer in words."""
 
+    model_config = ConfigDict(from_attributes=True)  # It is that of the library.
+
     kind: Literal["clear", "few", "many", "unsure", "nothing", "abstained", "unfamiliar"] = Field(
         description="for programs"
     )

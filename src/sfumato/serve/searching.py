@@ -30,7 +30,6 @@ from sfumato.serve.schemas import (
     ResultRecord,
     SearchFields,
     SearchResponse,
-    VerdictText,
 )
 from sfumato.serve.settings import GalleryName, ServedGallery, Settings, Sources
 
@@ -77,7 +76,7 @@ def decoded(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Refusal(422, f"{where}: not base64", errors=[(where, f"not base64: {error}")]) from error
+        raise wrong((where, f"not base64: {error}")) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +112,7 @@ class Searches:
         if "max_results" not in wanted.model_fields_set:
             k = min(k, limits.max_results)
         if k > limits.max_results:
-            raise wrong("max_results", f"{k} is more than the limit of {limits.max_results}; ask for fewer")
+            raise wrong(("max_results", f"{k} is more than the limit of {limits.max_results}; ask for fewer"))
         options = wanted.of_search(self._max_set(len(asked), k))
         if not options.max_risk is options.coverage is options.min_probability is None:
             await self._threads.run(_refuse_guarantees, served, asked, options)
@@ -134,7 +133,7 @@ class Searches:
         most, left = self.settings.max_records, self.settings.max_records - n * k
         if left < 0:
             reason = f"{n} queries with {k} results each are more than the limit of {most} in all; send fewer at a time"
-            raise wrong("max_results", reason)
+            raise wrong(("max_results", reason))
         return min(self.settings.max_results, max(1, left // n))
 
     async def _embedded(self, asked: Sequence[Asked], served: ServedGallery) -> list[GaussianEmbedding]:
@@ -171,13 +170,10 @@ class Searches:
 
     def _search(self, searches: list[_Search]) -> list[Answer]:
         """The answers to searches of several requests, in a thread."""
-        kinds = list[tuple[GalleryName, int, SearchOptions]]()
-        for one in searches:
-            if one.how not in kinds:
-                kinds.append(one.how)
         answers: dict[int, Answer] = {}
-        for how in kinds:
-            places = [i for i, one in enumerate(searches) if one.how == how]
+        while left := [i for i in range(len(searches)) if i not in answers]:
+            how = searches[left[0]].how
+            places = [i for i in left if searches[i].how == how]
             answers |= dict(zip(places, self._alike([searches[i] for i in places], *how), strict=True))
         return [answers[i] for i in range(len(searches))]
 
@@ -241,7 +237,7 @@ def drawn_hits(answer: Found) -> dict[str, Drawn]:
 
 
 _SAME = (
-    "query", "distance", "target", "calibrated", "expected_matches", "nothing_probability", "hidden", "note",
+    "query", "distance", "target", "calibrated", "expected_matches", "nothing_probability", "hidden", "verdict", "note",
     "suggestion", "warning", "abstained",
 )  # fmt: skip
 """Fields that an answer of the library and of the service have in common."""
@@ -258,7 +254,6 @@ def _answer(
         **{name: getattr(found, name) for name in _SAME},
         kind=kind,
         total_variance=found.uncertainty,
-        verdict=None if found.verdict is None else VerdictText(kind=found.verdict.kind, text=found.verdict.text),
         hits=[_hit(served, hit, found.calibrated, drawn.get(hit.id)) for hit in found],
         conformal_set=whole,
     )
@@ -286,7 +281,7 @@ def check_payloads(payloads: Iterable[Mapping[str, str]], max_bytes: int, number
         total += sum(len(name) + len(value) for name, value in payload.items())
         if total > max_bytes:
             reason = f"the payloads of the response have more than {max_bytes} bytes; ask for fewer items"
-            raise Refusal(422, f"Too large: {reason}", errors=[(number, reason)])
+            raise wrong((number, reason), before="Too large: ")
 
 
 def image_path(served: ServedGallery, id: str, payload: Mapping[str, str]) -> str | None:

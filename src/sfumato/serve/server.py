@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from types import FrameType
+from typing import Literal
 
 import uvicorn
 from fastapi import FastAPI
@@ -96,18 +97,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def formatter_of(name: str) -> logging.Formatter:
-    """How the lines of a log look, by the name of the format."""
-    known = {"text": logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"), "json": JsonFormatter()}
-    if name not in known:
-        raise UserError(f"--log-format must be {' or '.join(known)}, got {name!r}")
-    return known[name]
+LogFormat = Literal["text", "json"]
 
 
-def log_to_stderr(formatter: logging.Formatter, *, access_log: bool) -> None:
+def log_to_stderr(form: LogFormat, *, access_log: bool) -> None:
     """Log to standard error unless logging is set up already; with a line for every request if that is wanted."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(formatter)
+    handler, text = logging.StreamHandler(), logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("sfumato.serve").setLevel(logging.DEBUG if access_log else logging.INFO)
 
@@ -157,7 +153,7 @@ IDLE = 75
 The side that closes first must be theirs, or a request that is on its way finds a closed connection."""
 
 
-def run_app(app: FastAPI, *, host: str, port: int, access_log: bool = False, log_format: str = "text") -> None:
+def run_app(app: FastAPI, *, host: str, port: int, access_log: bool = False, log_format: LogFormat = "text") -> None:
     """Serve until SIGTERM or SIGINT.
 
     After SIGTERM the service answers for `drain` seconds of its settings more, or until a second signal. Running
@@ -165,7 +161,7 @@ def run_app(app: FastAPI, *, host: str, port: int, access_log: bool = False, log
     """
     service: Service = app.state.service
     share_memory()
-    log_to_stderr(formatter_of(log_format), access_log=access_log)
+    log_to_stderr(log_format, access_log=access_log)
     config = uvicorn.Config(
         app,
         host=host,
@@ -184,8 +180,6 @@ def run_app(app: FastAPI, *, host: str, port: int, access_log: bool = False, log
     before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
         Server(config, service).run()
-    except SystemExit as error:
-        raise UserError(f"cannot serve at {host}:{port}; the port may be in use, choose another --port") from error
     finally:
         for sig, handler in before.items():
             signal.signal(sig, handler)

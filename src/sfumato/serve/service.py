@@ -148,18 +148,17 @@ class Service:
     async def measured(self) -> bytes:
         """The metrics of the service."""
         galleries = self.sources.galleries if self.ready.is_set() else {}  # Nothing here may wait for a store.
-        waiting = {
-            "text": len(self.embedder.texts),
-            "image": self.embedder.decoding + len(self.embedder.images),
-            "search": len(self.searches.waiting),
+        values: dict[str, Mapping[str, float | None]] = {
+            "waiting": {
+                "text": len(self.embedder.texts),
+                "image": self.embedder.decoding + len(self.embedder.images),
+                "search": len(self.searches.waiting),
+            },
+            "items": {name: served.gallery.size for name, served in galleries.items()},
+            "store_up": {name: not health.problem for name, health in self._stores.items()},
+            "calibrated_probability": {name: calibrated_probability(one) for name, one in galleries.items()},
         }
-        stores: dict[str, bool] = {name: not health.problem for name, health in self._stores.items()}
-        items: dict[str, int] = {name: served.gallery.size for name, served in galleries.items()}
-        calibrated: dict[str, float | None]
-        calibrated = {name: calibrated_probability(served) for name, served in galleries.items()}
-        values: dict[str, Mapping[str, float | None]]
-        values = {"waiting": waiting, "items": items, "store_up": stores, "calibrated_probability": calibrated}
-        return self.metrics.text(values, self.ready.is_set() and all(stores.values()))
+        return self.metrics.text(values, self.ready.is_set() and not self.store_problem)
 
     def changed(self, served: ServedGallery, items: int) -> None:
         """Record a write to a gallery."""
@@ -220,7 +219,8 @@ def _id_of(cursor: str) -> str:
     except ValueError:
         id = ""
     if not id or "\0" in id:
-        raise wrong("query.cursor", "is no cursor of this service; send the next_cursor of an answer, or none to begin")
+        reason = "is no cursor of this service; send the next_cursor of an answer, or none to begin"
+        raise wrong(("query.cursor", reason))
     return id
 
 

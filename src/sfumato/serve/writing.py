@@ -17,7 +17,7 @@ from sfumato.search.folder import writers_lock
 from sfumato.search.stores.protocol import StoreInUseError
 from sfumato.serve.decoding import Message, Task, message_of
 from sfumato.serve.embedding import usable
-from sfumato.serve.problems import Refusal, busy
+from sfumato.serve.problems import Refusal, busy, wrong
 from sfumato.serve.schemas import AddRequest, AddResponse, DeleteResponse, NewItem
 from sfumato.serve.searching import decoded
 from sfumato.serve.service import Service
@@ -29,10 +29,6 @@ Done = TypeVar("Done")
 _STORED = Task("stored", {}, message_of)
 _LONGEST = 2000  # characters of a payload field that an image file names itself
 _LOG = logging.getLogger("sfumato.serve")
-
-
-class _Left(Exception):
-    """Nothing was written: the caller has gone."""
 
 
 class Writer:
@@ -53,7 +49,8 @@ class Writer:
         places = [where.format(i) for i in range(len(items))]
         embedder, files = self.service.embedder, list[tuple[dict[str, str], bytes]]()
         if gallery == "images":
-            images = await self.service.threads.run(_decoded, items, places)
+            given = zip([one.image or "" for one in items], places, strict=True)
+            images = await self.service.threads.run(lambda: [decoded(image, place) for image, place in given])
             async with embedder.checked_images(images, places):
                 rows = await embedder.embed_images(images, places)
                 if served.uploads is not None:
@@ -133,7 +130,7 @@ class Writer:
                 errors.append((f"{where}.payload.{hidden}", reason))
             seen.add(one.id)
         if errors:
-            raise Refusal(422, f"Nothing was stored: {errors[0][0]}: {errors[0][1]}", errors=errors)
+            raise wrong(*errors, before="Nothing was stored: ")
 
     async def _alone(
         self, served: ServedGallery, collection: GaussianCollection, work: Callable[[], tuple[Done, int]]
@@ -151,14 +148,12 @@ class Writer:
 
         def among_services() -> tuple[Done, int]:
             with lock:
-                if not wanted:
-                    raise _Left
+                if not wanted:  # The caller has gone.
+                    raise asyncio.CancelledError
                 return work()
 
         async def locked() -> Done:
             async with self._lock:
-                if not wanted:  # The caller left while others wrote.
-                    raise asyncio.CancelledError
                 written = 0
                 try:
                     response, written = await asyncio.get_running_loop().run_in_executor(self._thread, among_services)
@@ -212,10 +207,6 @@ class Writer:
         self._going.discard(task)
         if not task.cancelled():
             task.exception()  # Retrieved, so that asyncio does not report it as lost.
-
-
-def _decoded(items: Sequence[NewItem], where: Sequence[str]) -> list[bytes]:
-    return [decoded(one.image or "", place) for one, place in zip(items, where, strict=True)]
 
 
 def _as_stored(answer: Message) -> tuple[dict[str, str], bytes]:
