@@ -108,14 +108,6 @@ def test_responses_are_bounded(sources):
         assert told["errors"][0]["where"] == "limit" and "more than 140 bytes" in told["detail"]
 
 
-def test_the_pictures_of_a_request_share_a_budget(sources):
-    small = in_base64(picture(size=(20, 20)))
-    with served(sources, max_pixels=1000) as client:
-        assert client.post("/v1/search", json={"queries": [{"image": small}] * 2}).status_code == 200
-        told = problem(client.post("/v1/search", json={"queries": [{"image": small}] * 3}), 413)
-        assert "body.queries.2.image" in told["detail"] and "1200 pixels, more than the limit of 1000" in told["detail"]
-
-
 class SlowDecoders:
     """The processes that decode, that wait for a signal before they decode proper."""
 

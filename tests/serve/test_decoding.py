@@ -211,7 +211,7 @@ def test_a_process_that_ends_is_replaced(monkeypatch):
     go(work)
 
 
-def test_all_requests_share_a_budget_of_pixels(sources):
+def test_the_images_of_a_request_and_all_requests_share_a_budget_of_pixels(sources):
     file = by_image(picture(size=(30, 30)))
     with served(sources, max_pixels=2000, pixel_budget=1000) as client:
         pixels = client.app.state.service.embedder.pixels
@@ -223,3 +223,7 @@ def test_all_requests_share_a_budget_of_pixels(sources):
         pixels.take(-200)
         large = by_image(picture(size=(40, 40)))
         assert client.post("/v1/search", **large).status_code == 200  # Alone, whatever its size.
+        queries = [{"image": in_base64(picture(size=(30, 30)))}] * 3
+        assert client.post("/v1/search", json={"queries": queries[:2]}).status_code == 200
+        told = problem(client.post("/v1/search", json={"queries": queries}), 413)
+        assert "body.queries.2.image" in told["detail"] and "2700 pixels, more than the limit of 2000" in told["detail"]

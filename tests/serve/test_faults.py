@@ -10,6 +10,7 @@ import random
 import socket
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -29,7 +30,6 @@ from support.serving import (  # fmt: skip
     new_item,
     picture,
     problem,
-    read_only,
     remove,
     served,
     until,
@@ -41,7 +41,7 @@ from sfumato.serve.app import create_app
 from sfumato.serve.decoding import Unavailable, shown, stored
 from sfumato.serve.embedding import Batcher
 from sfumato.serve.problems import Refusal
-from sfumato.serve.settings import Sources
+from sfumato.serve.settings import ServedGallery, Sources
 from sfumato.serve.writing import Writer
 
 
@@ -153,12 +153,10 @@ def test_no_path_leads_out_of_the_service(client):
         assert answer.split()[1] in (b"404", b"405", b"400") and b"root:" not in answer, (route, path, answer[:200])
 
 
-def test_only_pictures_of_items_are_shown(run, data, tmp_path):
-    sources = read_only(run, data)
-    folder = climbing(tmp_path)
-    sources.galleries["images"].images = FolderImages(folder)
+def test_only_pictures_of_items_are_shown(sources, tmp_path):
+    folder, gallery = climbing(tmp_path), sources.galleries["images"].gallery
     (folder / "not-an-item.png").write_bytes(picture())
-    with served(sources) as client:
+    with served(replace(sources, galleries={"images": ServedGallery(gallery, FolderImages(folder))})) as client:
         assert client.get("/v1/pictures/000.png").status_code == 200
         problem(client.get("/v1/pictures/not-an-item.png"), 404)
         problem(client.get("/v1/pictures/001.png"), 404)  # An item whose file has gone.

@@ -10,7 +10,7 @@ import pytest
 from serve.test_judging import fitting
 from support.lazy import Lazy
 from support.processes import short_folder
-from support.serving import KEY, make_collection, picture, read_only, search, served
+from support.serving import KEY, make_collection, picture, search, served
 
 from sfumato.evaluation.judgements import read_judgements
 from sfumato.search.answer import verdict
@@ -421,8 +421,8 @@ def test_keyboard_alone(visit, service):
     expect(dialog).not_to_contain_text("probability")  # A search by item is not calibrated.
 
 
-def test_key(visit, run):
-    with served(read_only(run, run.parent / "data"), keys=(KEY,)) as client:
+def test_key(visit, sources):
+    with served(sources, keys=(KEY,)) as client:
         page = visit(client, "/?q=a+red+circle", allowed=["status of 401"])
         dialog = page.get_by_role("dialog", name="This service needs a key")
         dialog.get_by_label("API key").fill("not-the-right-one")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from sfumato.errors import UserError, as_typed, disk_cause
+from sfumato.errors import UserError, disk_cause
 from sfumato.progress import say
 
 _GROUPS = {
@@ -214,7 +214,10 @@ class OnData:
         from sfumato.models.run import RECIPE, choose_device, load_model, load_run
 
         if self.data is None and not is_run(self.model):
-            raise _no_run(self.model, purpose)
+            raise UserError(
+                f"{self.model} is not a run folder (no {RECIPE} in it); another model needs data to {purpose}:"
+                " --data RECIPE data.path=..."
+            )
         split, overrides, config, moved = split or self.split, list(self.overrides or []), None, None
         if self.data is not None:
             config = load_recipe(find_recipe(self.data), overrides).data
@@ -292,16 +295,6 @@ def _split_that_is_there(config: "DataConfig", split: str) -> str:
             )
             return WORDINGS
     return split
-
-
-def _no_run(model: str, purpose: str) -> UserError:
-    from sfumato.models.run import RECIPE
-
-    command = as_typed("sfumato", "evaluate", "run", model) + " " if purpose.startswith("evaluate") else ""
-    way = f"{command}--data RECIPE data.path=..."
-    if not Path(model).exists():
-        return UserError(f"there is no folder {model}; a model on the hub needs data to {purpose}: {way}")
-    return UserError(f"{model} is not a run folder (no {RECIPE} in it); another model needs data to {purpose}: {way}")
 
 
 def check_out_folder(path: Path, *, ours: Callable[[Path], bool] | None = None, option: str = "--out") -> None:
