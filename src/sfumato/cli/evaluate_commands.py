@@ -127,7 +127,18 @@ def run(*, on: OnData, benchmark: BenchmarkFlags, measured: MeasureFlags, as_jso
     truths to the split by the ids of images and texts, and writes benchmark-NAME-SPLIT-DISTANCE.json instead. Started
     by torchrun, several processes share the work. `sfumato table RUN...` has means over seeds.
     """
-    _evaluate_and_print(on, benchmark.read(on.split), measured, as_json)
+    from sfumato.models.process_group import join_process_group
+    from sfumato.models.run import choose_device
+
+    truths, options = benchmark.read(on.split), measured.options()
+    with join_process_group(partial(choose_device, "auto"), TIMEOUT_MINUTES) as group:
+        opened = on.open("evaluate it on", device=group.device)
+        split = opened.split
+        opened = replace(opened, split=_split_of_fold(opened, split))
+        check_results(opened)
+        result, path, beside = _evaluate(opened, truths, measured, options, group)
+    if group.main and result is not None:
+        _print_figures(result, f"{on.model} on {split}", as_json, beside, path)
 
 
 @command(evaluate)
@@ -220,22 +231,6 @@ def _print_figures(
         print(f"single queries written to {beside['per_query']}")
     if path is not None:
         print(f"written to {path}")
-
-
-def _evaluate_and_print(on: OnData, benchmark: "Benchmark | None", flags: MeasureFlags, as_json: bool) -> None:
-    """Evaluate one model and print the result in the first process."""
-    from sfumato.models.process_group import join_process_group
-    from sfumato.models.run import choose_device
-
-    options = flags.options()
-    with join_process_group(partial(choose_device, "auto"), TIMEOUT_MINUTES) as group:
-        opened = on.open("evaluate it on", device=group.device)
-        split = opened.split
-        opened = replace(opened, split=_split_of_fold(opened, split))
-        check_results(opened)
-        result, path, beside = _evaluate(opened, benchmark, flags, options, group)
-    if group.main and result is not None:
-        _print_figures(result, f"{on.model} on {split}", as_json, beside, path)
 
 
 def _split_of_fold(opened: ModelOnData, split: str) -> str:

@@ -95,9 +95,7 @@ class CheckedRoute(APIRoute):
         return checked
 
 
-HERE = Path(__file__).parent
-
-PAGE = HERE / "page"
+PAGE = Path(__file__).parent / "page"
 
 _LOG = logging.getLogger("sfumato.serve")
 

@@ -114,10 +114,10 @@ def busy(detail: str, seconds: int = 1, *, code: str = "busy") -> Refusal:
     return Refusal(503, detail, headers={"Retry-After": str(seconds)}, code=code)
 
 
-def wrong(*errors: tuple[str, str], status: int = 422, before: str = "") -> Refusal:
+def wrong(*errors: tuple[str, str], before: str = "") -> Refusal:
     """The refusal of a request because of some places in it: (where, reason)."""
     where, reason = errors[0]
-    return Refusal(status, f"{before}{where}: {reason}", errors=errors)
+    return Refusal(422, f"{before}{where}: {reason}", errors=errors)
 
 
 def invalid(errors: Sequence[Any]) -> Refusal:
