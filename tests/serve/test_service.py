@@ -198,7 +198,7 @@ def test_guarantees_are_about_the_whole_gallery(client):
 def test_without_a_calibration_there_are_no_probabilities(sources):
     gallery = sources.galleries["images"].gallery
     plain = GaussianIndex.build(gallery.get(gallery.ids).embeddings, gallery.ids)
-    strange = {"unfamiliar": lambda texts: [text == "x" for text in texts]}
+    strange = {"unfamiliar_texts": lambda texts: [text == "x" for text in texts]}
     with served(replace(sources, galleries={"images": ServedGallery(plain)}, **strange)) as client:
         known, strange = search(client, {"text": "a red circle"}, {"text": "x"})
         refused = search(client, {"text": "a"}, min_probability=0.5, status=422)

@@ -148,9 +148,10 @@ class Embedder:
             ThreadPoolExecutor(1, f"embed {side}", torch.set_num_threads, (settings.threads,))
             for side in ("texts", "images")
         ]
+        window = settings.batch_window_ms / 1000
         self.texts: Batcher[Any, GaussianEmbedding] = Batcher(
             lambda texts: _rows(self.model.embed_texts(texts)), self._threads[0], size=settings.batch_size,
-            window=settings.batch_window_ms / 1000, waiting=settings.queue, observe=metrics.batch("text"),
+            window=window, waiting=settings.queue, observe=metrics.batch.labels("text").observe,
         )  # fmt: skip
         # The same two steps as at ingestion: decode an image in a process, encode a batch in the thread of images.
         self._prepare, encode = embedding_steps(self.model.image, "images")
@@ -161,7 +162,7 @@ class Embedder:
         self.decoding = 0
         self.images: Batcher[Any, GaussianEmbedding] = Batcher(
             lambda images: _rows(encode(images)), self._threads[1], size=settings.batch_size,
-            window=settings.batch_window_ms / 1000, waiting=settings.queue, observe=metrics.batch("image"),
+            window=window, waiting=settings.queue, observe=metrics.batch.labels("image").observe,
         )  # fmt: skip
 
     def start(self) -> None:

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -43,11 +43,11 @@ class Metrics:
         )
         self._requests = Counter("sfumato_requests", "Requests answered.", labels, registry=own)
         self._seconds = Histogram("sfumato_request_seconds", whole, ("route",), buckets=_LATENCIES, registry=own)
-        self._batch = Histogram("sfumato_batch_size", together, ("kind",), buckets=_SIZES, registry=own)
-        self._abstentions = Counter("sfumato_abstentions", abstained, ("gallery", "abstained"), registry=own)
+        self.batch = Histogram("sfumato_batch_size", together, ("kind",), buckets=_SIZES, registry=own)
+        self.abstentions = Counter("sfumato_abstentions", abstained, ("gallery", "abstained"), registry=own)
         said, judged = "Probability of first hits.", ("target", "drawn")
         targets = "gallery", "target"
-        self._said = Histogram("sfumato_first_hit_probability", said, targets, buckets=_TENTHS, registry=own)
+        self.first_hits = Histogram("sfumato_first_hit_probability", said, targets, buckets=_TENTHS, registry=own)
         self._judged = {
             name: Counter(f"sfumato_judged_{name}", f"{text} that people judged.", judged, registry=own)
             for name, text in (("hits", "Hits"), ("right", "Right hits"), ("probability", "Probabilities of the hits"))
@@ -61,18 +61,6 @@ class Metrics:
         """Count a request."""
         self._requests.labels(method if method in _METHODS else "other", route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
-
-    def batch(self, kind: str) -> Callable[[int], None]:
-        """A counter of batches."""
-        return self._batch.labels(kind).observe
-
-    def abstention(self, gallery: str, abstained: bool) -> None:
-        """Count an answer to a query with abstain."""
-        self._abstentions.labels(gallery, "yes" if abstained else "no").inc()
-
-    def first_hit(self, gallery: str, target: str, probability: float) -> None:
-        """Count the probability of a first hit."""
-        self._said.labels(gallery, target).observe(probability)
 
     def judged(self, target: str, drawn: bool, right: bool, probability: float) -> None:
         """Count a verdict on a hit with a probability; drawn by the service, or chosen by the judge."""

@@ -13,8 +13,8 @@ import torch
 from sfumato.data.images import handed_out
 from sfumato.evaluation.judgements import ShownHit, sample_hits
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.answer import NATIVE, GuaranteeError, Hit, QueryInfo, SearchOptions, TextQuery, check_native
 from sfumato.search.answer import Answer as Found
-from sfumato.search.answer import GuaranteeError, Hit, QueryInfo, SearchOptions, TextQuery, check_native
 from sfumato.search.searcher import combined
 from sfumato.serve.decoding import Threads
 from sfumato.serve.embedding import Batcher, Embedder
@@ -47,7 +47,7 @@ class Asked:
 
     def is_native(self, served: ServedGallery) -> bool:
         """Whether the calibration of a gallery was fitted on such queries."""
-        return self.kind == served.native and (self.text is None or self.text.is_one)
+        return self.kind == NATIVE[served.gallery.scorer.direction] and (self.text is None or self.text.is_one)
 
 
 def asked_by(query: Query, i: int) -> Asked:
@@ -98,7 +98,7 @@ class Searches:
         self._embedder, self._threads = embedder, threads
         self.waiting: Batcher[_Search, Answer] = Batcher(
             self._search, threads.pool, size=settings.batch_size, window=0.0, workers=settings.workers,
-            waiting=settings.max_requests * settings.max_batch, observe=metrics.batch("search"),
+            waiting=settings.max_requests * settings.max_batch, observe=metrics.batch.labels("search").observe,
         )  # fmt: skip
 
     async def search(self, asked: Sequence[Asked], wanted: SearchFields) -> SearchResponse:
@@ -197,11 +197,11 @@ class Searches:
     def _count(self, gallery: GalleryName, options: SearchOptions, answer: Found) -> None:
         """Count an abstention, and what is said of a first hit among all items."""
         if answer.abstained is not None:
-            self.metrics.abstention(gallery, answer.abstained)
+            self.metrics.abstentions.labels(gallery, "yes" if answer.abstained else "no").inc()
         by_probability = answer.target == "listed" or options.order == "fits"
         whole = options.min_probability is None and options.filter is None
         if answer.calibrated and answer.hits and by_probability and whole:
-            self.metrics.first_hit(gallery, answer.target, answer.hits[0].match_probability)
+            self.metrics.first_hits.labels(gallery, answer.target).observe(answer.hits[0].match_probability)
 
 
 def _refuse_guarantees(served: ServedGallery, asked: Sequence[Asked], options: SearchOptions) -> None:

@@ -15,7 +15,6 @@ from sfumato.errors import UserError, as_typed
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.run import RECIPE
 from sfumato.progress import say
-from sfumato.search.answer import NATIVE, QueryKind
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.searcher import Searcher
@@ -159,11 +158,6 @@ class ServedGallery:
     written: int = 0  # number of items that this service has stored or removed
 
     @property
-    def native(self) -> QueryKind:
-        """The kind of queries that its calibration was fitted on."""
-        return NATIVE[self.gallery.scorer.direction]
-
-    @property
     def writable(self) -> GaussianCollection | None:
         """The collection that can be written; None if the gallery is in memory."""
         return self.gallery if isinstance(self.gallery, GaussianCollection) else None
@@ -181,7 +175,7 @@ class Sources:
     model: DualEncoder  # embeds the queries and new items
     name: str  # name of the model, for display
     galleries: dict[GalleryName, ServedGallery] = field(default_factory=dict)  # galleries by the kind of their items
-    unfamiliar: Callable[[Sequence[str]], list[bool]] = lambda texts: [False] * len(texts)
+    unfamiliar_texts: Callable[[Sequence[str]], list[bool]] = lambda texts: [False] * len(texts)
 
     def __post_init__(self) -> None:
         for what in ("d", "distance"):
@@ -216,10 +210,6 @@ class Sources:
     def embed_images(self, images: Sequence[Any]) -> GaussianEmbedding:
         """Embed images. Returns (n, d)."""
         return self.model.embed_images(images)
-
-    def unfamiliar_texts(self, texts: Sequence[str]) -> list[bool]:
-        """Which texts have words that the model hardly knows."""
-        return self.unfamiliar(texts)
 
     def close(self) -> None:
         """Close the stores."""
