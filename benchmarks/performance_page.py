@@ -183,7 +183,7 @@ SECTIONS = {
     ),
     "training_step": Section(
         "A training step, heads on frozen features, batch 128, d = 256",
-        "PCME has 8 samples; its paper has 1.33 for CLIP towers on a V100.",
+        "PCME has 8 samples; the paper of PCME++ measured 1.33 for CLIP towers on a V100.",
         training_step,
     ),
     "demo": Section("The demo", "", demo),
