@@ -124,11 +124,12 @@ def found_by(tests: list[Path]) -> bool:
 def nearest(module: Path, tests: dict[Path, set[str]]) -> list[Path]:
     """Test files that import a module or stand in the folder of its tests, those of its own name first."""
     name = ".".join(module.relative_to("src").with_suffix("").parts).removesuffix(".__init__")
+    own = f"test_{name.rpartition('.')[2]}"
     order = []
     for path, names in tests.items():
-        imports, beside = name in names, path.parent.name == module.parent.name or path.stem == f"test_{module.stem}"
+        imports, beside = name in names, path.parent.name == module.parent.name or path.stem == own
         if imports or beside:
-            order.append((path.stem != f"test_{module.stem}", not imports, not beside, path.stat().st_size, path))
+            order.append((path.stem != own, not imports, not beside, path.stat().st_size, path))
     return [path for *_, path in sorted(order)[:MOST]]
 
 
