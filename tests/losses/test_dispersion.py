@@ -76,3 +76,5 @@ def test_the_loss_is_the_likelihood_of_the_matches_and_least_at_their_dispersion
     for shift in (-0.5, 0.0, 0.7):
         torch.testing.assert_close(loss(shift), negative_log_likelihood(shift))
     assert loss(0.0) < loss(0.02) and loss(0.0) < loss(-0.02)
+    with pytest.raises(ValueError, match="floor must be positive, got 0"):
+        dispersion_loss(torch.zeros(2, 5), torch.ones(2), floor=0)
