@@ -202,7 +202,7 @@ def test_a_queue_that_could_never_hold_a_request():
     assert Settings(queue=63, max_batch=63).max_batch == 63
 
 
-def test_a_large_image_arrives_whole(sources, monkeypatch):
+def test_a_large_image_arrives_whole(client, monkeypatch):
     file, pieces = io.BytesIO(), []
     noise = np.random.default_rng(0).integers(0, 256, (1000, 900, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file, "BMP")
@@ -213,9 +213,8 @@ def test_a_large_image_arrives_whole(sources, monkeypatch):
         return piece
 
     monkeypatch.setattr(guard.Body, "take", noted)
-    with served(sources) as client:
-        answer = client.post("/v1/search", **by_image(file.getvalue())).json()["answers"][0]
-        limits = client.app.state.service.settings
+    answer = client.post("/v1/search", **by_image(file.getvalue())).json()["answers"][0]
+    limits = client.app.state.service.settings
     assert len(pieces) == 4 and max(pieces) < 2 * guard.PIECE < limits.max_body_bytes and answer["hits"]
 
 

@@ -83,10 +83,9 @@ def test_whole_images_are_those_of_this_process():
             assert 64 <= min(decode_image(file, None).shape[1:]) < 128, name
 
 
-def test_the_embeddings_of_a_service_are_those_of_the_library(sources):
+def test_the_embeddings_of_a_service_are_those_of_the_library(client, sources):
     files = list(FILES.values())
-    with served(sources) as client:
-        answers = client.post("/v1/search", json={"queries": [{"image": in_base64(file)} for file in files]}).json()
+    answers = client.post("/v1/search", json={"queries": [{"image": in_base64(file)} for file in files]}).json()
     prepare, encode = embedding_steps(sources.model.image, "images")
     index = sources.galleries["images"].gallery
     for answer, expected in zip(answers["answers"], index.search(encode([prepare(f) for f in files])), strict=True):

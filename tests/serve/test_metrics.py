@@ -11,7 +11,7 @@ def values(client):
     return {name: float(value) for name, value in lines}
 
 
-def test_what_is_said_of_first_hits_stands_beside_what_the_calibration_expects(sources):
+def test_first_hits_stand_beside_what_the_calibration_expects_and_abstentions_are_counted(sources):
     with served(sources) as client:
         said = [answer["hits"][0]["match_probability"] for answer in search(client, *QUERIES, max_results=1)]
         told = values(client)
@@ -19,6 +19,9 @@ def test_what_is_said_of_first_hits_stands_beside_what_the_calibration_expects(s
         search(client, *QUERIES, filter={"max_total_variance": 1e9})
         search(client, {"image": in_base64(picture())})
         after = values(client)
+        risks = client.get("/v1/info").json()["galleries"]["images"]["risks"]
+        answers = [answer for risk in risks for answer in search(client, *QUERIES, abstain=risk)]
+        abstentions = values(client)
     name = 'sfumato_first_hit_probability_{}{{gallery="images",{}target="listed"}}'
     assert told[name.format("count", "")] == after[name.format("count", "")] == len(QUERIES)
     assert told[name.format("sum", "")] == pytest.approx(sum(said), rel=1e-4)
@@ -30,15 +33,7 @@ def test_what_is_said_of_first_hits_stands_beside_what_the_calibration_expects(s
     assert told['sfumato_calibrated_probability{gallery="images"}'] == pytest.approx(expected, rel=1e-5)
     # Calibrated on galleries of 48: there are nine texts.
     assert 'sfumato_calibrated_probability{gallery="texts"}' not in told
-
-
-def test_abstentions_are_counted(sources):
-    with served(sources) as client:
-        risks = client.get("/v1/info").json()["galleries"]["images"]["risks"]
-        answers = [answer for risk in risks for answer in search(client, *QUERIES, abstain=risk)]
-        search(client, *QUERIES)
-        told = values(client)
     for abstained, word in ((True, "yes"), (False, "no")):
         n = sum(answer["abstained"] is abstained for answer in answers)
-        assert told.get(f'sfumato_abstentions_total{{abstained="{word}",gallery="images"}}', 0) == n
+        assert abstentions.get(f'sfumato_abstentions_total{{abstained="{word}",gallery="images"}}', 0) == n
     assert len(answers) == len(risks) * len(QUERIES) > 0
