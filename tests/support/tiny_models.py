@@ -85,6 +85,15 @@ def tiny_open_clip(folder):
     return model.eval(), preprocess, open_clip.get_tokenizer(source)
 
 
+def architecture_of(folder):
+    """The name by which open_clip now knows the architecture of a model in a folder."""
+    open_clip = import_open_clip()
+    path = folder.parent / f"{folder.name}-architecture.json"
+    path.write_text(json.dumps(json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]))
+    open_clip.add_model_config(path)
+    return path.stem
+
+
 def import_open_clip():
     """The package; the test is skipped where it is not installed, or its torchvision is for another torch."""
     try:
@@ -144,4 +153,16 @@ def taught_clip(folder, manifest):
     prepare = lambda batch: processor(images=batch, return_tensors="pt")["pixel_values"]
     teach(model.parameters(), prepare, lambda batch: pooled(model.get_image_features(batch)), texts, manifest)
     model.save_pretrained(folder)
+    return folder
+
+
+def taught_open_clip(folder, manifest):
+    """The folder of a model of open_clip that matches the photographs of a manifest."""
+    from safetensors.torch import save_file
+
+    model, preprocess, tokenizer = tiny_open_clip(folder)
+    prepare = lambda batch: torch.stack([preprocess(image) for image in batch])
+    texts = lambda batch: model.encode_text(tokenizer(batch))
+    teach(model.parameters(), prepare, model.encode_image, texts, manifest)
+    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
     return folder

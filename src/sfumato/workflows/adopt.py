@@ -24,7 +24,7 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
 from sfumato.encoders.feature_rows import described_by
-from sfumato.encoders.joint import joint_backbone
+from sfumato.encoders.joint import joint_backbone, save_model_object
 from sfumato.encoders.towers import ENCODERS
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
@@ -37,8 +37,9 @@ from sfumato.models.build import Assets, build_loss, build_model, save_state
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
 from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
 from sfumato.models.model import remember_words
+from sfumato.models.pretrained import ENCODER
 from sfumato.models.recipe import Recipe, check_recipe, frozen_sections, save_recipe
-from sfumato.models.run import CALIBRATION, MODEL, PROBLEMS, RECIPE, WORDS, Run, load_run, save_assets
+from sfumato.models.run import CALIBRATION, MODEL, PROBLEMS, RECIPE, WORDS, Run, load_run, save_assets, with_own_encoder
 from sfumato.workflows.search import LoadedModel
 
 ADOPTED = "adopted.json"
@@ -182,7 +183,7 @@ def _recipe(
 
 
 def adopt_encoders(
-    model: str | Path,
+    model: str | Path | Any,
     data: str | Path,
     out: str | Path = "runs/adopted",
     *,
@@ -200,7 +201,9 @@ def adopt_encoders(
 
     Args:
         model: hub name or local folder, of transformers or of sentence-transformers (CLIP); or of open_clip, see
-            :func:`~sfumato.encoders.joint.is_open_clip`.
+            :func:`~sfumato.encoders.joint.is_open_clip`. Or a model in memory, whose weights are copied into the
+            folder: a SentenceTransformer of images and texts, or the architecture and the model of open_clip, such as
+            ("ViT-B-32", model).
         data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, a
             Karpathy JSON or COCO's own captions beside the images, or a folder of
             :func:`~sfumato.data.hub_datasets.read_dataset`.
@@ -210,8 +213,9 @@ def adopt_encoders(
         The adopted model; it is written into the folder.
 
     Raises:
-        UserError: the model or the data are missing; or see :func:`adopt`.
-        TypeError: data is no path.
+        UserError: the model or the data are missing, or a model in memory has settings that its copy would not have;
+            or see :func:`adopt`.
+        TypeError: model is an object of another kind, or data is no path.
     """
     if not isinstance(data, str | Path):
         raise TypeError(
@@ -230,13 +234,16 @@ def adopt_encoders(
         source = "coco" if json_kind(read_json(path)) == "coco" else "karpathy"
         images = {"images": str(coco_images(path) if source == "coco" else path.resolve().parent)}
     pairs = {"source": source, "path": str(path.resolve()), "equal_texts": "merged", **images}
-    name = str(model)
+    named = isinstance(model, str | Path)
     with _run_folder(Path(out), (model, data)) as folder:
+        if not named:
+            save_model_object(model, folder / ENCODER)
+        name = str(model) if named else str(folder / ENCODER)
         channels = {joint_backbone(name, side).channels for side in ENCODERS}
         if len(channels) > 1:
             raise UserError(f"{name} embeds images and texts with different numbers of channels; it has no joint space")
         known = str(Path(name).resolve()) if Path(name).is_dir() else name  # A local folder by its absolute path.
-        side = {"kind": "frozen", "backbone": known, "projected": True}
+        side = {"kind": "frozen", "backbone": known if named else ENCODER, "projected": True}
         recipe = _recipe(pairs, channels.pop(), side, (val_fraction, test_fraction), seed)
         return adopt_recipe(recipe, folder, method=method, population=population, max_queries=max_queries)
 
@@ -300,7 +307,7 @@ def adopt_recipe(
 def _new_run(recipe: Recipe, folder: Path, splits: Mapping[str, PairData]) -> Run:
     """Write the folder of a run whose means are the frozen model's, and load it."""
     described = described_by(next(iter(splits.values())))
-    model = build_model(recipe.model, Assets(None, described))
+    model = build_model(with_own_encoder(recipe.model, folder), Assets(None, described))
     loss = build_loss(recipe)
     save_assets(folder, None, model)
     save_state(folder / MODEL, {"model": model.eval(), "loss": loss}, None, {"epoch": 0})
