@@ -25,7 +25,7 @@ BUDGET = {
     "papers": 9_000,
     "papers/tests, lines": 6_441,
     "benchmarks": 5_962,
-    "tests, lines": 33_281,
+    "tests, lines": 33_313,
     "docs, words": 49_878,
     "papers, words": 31_891,
     "CHANGELOG.md, words": 1_167,

@@ -84,6 +84,7 @@ def test_a_run_its_export_and_the_recipe_of_its_data_give_the_same_figures(work,
     assert more["n_images"] > 1.5 * of_run["n_images"]
 
 
+@pytest.mark.slow
 def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
     """The page is in its place, agrees with evaluate, and shows the run's recipe."""
     result = sfumato.json("report", work / "run")

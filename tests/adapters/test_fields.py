@@ -50,6 +50,7 @@ def test_an_absent_package_is_named(name, module, package):
         importlib.import_module(f"sfumato.adapters.{name}")
 
 
+@pytest.mark.slow
 def test_nothing_of_the_package_imports_the_frameworks():
     code = "import sys, sfumato, sfumato.cli, sfumato.adapters as f\n"
     code += "sys.exit(bool({'langchain_core', 'llama_index', 'haystack'} & set(sys.modules)))"

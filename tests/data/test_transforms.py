@@ -165,6 +165,7 @@ def test_squash_is_what_it_was_when_caches_were_filled(kind, width):
     assert not np.array_equal(decode_image(data, 24, fit="crop"), expected)
 
 
+@pytest.mark.slow
 def test_fit_crop_is_the_clip_processor_of_transformers():
     module = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
     different = []

@@ -89,6 +89,7 @@ IDS = torch.randint(1, 30, (4, 7), generator=torch.Generator().manual_seed(2))
 # What the blocks compute ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variance_blocks", [0, 2])
 @pytest.mark.parametrize("case", IMAGE)
 def test_image_features_are_those_of_the_whole_tower(case, variance_blocks):

@@ -56,6 +56,7 @@ def inputs(row):
     return Inputs(torch.from_numpy(row).view(1, 1, -1))
 
 
+@pytest.mark.slow
 def test_training_leaves_out_the_bad_row_and_learns(folder, run):
     (problem,) = map(json.loads, (run / "problems.jsonl").read_text().splitlines())
     assert problem == {"place": f"{folder / 'texts.npy'}[7]", "reason": "text '7' holds NaN or infinity"}

@@ -309,6 +309,7 @@ def first_search(url):
     print(anonymous() - before)
 
 
+@pytest.mark.slow
 def test_indexes_are_mapped_not_read(tmp_path, needs_faiss):
     if not os.path.exists("/proc/self/status"):
         pytest.skip("memory is measured by /proc")

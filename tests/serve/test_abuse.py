@@ -218,6 +218,7 @@ def test_a_large_image_arrives_whole(client, monkeypatch):
     assert len(pieces) == 4 and max(pieces) < 2 * guard.PIECE < limits.max_body_bytes and answer["hits"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc alone keeps memory")
 def test_threads_keep_no_memory_of_large_bodies():
     program = """

@@ -116,6 +116,7 @@ def test_nothing_is_lost_when_many_judge_at_once(judged):
     assert {one.query for one in kept} == {f"query {i}" for i in range(48)} and len(kept) == 48
 
 
+@pytest.mark.slow
 def test_using_the_verdicts_changes_the_next_search_as_the_command_does(judged, squares, tmp_path):
     """Someone to whom everything fits: the probabilities rise."""
     assert "judge some results" in problem(use(judged), 422)["detail"]

@@ -18,6 +18,7 @@ from sfumato.serve.settings import Settings
 SECRET = "a purple walrus"
 
 
+@pytest.mark.slow
 def test_sigterm_first_tells_the_proxy_and_goes_on_answering(collection):
     process = Process(collection, "--set", "drain=2.5")
     url = process.client.base_url

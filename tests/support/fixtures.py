@@ -41,6 +41,9 @@ LONG = (
     "test_demo.py",
     "reports/test_report.py",
     "docs/test_demo_page.py",
+    "workflows/test_index.py",
+    "workflows/test_own_folder.py",
+    "training/test_loop.py",
 )
 
 

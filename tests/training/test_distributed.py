@@ -50,6 +50,7 @@ def test_losses_and_gradients_are_those_of_one_process(worlds):
         assert max(g.abs().max() for name, g in expected.items() if name.startswith(loss)) > 1e-4, loss
 
 
+@pytest.mark.slow
 def test_the_processes_agree_to_the_bit(worlds):
     first = worlds[3][0][1]
     assert all(torch.equal(g[name], first[name]) for _, g in worlds[3] for name in first)

@@ -56,6 +56,7 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
     assert loaded.model.embed_texts(["a red circle"]).d == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -103,6 +104,7 @@ def test_an_epoch_in_work_is_saved_by_time(toy, tmp_path, monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_a_scaled_gradient_that_overflows_float16_skips_its_step_and_halves_the_scale(toy, tmp_path, monkeypatch):
     """On this model the first step overflows by itself with the first scale, 2**16; two more are made to."""
     overflows, seen = {1, 4}, []

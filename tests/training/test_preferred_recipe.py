@@ -98,6 +98,7 @@ def test_training_keeps_the_embeddings_of_the_model(taught, tmp_path, monkeypatc
         assert bool(images.log_var.isneginf().all()) == (out == "points")
 
 
+@pytest.mark.slow
 def test_without_validation_images_the_captions_kept_back_calibrate(taught, tmp_path, monkeypatch):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
     manifest, folder = taught

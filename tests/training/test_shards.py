@@ -45,6 +45,7 @@ def trained(toy):
     return folder, fit(load_recipe(recipe, stream), folder)
 
 
+@pytest.mark.slow
 def test_a_stream_trains_validates_and_resumes(trained):
     folder, result = trained
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -73,6 +74,7 @@ def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept
     assert batch.labels(alone())[0].sum() == matches
 
 
+@pytest.mark.slow
 def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path, monkeypatch):
     recipe, stream, splits = toy
     write_shards(splits["train"], tmp_path / "data")

@@ -82,6 +82,7 @@ def test_auto_keeps_the_method_with_the_smallest_loss_and_says_by_how_much(adopt
         assert found.worse.value == pytest.approx(found.log_loss - best.log_loss, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_given_method_is_taken_and_not_compared(tmp_path):
     for method, reads in (("distance", (False, False)), ("nearest", (True, False)), ("reference", (True, True))):
         made = adopt(

@@ -223,6 +223,7 @@ def splits_of(work):
     return load_splits(load_run(work / "run").recipe.data, Problems())
 
 
+@pytest.mark.slow
 def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     status, out, _ = sfumato("audit", work / "run", "--top", 3, "--json")
     folder = work / "run" / "audit-test"

@@ -102,6 +102,7 @@ def picture_of(toy):
     return str(next((toy / "data").glob("*.png")))
 
 
+@pytest.mark.slow
 def test_a_run_on_the_hub_is_pulled_to_the_bit(toy, hub, call, push, tmp_path):
     sha = push("ann/toy")
     pulled(toy / "run", picture_of(toy), tmp_path / "run.safetensors")
@@ -196,6 +197,7 @@ def test_the_card_of_an_adopted_model_says_what_was_measured(tmp_path):
     assert "Frozen, not trained here" in text
 
 
+@pytest.mark.slow
 def test_a_frozen_model_of_a_folder_and_reference_queries_arrive(hub, call, push, sfumato, tmp_path, monkeypatch):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
     model, run, out = tmp_path / "model", tmp_path / "run", tmp_path / "pulled.safetensors"

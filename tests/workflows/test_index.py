@@ -57,6 +57,7 @@ def run(folder):
     return trained(folder, "run", "data.held_out_wordings=0/3")
 
 
+@pytest.mark.slow
 def test_training_writes_both_calibrations(run):
     found = load_run(run)
     assert found.calibration.metadata["split"] == "val"
@@ -93,6 +94,7 @@ def test_without_such_captions_the_note_says_the_way_out(run, sfumato, tmp_path)
     assert training_note(gallery) == ""
 
 
+@pytest.mark.slow
 def test_all_images_can_train_and_their_other_captions_validate(folder, tmp_path):
     rows = (folder / "pairs.csv").read_text().replace(",val", ",train").replace(",test", ",train")
     (tmp_path / "pairs.csv").write_text(rows)
@@ -111,6 +113,7 @@ def test_all_images_can_train_and_their_other_captions_validate(folder, tmp_path
     assert (run / CALIBRATION).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_calibrating_again_writes_the_file_that_it_stands_for(run):
     before = {name: (run / name).read_bytes() for name in (CALIBRATION, TRAINING_CALIBRATION)}
     calibrate_run(run, "wordings")
@@ -126,6 +129,7 @@ def test_calibrating_again_writes_the_file_that_it_stands_for(run):
     assert load_run(run).training_calibration.metadata["queries"] == "planted"
 
 
+@pytest.mark.slow
 def test_a_mix_is_said_at_every_search_also_of_copied_files_and_as_the_collection_grows(tmp_path, sfumato):
     recipe = make_toy(tmp_path, n_each=4)
     changes = ["train.epochs=8", "data.held_out_wordings=0/2", "data.val_fraction=0", "data.test_fraction=0"]

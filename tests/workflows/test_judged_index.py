@@ -48,6 +48,7 @@ def all_verdicts(index, yes):
     ]
 
 
+@pytest.mark.slow
 def test_verdicts_refine_the_probabilities_of_searches(sfumato, index, tmp_path):
     """Someone to whom everything fits: the probabilities rise, and stay risen."""
     out = tmp_path / "v.jsonl"
@@ -78,6 +79,7 @@ def test_verdicts_refine_the_probabilities_of_searches(sfumato, index, tmp_path)
     )
 
 
+@pytest.mark.slow
 def test_few_verdicts_change_nothing_and_undo_a_refinement(sfumato, index, tmp_path):
     out = tmp_path / "v.jsonl"
     write_judgements(out, verdicts := all_verdicts(index, lambda answer, hit: 1))

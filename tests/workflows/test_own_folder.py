@@ -150,6 +150,7 @@ def ids(folder):
         return {i: p for records in collection.store.scan() for i, p in zip(records.ids, records.payloads, strict=True)}
 
 
+@pytest.mark.slow
 def test_a_collection_follows_its_files(sfumato, tmp_path):
     folder, out = draw(tmp_path / "photos", *COLOURS), tmp_path / "mine"
     (folder / "red.txt").write_text("a strawberry jam\n")
@@ -220,6 +221,7 @@ def test_an_interrupted_filling_goes_on(tmp_path, monkeypatch):
     assert (n, done.new, done.unchanged) == (5, 3, 2) and not is_unfinished(out)
 
 
+@pytest.mark.slow
 def test_a_synchronisation_deletes_only_what_is_gone(sfumato, tmp_path):
     folder, out = tmp_path / "photos", tmp_path / "mine"
     for k in range(14):

@@ -23,6 +23,7 @@ def work(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_evaluate(work, sfumato):
     runs = sorted((work / "runs").iterdir())
     columns = "rsum,t2i.recall@1,i2t.map@r,i2t.median_rank"

@@ -39,6 +39,7 @@ def embedded(run, split, of_text):
     return prepared.data, queries, gallery, ground_truth, 1 - per_query_metrics(ranks, ground_truth)["recall@1"]
 
 
+@pytest.mark.slow
 def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, monkeypatch):
     seen = {}
     real = measures.measure_trust
