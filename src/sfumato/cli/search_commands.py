@@ -279,7 +279,7 @@ def search(
 ) -> None:
     """Search a collection by text, image or item.
 
-    Prints ids, distances, match probabilities and uncertainties.
+    Prints ids with match probabilities; --json has distances and uncertainties, too.
     """
     from sfumato.reports.tables import print_match_meaning, print_search
     from sfumato.search.answer import TextQuery

@@ -325,7 +325,7 @@ def _add_writes(app: FastAPI, service: Service, writer: Writer) -> None:
 
     @app.post("/v1/items", response_model=AddResponse, **adds)
     async def add_items(wanted: AddRequest) -> Response:
-        """Add items, or replace those with the same ids: all of them or none. The response confirms the write.
+        """Add items, or replace those with the same ids. All are checked before one is stored.
 
         The status is 201 if at least one item is new, and 200 if all existed.
         """

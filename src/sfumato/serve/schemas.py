@@ -155,7 +155,7 @@ class ResultRecord(Model):
     """One item that a search found."""
 
     id: str = Field(description="id of the item")
-    rank: int = Field(description="1 is the closest")
+    rank: int = Field(description="1 is the first")
     distance: float = Field(description="to the query, in the distance that the answer names; smaller is closer")
     match_probability: float | None = Field(description="null if the answer is not calibrated")
     total_variance: float = Field(description=_OF_ITEM)
@@ -274,7 +274,7 @@ class ItemList(Model):
 
 
 class AddRequest(Model):
-    """Items to add, or to replace if their ids exist; all of them or none."""
+    """Items to add, or to replace if their ids exist; all are checked before one is stored."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"gallery": "texts", "items": [{"id": "caption-1", "text": "a red bird"}]}]}

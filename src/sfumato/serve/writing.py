@@ -42,7 +42,7 @@ class Writer:
         self._optimised = {served: served.written for served in service.sources.galleries.values()}
 
     async def add(self, wanted: AddRequest) -> AddResponse:
-        """Store items, all or none. When it returns, items and images survive the death of the process."""
+        """Check all items, and store them. When it returns, items and images survive the death of the process."""
         gallery, items, where = wanted.gallery, wanted.items, f"body.items.{{}}.{wanted.gallery.removesuffix('s')}"
         served, collection = self._writable(gallery)
         self._check(gallery, items)
