@@ -29,15 +29,12 @@ from torch import Tensor
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.distances.distance import Distance, Lift, seeded_samples
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import Direction, Side
+from sfumato.ids import OTHER_SIDE, Side
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
 
 _PAIRS = 128
 """Pairs of query and item whose distances are computed at a time in float64."""
-
-_SIDES: dict[Direction, tuple[Side, Side]] = {"i2t": ("image", "text"), "t2i": ("text", "image")}
-"""The sides of the queries and of the gallery."""
 
 T = TypeVar("T")
 
@@ -54,14 +51,15 @@ def distance_blocks(
     """Distances of blocks of queries to the whole gallery. queries (n, d), gallery (m, d)."""
     chosen = get_distance(distance)
     rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
-    seed, side, other = chosen.seed if seed is None else seed, *_SIDES[chosen.direction]
-    items = None if chosen.of_samples is None else seeded_samples(gallery, chosen.n_samples, seed=seed, side=other)
+    seed, n_samples = chosen.seed if seed is None else seed, chosen.n_samples
+    side: Side = "image" if chosen.direction == "i2t" else "text"
+    items = None if chosen.of_samples is None else seeded_samples(gallery, n_samples, seed=seed, side=OTHER_SIDE[side])
     for start in range(0, queries.n, rows):
         part = queries[start : start + rows]
         if chosen.of_samples is None or items is None:
             yield start, chosen.matrix(part, gallery)
         else:
-            noisy = seeded_samples(part, chosen.n_samples, seed=seed, side=side, first=first + start)
+            noisy = seeded_samples(part, n_samples, seed=seed, side=side, first=first + start)
             yield start, chosen.of_samples(noisy, items)
 
 
