@@ -1,4 +1,4 @@
-"""The tables of methods and of uncertainty are what their benchmarks make of the result files."""
+"""The tables of methods and of uncertainty are those of the result files."""
 
 import json
 import re
@@ -6,13 +6,8 @@ import runpy
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.scripts import benchmark
-
-from papers.benchmarks import uncertainty_tables
-from papers.benchmarks.uncertainty_multiplicity import partial_statistic
-from papers.benchmarks.uncertainty_scenes import NEIGHBOURS, similarity
 
 ROOT = Path(__file__).resolve().parents[2]
 script = benchmark("results_page")
@@ -23,11 +18,24 @@ def test_the_pages_are_those_of_the_files():
     assert text == script.page(script.all_results(), text)
     around = script.page(script.all_results(), f"before {script.BEGIN} old {script.END} after")
     assert re.fullmatch(r"before <!--.*--> after", around, re.DOTALL) and f"{script.BEGIN} old" not in around
+
+
+def intervals(value):
+    """Every {value, low, high} of a report, as the page rounds them."""
+    if isinstance(value, dict) and {"value", "low", "high"} <= set(value):
+        if None not in value.values():
+            yield tuple(f"{value[key]:.2f}".replace("-0.00", "0.00") for key in ("value", "low", "high"))
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from intervals(part)
+
+
+def test_the_intervals_of_the_page_of_uncertainty_are_those_of_the_file():
     report = json.loads((ROOT / "benchmarks" / "results" / "uncertainty.json").read_text(encoding="utf-8"))
-    text = uncertainty_tables.PAGE.read_text(encoding="utf-8")
-    assert text == uncertainty_tables.page(report, text)
-    report["scenes"]["emoji texts"]["scores"]["baseline: few words"]["all"]["value"] = 0.987
-    assert text != uncertainty_tables.page(report, text), "the figures are those of the report"
+    text = (ROOT / "papers" / "docs" / "uncertainty.md").read_text(encoding="utf-8").replace("\N{MINUS SIGN}", "-")
+    shown = re.findall(r"(-?\d?\.\d\d) \[(-?\d?\.\d\d), (-?\d?\.\d\d)\]", text)
+    written = {tuple(f"{float(part):.2f}".replace("-0.00", "0.00") for part in one) for one in shown}
+    assert len(shown) > 250 and written <= set(intervals(report))
 
 
 def test_every_method_of_a_file_has_a_name_and_every_figure_a_baseline():
@@ -47,27 +55,6 @@ def test_the_referee_prints_the_files_that_hold_its_figures(monkeypatch, capsys)
         runpy.run_module("papers.benchmarks.referee", run_name="__main__")
         printed = capsys.readouterr().out
         assert "| sfumato |" in printed and seen in printed
-
-
-def test_a_partial_rank_correlation_is_that_of_the_residuals():
-    random = np.random.default_rng(0)
-    x, y, z = random.normal(size=(3, 50)) + random.normal(size=50)
-    rank = [np.argsort(np.argsort(values)).astype(float) for values in (x, y, z)]
-    line = np.stack([rank[2], np.ones(50)], axis=1)
-    a, b = (r - line @ np.linalg.lstsq(line, r, rcond=None)[0] for r in rank[:2])
-    found = partial_statistic(x, y, z)(np.ones((1, 50)))
-    assert found == pytest.approx([np.corrcoef(a, b)[0, 1]], abs=1e-9)
-
-
-def test_neighbours_of_an_item_are_those_of_other_owners():
-    random = np.random.default_rng(0)
-    x, owners = random.normal(size=(24, 3)), np.arange(24) // 2
-    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-    found = similarity(x, x[:12], owners)
-    for k in range(24):
-        near = sorted(unit[k] @ unit[j] for j in range(24) if owners[j] != owners[k])[-10:]
-        assert found[NEIGHBOURS][k] == pytest.approx(np.mean(near))
-        assert found["similar to training"][k] == pytest.approx(np.mean([unit[k] @ unit[j] for j in range(12)]))
 
 
 def test_the_tables_of_judgements_are_those_of_the_file():
