@@ -1,19 +1,22 @@
-"""Write what is said of the papers' tables elsewhere: papers/docs/papers.md and the headers of the recipes.
+"""Write what is said of the papers' rows elsewhere: README's list, the verdicts on tables, the headers of recipes.
 
     python -m papers.pages
 
 Both come from papers/tables, so that they cannot disagree. Only the parts between the marks are replaced.
 """
 
+import posixpath
 import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
 from papers.tables.items import PaperItem, paper_items
+from papers.tables.rows import PAPERS, STATES, Row, paper_rows
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "papers" / "docs" / "papers.md"
+PAGE = ROOT / "papers" / "README.md"
+TABLES = ROOT / "papers" / "docs" / "tables.md"
 RECIPES = ROOT / "recipes"
 
 HEAD = "# Rows of the papers' tables, by papers/pages.py. `python -m papers table ID --published` has the headings:"
@@ -62,45 +65,92 @@ def with_header(recipe: str, text: str) -> str:
     return re.sub(r"^name = ", lambda found: f"{made}{found[0]}", text, count=1, flags=re.MULTILINE)
 
 
-def page_part(paper: str) -> str:
-    """The table of a paper's tables and figures in Markdown."""
-    lines = ["| item | what it shows | command | state |", "| --- | --- | --- | --- |"]
-    for item in paper_items().values():
-        if item.paper == paper:
-            about, own = item.about.replace("|", "\\|"), item.to_json()["command"]
-            command = f"`{own}`" if own else "–"
-            lines.append(f"| {title(item)} | {about} | {command} | {state(item)} |")
-    notes = [f"{title(item)}: {item.note}" for item in paper_items().values() if item.paper == paper and item.note]
-    if notes:
-        lines += ["", *textwrap.wrap(" ".join(notes), 120, break_long_words=False, break_on_hyphens=False)]
+def listed() -> str:
+    """The rows of the papers in Markdown: of each paper those of a state together."""
+    lines: list[str] = []
+    for paper, name in PAPERS.items():
+        rows = [row for row in paper_rows() if row.paper == paper]
+        lines += [f"### {name}", ""]
+        for state in STATES:
+            if own := [row for row in rows if row.state == state]:
+                lines += [f"**{state}** ({len(own)})", "", *map(_bullet, own), ""]
     return "\n".join(lines)
 
 
-def title(item: PaperItem) -> str:
-    """Of a table or figure in its paper."""
-    return item.number if item.number.startswith("Fig.") else f"Table {item.number}"
+def _bullet(row: Row) -> str:
+    number = row.id.removeprefix(f"{row.paper} ")
+    number = f"Table {number}" if re.fullmatch(r"(\w\.|v1 )?\d+", number) else number
+    page = f" ([page]({posixpath.normpath(f'docs/{row.results}')}))" if row.figure else ""
+    return f"- {number}: {row.title}" + "".join(f". {text}" for text in (row.figure, row.reason) if text) + page
 
 
-def state(item: PaperItem) -> str:
-    """Whether it was run, with a link."""
-    if item.results:
-        return f"[run]({item.results})"
-    able = [name for name in item.data_sets if name != item.benchmark]
-    return "; ".join([item.state, *([", ".join(f"`{name}`" for name in able)] if able else [])])
+def with_list(text: str) -> str:
+    """A page with the list of rows between its marks."""
+    return re.sub(r"(<!-- rows -->).*?(<!-- end -->)", rf"\1\n\n{listed()}\n\2", text, flags=re.DOTALL)
 
 
-def with_parts(text: str) -> str:
-    """The page with the generated part of each paper."""
+def anchors(text: str) -> dict[str, str]:
+    """The sections of a page by their anchors, each with those below it."""
+    parts = re.split(r"^(#+) (.+)\n", text, flags=re.MULTILINE)[1:]
+    found: dict[str, str] = {}
+    for k in range(0, len(parts), 3):
+        end = next((j for j in range(k + 3, len(parts), 3) if len(parts[j]) <= len(parts[k])), len(parts))
+        anchor = re.sub(r"[^\w\s-]", "", parts[k + 1].lower()).replace(" ", "-")
+        found[anchor] = "\n".join(parts[k + 1 : end])
+    return found
 
-    def part(found: re.Match[str]) -> str:
-        return f"<!-- made from papers/tables: {found[1]} -->\n\n{page_part(found[1])}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- made from papers/tables: (.+?) -->.*?<!-- end -->", part, text, flags=re.DOTALL)
+def verdict(claim: str, section: str) -> str:
+    """ "Confirmed" if what is claimed of the published columns of a section's table also holds in ours.
+
+    A claim is "COLUMN: ROW > ROW ≈ ROW", several with "; " between.
+    """
+    holds = True
+    for part in claim.split("; "):
+        column, _, chain = part.partition(": ")
+        rows = re.split(r" ([>≈]) ", chain)
+        ours, published = _columns(section, column)
+        for a, relation, b in zip(rows[::2], rows[1::2], rows[2::2], strict=False):
+            if not _related(published[a], relation, published[b]):
+                raise ValueError(f"the paper does not say {a} {relation} {b} in {column}")
+            holds &= _related(ours[a], relation, ours[b])
+    return "Confirmed" if holds else "Not confirmed"
+
+
+def _columns(section: str, column: str) -> list[dict[str, list[float]]]:
+    """Our figures and the published ones of a column by row, each with its deviation if it has one."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", section, re.M)]
+    k = next(line for line in lines if column in line).index(column)
+    rows = {line[0]: line[k : k + 2] for line in lines if len(line) > k + 1 and re.search(r"\d", line[k])}
+    texts = [{row: cells[side].replace("\N{MINUS SIGN}", "-") for row, cells in rows.items()} for side in (0, 1)]
+    return [{row: [float(v) for v in re.findall(r"-?[\d.]+", text)] for row, text in side.items()} for side in texts]
+
+
+def _related(a: list[float], relation: str, b: list[float]) -> bool:
+    """Whether a value is ahead of another by more than both deviations, or within them and one per cent."""
+    noise = sum(a[1:2] + b[1:2])
+    if relation == ">":
+        return a[0] - b[0] > noise
+    return abs(a[0] - b[0]) <= max(noise, 0.01 * max(abs(a[0]), abs(b[0])))
+
+
+def with_verdicts(text: str) -> str:
+    """A page with the verdict before each claim, `**Confirmed** \\`COLUMN: ROW > ROW\\``."""
+
+    def judged(section: str) -> str:
+        return re.sub(
+            r"\*\*(?:Not confirmed|Confirmed)\*\* `([^`]+)`",
+            lambda found: f"**{verdict(found[1], section)}** `{found[1]}`",
+            section,
+        )
+
+    return "".join(map(judged, re.split(r"^(?=## )", text, flags=re.MULTILINE)))
 
 
 def written() -> Iterable[tuple[Path, str]]:
     """Each file with what it has to hold."""
-    yield PAGE, with_parts(PAGE.read_text(encoding="utf-8"))
+    yield PAGE, with_list(PAGE.read_text(encoding="utf-8"))
+    yield TABLES, with_verdicts(TABLES.read_text(encoding="utf-8"))
     for path in sorted(RECIPES.glob("*.toml")):
         yield path, with_header(path.stem, path.read_text(encoding="utf-8"))
 

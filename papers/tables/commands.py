@@ -1,4 +1,4 @@
-"""`python -m papers table`, `figure` and `toy`: the tables and figures of the papers, repeated."""
+"""`python -m papers table` and `list`: the tables and figures of the papers, repeated, and all their rows."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from papers.commands import Seed, app
+from papers.commands import app
 from sfumato.cli.common import AsJson, check_out_folder, command, flag, word
 from sfumato.errors import UserError
 
@@ -32,16 +32,14 @@ class RepeatFlags:
     instances: list[Path] | None = flag(None, "COCO's instances_*.json, to add PMRP; may be given several times.")
     published: bool = flag(False, "Show the paper's figures; nothing is trained.", "--published")
     out: Path = flag(Path("tables"), "Folder for the table in JSON, Markdown and LaTeX, or for the figure's images.")
-    latex: bool = flag(False, "Print the table as LaTeX, for the package booktabs.", "--latex")
     as_json: AsJson = False
 
 
 @command(app)
 def table(
     *,
-    name: str | None = word(None, 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
+    name: str = word(..., 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
     overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
-    listed: bool = flag(False, "List all tables and figures with their state and what they need.", "--list"),
     flags: RepeatFlags,
 ) -> None:
     """Repeat a table or a figure of the papers.
@@ -49,70 +47,32 @@ def table(
     Trains the runs that are missing, evaluates them, and prints ours beside published. The same command goes on where
     it was interrupted.
     """
-    from papers.tables.items import find_item, paper_items
-    from papers.tables.printed import print_items
-
-    if not listed and name is not None:
-        return repeat(find_item(name), [*(overrides or [])], flags)
-    if flags.as_json:
-        return print(json.dumps([item.to_json() for item in paper_items().values()], ensure_ascii=False))
-    print_items(paper_items())
-
-
-@command(app)
-def figure(
-    *,
-    name: str = word(..., 'Figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
-    overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
-    flags: RepeatFlags,
-) -> None:
-    """Repeat a figure of the papers: the same as `table` with "Fig." before the number."""
+    from papers.tables import drawn, printed
     from papers.tables.items import find_item
 
-    paper, _, number = name.rpartition(" ")
-    repeat(find_item(name if "fig" in name.lower() else f"{paper} Fig. {number}"), [*(overrides or [])], flags)
-
-
-@command(app)
-def toy(
-    seed: Seed = 0,
-    updates: int = flag(500, "Number of mini-batches that each method is trained on.", min=1),
-    out: Path = flag(Path("tables"), "Folder for the figure."),
-    as_json: AsJson = False,
-) -> None:
-    """Repeat the toy study in two dimensions: PCME++ Fig. A.1.
-
-    Does each method give uncertain samples larger variances than certain ones?
-    """
-    from papers.tables.items import find_item
-
-    flags = RepeatFlags(None, 1, Path(), None, published=False, out=out, latex=False, as_json=as_json)
-    made, folder = make(find_item("PCME++ Fig. A.1"), [f"toy.seed={seed}", f"toy.updates={updates}"], flags)
-    if not as_json:
-        return show(made, folder)
-    methods, names = made.numbers["methods"], ("ratio", "published_ratio", "certain", "uncertain")
-    of = {name: {method: found.get(name) for method, found in methods.items()} for name in names}
-    print(json.dumps({"seed": seed, "updates": updates} | of | {"out": str(folder)}))
-
-
-def repeat(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> None:
-    """Make, write and print a table or figure."""
-    from papers.tables.printed import print_published
-
+    item = find_item(name)
     if flags.published:
-        return print(json.dumps(item.rows, ensure_ascii=False)) if flags.as_json else print_published(item)
-    if flags.latex and item.draw:
-        raise UserError(f"{item.id} is a figure; leave --latex out")
-    made, folder = make(item, overrides, flags)
+        return print(json.dumps(item.rows, ensure_ascii=False)) if flags.as_json else printed.print_published(item)
+    made, folder = _make(item, overrides or [], flags)
     if flags.as_json:
-        print(json.dumps(made.to_json(), ensure_ascii=False))
-    elif flags.latex:
-        print((folder / "table.tex").read_text(encoding="utf-8"), end="")
+        return print(json.dumps(made.to_json(), ensure_ascii=False))
+    if item.draw:
+        drawn.print_figure(made)
     else:
-        show(made, folder)
+        printed.paper_table(made).show()
+    print(f"written to {folder}")
 
 
-def make(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> tuple[Any, Path]:
+@app.command("list")
+def list_rows(as_json: AsJson = False) -> None:
+    """List every system, table, figure and idea of the papers, with its state and figure."""
+    from papers.tables.rows import paper_rows, print_rows
+
+    rows = paper_rows()
+    return print(json.dumps([row.to_json() for row in rows], ensure_ascii=False)) if as_json else print_rows(rows)
+
+
+def _make(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> tuple[Any, Path]:
     """Make and write a table or figure; what was made, and its folder."""
     from papers.tables import drawn, figure_numbers, paper_tables, printed
     from sfumato.charts import require_matplotlib
@@ -130,14 +90,3 @@ def make(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> tuple[A
     made = repeated(item, chosen, flags.runs, n_seeds=flags.seeds, instances=instances, device=choose_device())
     (drawn.write_figure if item.draw else printed.write_table)(made, folder)
     return made, folder
-
-
-def show(made: Any, folder: Path) -> None:
-    """Print what was made, and where it is."""
-    from papers.tables import drawn, printed
-
-    if made.item.draw:
-        drawn.print_figure(made)
-    else:
-        printed.paper_table(made).show()
-    print(f"written to {folder}")

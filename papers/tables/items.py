@@ -38,7 +38,12 @@ class PaperItem:
     options: dict[str, Any] = field(default_factory=dict)
     command: str = ""
     note: str = ""
+    reason: str = ""
+    row: str = ""
+    test: str = ""
     results: str = ""
+    ran: str = ""
+    headline: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -46,16 +51,14 @@ class PaperItem:
         return f"{self.paper} {self.number}"
 
     @property
-    def state(self) -> str:
-        """ "run": repeated, with figures in docs/results; "no data": its data were not available; "published only"."""
-        if self.results:
-            return "run"
-        return "no data" if self.runs or self.draw or self.command else "published only"
+    def repeatable(self) -> bool:
+        """Whether a command repeats it; the others are published figures only."""
+        return bool(self.runs or self.draw or self.command)
 
     @property
     def needs(self) -> str:
         """What has to be there to repeat it on the paper's data; empty if nothing."""
-        if self.state == "published only" or not self.benchmark:
+        if not self.repeatable or not self.benchmark:
             return ""
         found = [data_sets()[self.benchmark].needs]
         if any("vsrn" in run for run in self.runs.values()):
@@ -113,21 +116,6 @@ class PaperItem:
         others = [name for name, one in data_sets().items() if one.instead and name != self.benchmark]
         return [n for n in (self.benchmark, *others) if n and any(self.run_of(label, n) for label in self.labels)]
 
-    def to_json(self) -> dict[str, Any]:
-        """What `python -m papers table --list` says of it."""
-        return {
-            "id": self.id,
-            "title": self.about,
-            "paper": self.paper,
-            "command": self.command
-            or (f'python -m papers table "{self.id}"' if self.state != "published only" else ""),
-            "needs": self.needs,
-            "data": self.data_sets,
-            "state": self.state,
-            "results": self.results,
-            "note": self.note,
-        }
-
 
 @dataclass(frozen=True)
 class DataSet:
@@ -142,17 +130,16 @@ class DataSet:
 @cache
 def data_sets() -> dict[str, DataSet]:
     """The data sets by name."""
-    loaded = _read("data.toml")
+    loaded = read_toml("data.toml")
     return {name: DataSet(name, **values) for name, values in loaded["data"].items()}
 
 
 @cache
 def paper_items() -> dict[str, PaperItem]:
     """All tables and figures by id, in the order of the papers."""
-    names = sorted(file.name for file in _HERE.glob("*.toml") if file.name != "data.toml")
     items: dict[str, PaperItem] = {}
-    for name in names:
-        loaded = _read(name)
+    for name in ("pcmepp.toml", "pcme.toml", "pvsepp.toml"):
+        loaded = read_toml(name)
         for kind in ("table", "figure"):
             for values in loaded.get(kind, []):
                 item = _item(loaded, kind, values, items)
@@ -176,7 +163,7 @@ def find_item(name: str) -> PaperItem:
     figure = f"{paper} fig. {number}"
     near = [figure] if figure in known else difflib.get_close_matches(folded, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(repr(known[key].id) for key in near)}? " if near else ""
-    raise UserError(f"no table or figure {name!r} in the papers; {hint}`python -m papers table --list` lists them")
+    raise UserError(f"no table or figure {name!r} in the papers; {hint}`python -m papers list` lists them")
 
 
 def _folded(name: str) -> str:
@@ -214,7 +201,8 @@ def _kept(runs: Mapping[str, str], rows: Mapping[str, Any]) -> dict[str, str]:
     return {label: run for label, run in runs.items() if label in rows}
 
 
-def _read(name: str) -> dict[str, Any]:
+def read_toml(name: str) -> dict[str, Any]:
+    """A file of this folder."""
     return tomllib.loads((_HERE / name).read_text(encoding="utf-8"))
 
 

@@ -112,8 +112,8 @@ class PlannedRow:
 
 def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[PlannedRow]:
     """The rows with their recipes."""
-    if item.command or item.state == "published only":
-        how = f"repeat it with `{item.command}`" if item.command else item.note or "no recipe trains what it shows"
+    if item.command or not item.repeatable:
+        how = f"repeat it with `{item.command}`" if item.command else item.reason or "no recipe trains what it shows"
         shown = "; --published shows the paper's figures" if item.rows else ""
         raise UserError(f"{item.id} is not made by this command: {how.removesuffix('.')}{shown}")
     if data.name not in (item.benchmark, *_with_recipes()):
@@ -250,6 +250,8 @@ def make_table(
     device: torch.device | str = "cpu",
 ) -> Table:
     """Train the missing runs and evaluate all."""
+    if item.split == "seen" and data.name != item.benchmark:  # Of classes, which other data have not.
+        item = replace(item, split="test")
     planned = plan_table(item, data, n_seeds)
     _check_ground_truths(item, data, planned, instances)
     columns = table_columns(item, data)

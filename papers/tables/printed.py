@@ -1,7 +1,6 @@
 """The tables of the papers, ours beside published: on the screen, as Markdown and LaTeX."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from papers.shown import write_files
@@ -26,23 +25,11 @@ from sfumato.workflows.table import OverSeeds
 def print_published(item: PaperItem) -> None:
     """Print the paper's figures alone."""
     if not item.rows:
-        raise UserError(f"{item.id} has no published figures that could be shown; {item.note or item.about}")
+        raise UserError(f"{item.id} has no published figures that could be shown; {item.reason or item.about}")
     cells = [[label, *(_published(figures.get(name)) for name in item.columns)] for label, figures in item.rows.items()]
     print_table(f"{item.id}: {item.about}; per cent", ["", *map(short_name, item.columns)], cells, left=1)
     for line in filter(None, (f"{item.source}.", item.note)):
         print_wrapped(line)
-
-
-def print_items(items: Mapping[str, PaperItem]) -> None:
-    """Print the list of all tables and figures."""
-    rows = [[item.id, item.about, "\n".join(item.data_sets) or MISSING, item.state] for item in items.values()]
-    print_table("", ["id", "title", "data", "state"], rows, left=3, running=(1,))
-    print_wrapped(
-        "run: repeated, papers/docs has the figures. no data: its parts are tested, the paper's data were not"
-        " available. published only: no recipe trains it. data: what it can be repeated on, the paper's first, by"
-        ' `python -m papers table "ID" --data NAME`; emoji comes with the package. --json has the commands and what'
-        " they need."
-    )
 
 
 def paper_table(table: PaperTable) -> Table:

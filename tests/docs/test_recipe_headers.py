@@ -1,4 +1,4 @@
-"""A recipe's header is what results.json, the tables and the experiment say; so is the page of the papers."""
+"""A recipe's header is what results.json, the tables and the experiment say; so is the list of the papers' rows."""
 
 import json
 import re
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from papers import pages
-from papers.tables.items import paper_items
 from sfumato.models.recipe import find_recipe, load_recipe, recipe_files
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS: dict[str, Any] = json.loads((ROOT / "recipes" / "results.json").read_text(encoding="utf-8"))["recipes"]
-PAGE = (ROOT / "papers" / "docs" / "papers.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "papers" / "README.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`([^`\n]+)`", PAGE)
 
 
@@ -65,19 +64,10 @@ def test_every_option_is_one_of_its_command(sfumato):
         if code.startswith("sfumato ") and "--" in code:
             words = code.split()
             command = words[1:3] if words[1] == "evaluate" else words[1:2]
-            known = sfumato(*command, "--help")[1]
+            known = sfumato(*command, "--help-all")[1]
             assert all(option in known for option in words if option.startswith("--")), code
 
 
 def test_the_page_and_the_headers_are_those_of_the_tables():
     """`python -m papers.pages` writes them again."""
     assert not [path.name for path, text in pages.written() if path.read_text(encoding="utf-8") != text]
-
-
-def test_the_page_has_every_item_and_links_to_results_that_exist():
-    commands = [item.to_json()["command"] for item in paper_items().values()]
-    assert all(f"`{command}`" in PAGE for command in commands if command)
-    for page, anchor in re.findall(r"\]\(([\w-]+\.md)(?:#([\w-]+))?\)", PAGE):
-        text = (ROOT / "papers" / "docs" / page).read_text(encoding="utf-8")
-        headings = [re.sub(r"[^\w\s-]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", text, re.M)]
-        assert not anchor or anchor in headings, f"{page}#{anchor}"
