@@ -48,7 +48,7 @@ VSRN are missing: they pool or attend several tokens of an image, and these feat
 
 def train(name: str, overrides: list[str], folder: Path) -> None:
     """Train to the end; what it took goes beside the run."""
-    recipe = load_recipe(find_recipe(name), overrides)
+    recipe = load_recipe(find_recipe(name), overrides, own=True)
     fresh = not (folder / LAST).exists()
     busy = time.process_time()
     result = fit(recipe, folder)
@@ -76,8 +76,13 @@ class Runs:
 
     def cost(self, name: str, rate: float, seed: int) -> tuple[Path, dict[str, float]]:
         """The folder of a run, and what its training took; trained in a new process unless that was done before."""
-        changes = [*self.overrides, f"optim.lr={rate * load_recipe(find_recipe(name), self.overrides).optim.lr!r}"]
-        digest = hashlib.sha256(load_recipe(find_recipe(name), changes).model_dump_json().encode()).hexdigest()[:8]
+        changes = [
+            *self.overrides,
+            f"optim.lr={rate * load_recipe(find_recipe(name), self.overrides, own=True).optim.lr!r}",
+        ]
+        digest = hashlib.sha256(
+            load_recipe(find_recipe(name), changes, own=True).model_dump_json().encode()
+        ).hexdigest()[:8]
         folder = self.out / f"{Path(name).stem}-{digest}-{seed}"
         if not (folder / COST).exists():
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
