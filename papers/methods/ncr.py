@@ -22,6 +22,7 @@ an epoch to the losses as they came in the epoch before, and a pair is divided b
 a loss has no memory of which pair it was given; captions of one image are no negatives of each other.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,7 +48,7 @@ class NCROptions(LossOptions):
 
 def soft_margin(label: Tensor, margin: float, base: float) -> Tensor:
     """Margins of pairs by their labels in [0, 1]: 0 of label 0, the whole margin of label 1."""
-    return (base**label - 1) / (base - 1) * margin
+    return ((label * math.log(base)).exp() - 1) / (base - 1) * margin
 
 
 def fit_mixture(values: Tensor, *, n_steps: int = 50) -> Tensor:
