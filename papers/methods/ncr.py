@@ -7,19 +7,20 @@ Paper: Huang et al., "Learning with Noisy Correspondence for Cross-modal Matchin
 For every pair (i, t) that the data list, with its distance d and the distances of its negatives:
 
     loss(i, t)   = mean over negatives of [margin + d - d(i, t')]_+  +  the same over images i'      warm-up
-    clean(i, t)  = posterior of the component of the lower mean, of two Gaussians over the losses of an epoch
+    clean(i, t)  = posterior of the component of the lower mean, of two Gaussians over the latest losses
     gap(i, t)    = (d(i, nearest t') + d(nearest i', t)) / 2 - d
     own(i, t)    = gap / (mean of the largest tenth of the gaps of the batch), within [0, 1]
     label        = clean + (1 - clean) own if clean > 1/2, otherwise own, averaged over the networks
     soft margin  = (base^label - 1) / (base - 1) margin
     loss'(i, t)  = [soft margin + d - d(i, nearest t')]_+  +  the same over images i'                after the warm-up
 
-With loss.networks=2 the embeddings are those of two networks side by side (papers/methods/two_networks.py), and each is
-divided by the losses of the other, as in the paper. With 1 a network divides its own pairs: "NCR, one network".
+Pairs with clean <= 1/2 do not count before noisy_from. With loss.networks=2 the embeddings are those of two networks
+side by side (papers/methods/two_networks.py), and each is divided by the losses of the other, as in the paper. With 1 a
+network divides its own pairs: "NCR, one network".
 
-Read between the lines, or different: both networks see the same batches, in another dropout; the mixture is fitted once
-an epoch to the losses as they came in the epoch before, and a pair is divided by its loss in the present batch, because
-a loss has no memory of which pair it was given; captions of one image are no negatives of each other.
+Read between the lines, or different: both networks see the same batches, in another dropout. A loss does not know which
+pair it was given, so the mixture is fitted at every step to the latest losses as they came, and not after an epoch to
+those of all pairs. Captions of one image are no negatives of each other. That noisy pairs wait is in the released code.
 """
 
 import math
@@ -43,15 +44,19 @@ class NCROptions(LossOptions):
     base: float = option(10.0, "base m of the soft margin", gt=1)
     warmup_epochs: int = option(5, "number of first epochs in which all pairs count alike, with all negatives", ge=0)
     networks: int = option(1, "number of networks whose embeddings stand side by side; 2: each divides the other's")
-    memory: int = option(2**15, "largest number of losses of an epoch that a mixture is fitted to", ge=2)
+    noisy_from: int = option(
+        10, "epoch from 0 from which pairs that are called noisy count; half of the training", ge=0
+    )
+    memory: int = option(2**12, "number of latest losses that a mixture is fitted to", ge=2)
 
 
 def soft_margin(label: Tensor, margin: float, base: float) -> Tensor:
     """Margins of pairs by their labels in [0, 1]: 0 of label 0, the whole margin of label 1."""
-    return ((label * math.log(base)).exp() - 1) / (base - 1) * margin
+    margins: Tensor = ((label * math.log(base)).exp() - 1) / (base - 1) * margin
+    return margins
 
 
-def fit_mixture(values: Tensor, *, n_steps: int = 50) -> Tensor:
+def fit_mixture(values: Tensor, *, n_steps: int = 30) -> Tensor:
     """Two Gaussians over (n,) values by expectation maximisation, the one of the lower mean first.
 
     Returns (3, 2) weights, means and variances; no variance falls below a ten-thousandth of the squared range.
@@ -109,25 +114,19 @@ class Pairs:
 
 
 class NCRLoss(MatchLoss):
-    """See the module. What the mixtures are fitted to is saved with the weights."""
+    """See the module. The latest losses are saved with the weights."""
 
     options: NCROptions
     Options: ClassVar[type[NCROptions]] = NCROptions
     needs_whole = True
     remembered: Tensor
-    n_remembered: Tensor
-    mixtures: Tensor
-    fitted_in: Tensor
 
     def __init__(self, options: NCROptions | None = None) -> None:
         super().__init__(options)
         networks = self.options.networks
         if networks not in (1, 2):
             raise ValueError(f"NCROptions: networks must be 1 or 2, got {networks}")
-        self.register_buffer("remembered", torch.zeros(networks, self.options.memory))
-        self.register_buffer("n_remembered", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mixtures", torch.ones(networks, 3, 2))
-        self.register_buffer("fitted_in", torch.tensor(-1))
+        self.register_buffer("remembered", torch.full((networks, self.options.memory), torch.nan))
 
     def counts(self, block: PairBlock) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
@@ -138,17 +137,17 @@ class NCRLoss(MatchLoss):
         if not len(networks[0].own):
             raise ValueError("ncr: no pair of the batch matches; it needs at least one")
         losses = torch.stack([pairs.losses(self.options.margin) for pairs in networks])
-        self._fit(losses, epoch)
-        self._remember(losses)
+        self.remembered.copy_(torch.cat([losses.detach(), self.remembered], dim=1)[:, : self.options.memory])
         if epoch is not None and epoch < self.options.warmup_epochs:
             return sum_of_terms({"warmup": losses.mean()})
         clean = self.divided(losses)
         own = torch.stack([pairs.predicted() for pairs in networks])
         label = torch.where(clean > 0.5, clean + (1 - clean) * own, own.mean(0))
         margin = soft_margin(label, self.options.margin, self.options.base)
+        counted = (clean > 0.5) | (epoch is None or epoch >= self.options.noisy_from)
         hinges = [
-            (own_margin + pairs.own - nearest).clamp_min(0).mean()
-            for own_margin, pairs in zip(margin, networks, strict=True)
+            (margin[k] + pairs.own - nearest).clamp_min(0)[counted[k]].sum() / counted[k].sum().clamp_min(1)
+            for k, pairs in enumerate(networks)
             for nearest in pairs.nearest()
         ]
         stats = {"clean": (clean > 0.5).to(margin.dtype).mean(), "label": label.mean()}
@@ -163,26 +162,9 @@ class NCRLoss(MatchLoss):
 
     def divided(self, losses: Tensor) -> Tensor:
         """(k, p) probability that each pair is clean, by the losses of the other network if there are two."""
-        found = [posterior(own, mixture)[:, 0] for own, mixture in zip(losses.detach(), self.mixtures, strict=True)]
+        latest = [fit_mixture(row[row.isfinite()].to(losses.dtype)) for row in self.remembered]
+        found = [posterior(own, mixture)[:, 0] for own, mixture in zip(losses.detach(), latest, strict=True)]
         return torch.stack(found[::-1])
-
-    @torch.no_grad()
-    def _remember(self, losses: Tensor) -> None:
-        start = int(self.n_remembered)
-        room = min(losses.shape[1], self.options.memory - start)
-        self.remembered[:, start : start + room] = losses[:, :room]
-        self.n_remembered += room
-
-    @torch.no_grad()
-    def _fit(self, losses: Tensor, epoch: int | None) -> None:
-        """Once an epoch: the mixtures of the losses of the epoch before, or of this batch if there are none."""
-        if epoch is not None and epoch == int(self.fitted_in):
-            return
-        n = int(self.n_remembered)
-        seen = self.remembered[:, :n].to(losses.dtype) if n else losses
-        self.mixtures.copy_(torch.stack([fit_mixture(row) for row in seen]))
-        self.n_remembered.zero_()
-        self.fitted_in.fill_(-1 if epoch is None else epoch)
 
 
 sfumato.register_loss("ncr", NCRLoss)
