@@ -17,7 +17,11 @@ PAIRS = 8
 
 
 def study_gradients(*, seed: int, noise: float, scale: float, bias: float) -> dict[str, Any]:
-    """Of points near their match: what a change of each pair's distance does to the losses."""
+    """Of points near their match: what a change of each pair's distance does to the losses.
+
+    Panel (d): image 2 lies at text 3, an unlisted match, and becomes a pseudo-positive; image 0 is half of image 1.
+    `disturbed` counts the pairs of other images whose derivative changes when image 0 is mixed.
+    """
     generator = torch.Generator().manual_seed(seed)
     text = torch.eye(PAIRS, dtype=torch.float64)
     image = text + noise * torch.randn(PAIRS, PAIRS, generator=generator, dtype=torch.float64)
@@ -29,11 +33,24 @@ def study_gradients(*, seed: int, noise: float, scale: float, bias: float) -> di
         "InfoNCE": partial(infonce_loss, options=InfoNCEOptions(), logit_scale=scale),
         "match loss of PCME++": partial(pcmepp_loss, options=plain, logit_scale=scale, logit_bias=bias),
     }
-    matrices = {
-        name: pair_gradients(lambda x, y, loss=loss: loss(x, y, match).total, image, text).tolist()  # type: ignore[misc]
-        for name, loss in losses.items()
+    unlisted, mixed, soft = image.clone(), image.clone(), match.clone()
+    unlisted[2], mixed[0], soft[0, :2] = image[3], image[:2].mean(0), 0.5
+    pseudo = PCMEPPOptions(distance="squared_l2", alpha=1.0, beta=0.0)
+    matched = losses["match loss of PCME++"]
+
+    def gradients(loss: Callable[..., Any], image: Tensor, labels: Tensor) -> Tensor:
+        return pair_gradients(lambda x, y: loss(x, y, labels).total, image, text)
+
+    matrices = {name: gradients(loss, image, match) for name, loss in losses.items()}
+    changes = {name: gradients(loss, mixed, soft) - matrices[name] for name, loss in losses.items()}
+    matrices["pseudo-positive"] = gradients(
+        partial(pcmepp_loss, options=pseudo, logit_scale=scale, logit_bias=bias), unlisted, match
+    )
+    matrices["mixed image"] = gradients(matched, mixed, soft)
+    return {
+        "matrices": {name: matrix.tolist() for name, matrix in matrices.items()},
+        "disturbed": {name: int((change[1:].abs() > 1e-14).sum()) for name, change in changes.items()},
     }
-    return {"matrices": matrices}
 
 
 def pair_gradients(

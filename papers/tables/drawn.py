@@ -226,7 +226,7 @@ def _scatter(figure: Figure) -> "Drawing":
 
 def _matrices(figure: Figure) -> "Drawing":
     matrices = figure.numbers["matrices"]
-    drawing, axes = _grid(len(matrices), (3.0, 3.0), columns=len(matrices))
+    drawing, axes = _grid(len(matrices), (3.0, 3.0), columns=3)
     for ax, (name, rows) in zip(axes, matrices.items(), strict=True):
         most = max(abs(value) for row in rows for value in row)
         shown = ax.imshow([[value / most for value in row] for row in rows], cmap="RdBu", vmin=-1, vmax=1)

@@ -1,6 +1,7 @@
 """The tables of the papers, ours beside published: on the screen, as Markdown and LaTeX."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from papers.shown import write_files
@@ -11,6 +12,7 @@ from sfumato.errors import UserError
 from sfumato.reports.tables import (
     MISSING,
     Table,
+    digits,
     latex,
     mean_and_deviation,
     number,
@@ -21,13 +23,18 @@ from sfumato.reports.tables import (
 )  # fmt: skip
 from sfumato.workflows.table import OverSeeds
 
+_PLAIN = ("total_variance", "minus_rho", "log_sigma")
+"""Figures that are no per cent: they get significant digits."""
+
 
 def print_published(item: PaperItem) -> None:
     """Print the paper's figures alone."""
     if not item.rows:
         raise UserError(f"{item.id} has no published figures that could be shown; {item.reason or item.about}")
-    cells = [[label, *(_published(figures.get(name)) for name in item.columns)] for label, figures in item.rows.items()]
-    print_table(f"{item.id}: {item.about}; per cent", ["", *map(short_name, item.columns)], cells, left=1)
+    cells = [
+        [label, *(_published(figures.get(name), name) for name in item.columns)] for label, figures in item.rows.items()
+    ]
+    print_table(f"{item.id}: {item.about}; {units(item.columns)}", ["", *map(short_name, item.columns)], cells, left=1)
     for line in filter(None, (f"{item.source}.", item.note)):
         print_wrapped(line)
 
@@ -38,7 +45,7 @@ def paper_table(table: PaperTable) -> Table:
     averaged = averaged_over(table.n_seeds, table.n_variants)
     data = f"{table.data.title}, split {table.split}"
     return Table(
-        f"{table.item.id}: {table.item.about}. Ours: {data}, {averaged}; per cent",
+        f"{table.item.id}: {table.item.about}. Ours: {data}, {averaged}; {units(table.columns)}",
         ["", *(cell for name in table.columns for cell in (short_name(name), "published")[:wide])],
         [
             [
@@ -46,7 +53,7 @@ def paper_table(table: PaperTable) -> Table:
                 *(
                     cell
                     for name in table.columns
-                    for cell in (_ours(row.own.get(name)), _published(row.published.get(name)))[:wide]
+                    for cell in (_ours(row.own.get(name), name), _published(row.published.get(name), name))[:wide]
                 ),
             ]
             for row in table.rows
@@ -108,9 +115,20 @@ def averaged_over(n_seeds: int, n_variants: int) -> str:
     return f"mean ± standard deviation over {n_seeds} seeds" if n_seeds > 1 else "one seed"
 
 
-def _published(value: float | None) -> str:
+def units(columns: Sequence[str]) -> str:
+    """What the figures of some columns are counted in."""
+    others = [short_name(name) for name in columns if name.endswith(_PLAIN)]
+    rsum = ", RSUM of 600" if any(name.endswith("rsum") for name in columns) else ""
+    return f"per cent{rsum}" + (f"; {' and '.join(others)} as they are" if others else "")
+
+
+def _published(value: float | None, name: str) -> str:
+    if name.endswith(_PLAIN):
+        return digits(value)
     return MISSING if value is None else number(value, 1 if round(value, 1) == value else 2)
 
 
-def _ours(value: OverSeeds | None) -> str:
-    return MISSING if value is None else mean_and_deviation(value.mean, value.deviation)
+def _ours(value: OverSeeds | None, name: str) -> str:
+    if value is None or not name.endswith(_PLAIN):
+        return MISSING if value is None else mean_and_deviation(value.mean, value.deviation)
+    return digits(value.mean, 3) + ("" if value.deviation is None else f" ± {digits(value.deviation, 2)}")

@@ -70,7 +70,8 @@ def _matrix_lines(numbers: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{name}: {sum(v > 1e-14 * most for v in others)} of {len(others)} pairs that do not match contribute"
         )
-    return lines
+    changed = ", ".join(f"{name} {count}" for name, count in numbers["disturbed"].items())
+    return [*lines, f"pairs of other images whose derivative changes when one image is mixed: {changed}"]
 
 
 def _prompt_lines(numbers: Mapping[str, Any]) -> list[str]:

@@ -222,6 +222,10 @@ def test_the_gradients_of_the_figure_say_what_the_paper_says():
     pairs = {name: np.abs(np.array(rows)) > 1e-14 for name, rows in figure.numbers["matrices"].items()}
     assert pairs["match loss of PCME++"].all() and pairs["InfoNCE"].all()
     assert 0 < pairs["triplet, hardest negative"].sum() < pairs["triplet, all negatives"].sum() < 32
+    disturbed, matrices = figure.numbers["disturbed"], figure.numbers["matrices"]
+    assert disturbed["match loss of PCME++"] == 0 < disturbed["triplet, hardest negative"] < disturbed["InfoNCE"] == 56
+    plain, mixed = (np.array(matrices[name]) for name in ("match loss of PCME++", "mixed image"))
+    assert (plain[1:] == mixed[1:]).all() and (plain[0] != mixed[0]).any()
 
 
 def test_pmrp_by_tolerance_against_sets_of_classes(tmp_path):

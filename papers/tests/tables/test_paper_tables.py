@@ -9,10 +9,11 @@ import pytest
 from papers.runs import strategies
 from papers.tables import paper_tables
 from papers.tables.items import data_sets, find_item, paper_items
-from papers.tables.printed import averaged_over, write_table
+from papers.tables.printed import averaged_over, paper_table, write_table
 from papers.tests.tables import tiny_figures
 from sfumato.errors import UserError
 from sfumato.reports.tables import tex
+from sfumato.workflows.table import OverSeeds
 
 PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
 
@@ -222,6 +223,14 @@ def test_published_figures_alone(papers):
     assert rows["ViT-B/32 Proposed (Equation 1)"]["rsum"] == 534.5 and len(rows) == 7
     out = papers("table", "PCME++ 4", "--published")[1]
     assert "534.5" in out and "ours" not in out.lower()
+    out = papers("table", "PCME++ C.5", "--published")[1]
+    assert "0.0002" in out and "total variance and minus rho as they are" in " ".join(out.split())
+    columns = ("rsum", "image log_sigma")
+    row = paper_tables.TableRow(
+        "a", {"rsum": 534.5, columns[1]: -13.01}, {c: OverSeeds(-0.01234, 0.00056, 2) for c in columns}
+    )
+    made = paper_tables.Table(find_item("PCME D.1"), paper_tables.TableData("emoji", ""), 2, "val", columns, (row,))
+    assert paper_table(made).rows == [["a", "0.0 ± 0.0", "534.5", "−0.0123 ± 0.00056", "−13.01"]]
 
 
 def test_every_name_in_the_data_is_a_row():
