@@ -187,8 +187,8 @@ def test_folds_leave_out_what_a_ground_truth_lacks(tmp_path):
     folded = in_folds(base, 2, name="base_half")
     path = instances(tmp_path / "instances.json", {1: [1, 2], 2: [2], 3: [], 4: [1, 2]})
     numbered = ground_truth_from_pairs("n", list("1234"), list("ABCD"), list(zip("1234", "ABCD", strict=True)))
-    found = pmrp(path, numbered, zetas=(0, 1), folded=in_folds(numbered, 2, name="half"))
-    assert list(found) == ["pmrp@0", "pmrp@1", "pmrp_1k@0", "pmrp_1k@1"]
+    found = pmrp([path], numbered, in_folds(numbered, 2, name="half"))
+    assert list(found) == ["pmrp@0", "pmrp@1", "pmrp@2", "pmrp_1k@0", "pmrp_1k@1", "pmrp_1k@2"]
     assert {one.averaged_as for one in found.values()} == {"pmrp", "pmrp_1k"}
     for name in ("pmrp_1k@0", "pmrp_1k@1"):
         assert [(i.tolist(), t.tolist()) for i, t in found[name].folds] == [([0, 1], [0, 1]), ([2], [2])]
@@ -201,7 +201,7 @@ def test_folds_leave_out_what_a_ground_truth_lacks(tmp_path):
     assert figures["pmrp@0"]["i2t"]["r_precision"] == np.mean([1 / 2, 0, 1 / 2])  # 1: B, D. 2: A. 4: A, B.
     assert figures["pmrp_1k@0"]["i2t"]["r_precision"] == np.mean([np.mean([0, 0]), 1])
     assert figures["pmrp_1k@1"]["i2t"]["r_precision"] == np.mean([np.mean([1, 1]), 1])
-    assert figures["pmrp_1k"]["i2t"]["r_precision"] == np.mean([0.5, 1])
+    assert figures["pmrp_1k"]["i2t"]["r_precision"] == np.mean([0.5, 1, 1])
 
 
 def small_eccv(folder, **changes):
@@ -333,35 +333,36 @@ def instances(path, classes):
 
 
 def test_pmrp_by_hand(tmp_path):
-    # Classes {1, 2}, {2}, {3, 4}, none: the first two differ in one class, the others in four and three.
-    path = instances(tmp_path / "instances.json", {1: [1, 2, 2], 2: [2], 3: [3, 4], 4: []})
-    ground_truths = pmrp(path, CAPTIONS, zetas=(0, 1, 3))
-    assert list(ground_truths) == ["pmrp@0", "pmrp@1", "pmrp@3"] and {
-        t.averaged_as for t in ground_truths.values()
-    } == {"pmrp"}
+    # Classes {1, 2}, {2}, {3}, none: the first two differ in one class, the others in three and two.
+    path = instances(tmp_path / "instances.json", {1: [1, 2, 2], 2: [2], 3: [3], 4: []})
+    ground_truths = pmrp([path], CAPTIONS, in_folds(CAPTIONS, 1, name="whole"))
     first = CAPTIONS.image_ids[0]
     assert matches(ground_truths["pmrp@0"])[0] == {first: {"1a", "1b"}, "2": {"2a"}, "3": {"3a"}}
     assert matches(ground_truths["pmrp@1"])[0] == {first: {"1a", "1b", "2a"}, "2": {"1a", "1b", "2a"}, "3": {"3a"}}
-    assert matches(ground_truths["pmrp@3"])[1] == {
+    assert matches(ground_truths["pmrp@2"])[1] == {
         "1a": {first, "2"},
         "1b": {first, "2"},
         "2a": {first, "2", "3"},
         "3a": {"2", "3"},
     }
-    assert pmrp(path, CAPTIONS, zetas=(2,))["pmrp@2"].averaged_as is None
 
 
 def test_pmrp_refuses_what_it_cannot_know(tmp_path):
     path = instances(tmp_path / "instances.json", {1: [1], 2: [2], 3: [3]})
-    raises(UserError, "image 4 of captions is not among its images", pmrp, path, CAPTIONS)
-    for zetas in ((), (-1,), (1, 1)):
-        raises(ValueError, "zetas must be distinct and at least 0", pmrp, path, CAPTIONS, zetas=zetas)
-    with pytest.raises(ValueError, match="text 'x' does not belong to exactly one image"):
-        pmrp(path, ground_truth_from_pairs("two", ["1", "2"], ["x"], [("1", "x"), ("2", "x")]))
+    raises(UserError, "image 4 of captions is not among its images", pmrp, [path], CAPTIONS, CAPTIONS)
+    two = ground_truth_from_pairs("two", ["1", "2"], ["x"], [("1", "x"), ("2", "x")])
+    raises(ValueError, "text 'x' does not belong to exactly one image", pmrp, [path], two, two)
     path.write_text('{"images": [{"id": 1}], "annotations": [{"image_id": 1}]}')
-    raises(UserError, r"annotations\[0\]: expected an object with image_id and category_id", pmrp, path, CAPTIONS)
+    raises(
+        UserError,
+        r"annotations\[0\]: expected an object with image_id and category_id",
+        pmrp,
+        [path],
+        CAPTIONS,
+        CAPTIONS,
+    )
     path.write_text('{"images": []}')
-    raises(UserError, "not COCO's instance annotations", pmrp, path, CAPTIONS)
+    raises(UserError, "not COCO's instance annotations", pmrp, [path], CAPTIONS, CAPTIONS)
 
 
 # ---------------------------------------------------------------- CUB Captions
@@ -378,7 +379,8 @@ def birds(tmp_path):
 
 
 def test_birds_match_by_class(birds):
-    ground_truth = cub_captions(birds)
+    (birds / "classes.txt").write_text("001.Wren\n002.Owl\n003.Kite\n")
+    ground_truth = cub_captions(birds, classes=birds / "classes.txt")
     assert ground_truth.image_ids[:3] == ("001.Wren/Wren_0.jpg", "001.Wren/Wren_1.jpg", "002.Owl/Owl_0.jpg")
     assert ground_truth.text_ids[:3] == ("001.Wren/Wren_0.jpg#0", "001.Wren/Wren_0.jpg#1", "001.Wren/Wren_1.jpg#0")
     assert (

@@ -27,16 +27,15 @@ from sfumato.cli.common import (
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:
-    from sfumato.evaluation.embedded_input import Benchmark, Measured
+    from sfumato.evaluation.embedded_input import Measured
+    from sfumato.evaluation.ground_truth import GroundTruth
     from sfumato.evaluation.protocols import Evaluation, EvaluationOptions
     from sfumato.gaussian import ScalarUncertainty
     from sfumato.models.process_group import ProcessGroup
 
 
 evaluate = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Evaluate a run or a model, embedding files, or an index.",
+    no_args_is_help=True, rich_markup_mode=None, help="Evaluate a run or a model, embedding files, or an index."
 )
 app.add_typer(evaluate, name="evaluate")
 
@@ -67,21 +66,20 @@ class BenchmarkFlags:
         metavar="SPLIT",
     )
 
-    def read(self, split: str) -> "Benchmark | None":
-        """The ground truths that a model is to be evaluated against; None for those of its split."""
-        from sfumato.evaluation.embedded_input import Benchmark, read_ground_truths, told_apart
+    def read(self, split: str) -> "tuple[GroundTruth, ...]":
+        """The ground truths that a model is to be evaluated against; none for those of its split."""
+        from sfumato.evaluation.embedded_input import read_ground_truths, told_apart
 
         given: dict[str, Any] = {"--annotations": self.annotations, "--metrics": self.metrics}
         given |= {"--benchmark-split": self.benchmark_split}
         if self.benchmark is None:
             if extra := next((name for name, value in given.items() if value), None):
                 raise UserError(f"{extra} belongs to a benchmark; add --benchmark NAME, or leave it out")
-            return None
-        found = read_ground_truths(
+            return ()
+        return read_ground_truths(
             self.benchmark, split=self.benchmark_split or split, metrics=parse_names(self.metrics or ""),
             **told_apart(self.benchmark, self.annotations or ()),
         )  # fmt: skip
-        return Benchmark(self.benchmark, found)
 
 
 @dataclass(frozen=True)
@@ -97,9 +95,7 @@ class MeasureFlags:
         "Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++).",
     )
     samples: int | None = rare(
-        None,
-        "Samples of an embedding for average_l2 (8) and match_probability (as in training).",
-        min=1,
+        None, "Samples of an embedding for average_l2 (8) and match_probability (as in training).", min=1
     )
     seed: int = rare(0, "Seed of these samples.", min=0)
 
@@ -136,7 +132,7 @@ def run(*, on: OnData, benchmark: BenchmarkFlags, measured: MeasureFlags, as_jso
         split = opened.split
         opened = replace(opened, split=_split_of_fold(opened, split))
         check_results(opened)
-        result, path, beside = _evaluate(opened, truths, measured, options, group)
+        result, path, beside = _evaluate(opened, benchmark.benchmark, truths, measured, options, group)
     if group.main and result is not None:
         _print_figures(result, f"{on.model} on {split}", as_json, beside, path)
 
@@ -247,7 +243,8 @@ def check_results(opened: ModelOnData) -> None:
 
 def _evaluate(
     opened: ModelOnData,
-    benchmark: "Benchmark | None",
+    benchmark: str | None,
+    ground_truths: "tuple[GroundTruth, ...]",
     flags: MeasureFlags,
     options: "EvaluationOptions",
     group: "ProcessGroup",
@@ -258,10 +255,9 @@ def _evaluate(
 
     chosen, embedded = opened.model.ranking_distance(flags.distance), None
     options.check_samples(chosen)
-    if flags.per_query or benchmark:
+    if flags.per_query or ground_truths:
         embedded = embed_for_evaluation(
-            opened.model, opened.data, opened.split, ground_truths=benchmark.ground_truths if benchmark else (),
-            process_group=group,
+            opened.model, opened.data, opened.split, ground_truths=ground_truths, process_group=group
         )  # fmt: skip
     result: Evaluation | Measured | None = None
     name = f"evaluation-{opened.split}-{chosen.name}"
@@ -276,7 +272,7 @@ def _evaluate(
     if embedded is not None:
         measured = measure(embedded, chosen, options=options)
         if benchmark is not None:
-            result, name = measured, f"benchmark-{benchmark.name}-{opened.split}-{measured.score}"
+            result, name = measured, f"benchmark-{benchmark}-{opened.split}-{measured.score}"
         if flags.per_query is not None:
             beside = _write_per_query(measured, embedded, flags.per_query)
     assert result is not None

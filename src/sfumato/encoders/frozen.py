@@ -42,10 +42,7 @@ from sfumato.encoders.encoder_protocol import (
 )
 from sfumato.encoders.feature_rows import FeatureInput, Whiten
 from sfumato.encoders.joint import is_open_clip, joint_backbone
-from sfumato.encoders.package_weights import (
-    MiniLM,
-    Precision,
-)
+from sfumato.encoders.package_weights import MiniLM, Precision
 from sfumato.files import read_json, write_atomically, write_json
 
 ComputesIn = Annotated[

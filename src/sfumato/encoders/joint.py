@@ -20,12 +20,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from sfumato.data.transforms import encode_png
-from sfumato.encoders.backbones import (
-    Backbone,
-    count_pieces,
-    pillow_images,
-    white_image,
-)
+from sfumato.encoders.backbones import Backbone, count_pieces, pillow_images, white_image
 from sfumato.encoders.encoder_protocol import FrozenBackbone
 from sfumato.encoders.package_weights import (
     Precision,

@@ -4,7 +4,7 @@ Karpathy's split files are read here too.
 """
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,29 +159,23 @@ def read_coco(path: str | Path, *, split: str = "test") -> dict[str, GroundTruth
 
 
 # ---------------------------------------------------------------- PMRP
-def pmrp(
-    instances: str | Path | Sequence[str | Path],
-    captions: GroundTruth,
-    *,
-    zetas: Sequence[int] = (0, 1, 2),
-    folded: GroundTruth | None = None,
-) -> dict[str, GroundTruth]:
+_ZETAS = (0, 1, 2)
+"""Numbers of classes in which an image and a text may differ."""
+
+
+def pmrp(instances: Sequence[Path], captions: GroundTruth, folded: GroundTruth) -> dict[str, GroundTruth]:
     """Plausible Match R-Precision (PMRP) from COCO's instance annotations.
 
     An image and a text match if the set of object classes of the image differs from that of the text's own image in at
     most zeta classes. Images without any instance, and their texts, are left out of the queries and the gallery. The
-    paper averages R-Precision over zeta = 0, 1, 2; the variant of the ``eccv_caption`` package has the single threshold
-    zetas=(2,).
+    paper averages R-Precision over zeta = 0, 1, 2, of all items and in the folds of another ground truth.
 
     Paper: Chun et al., CVPR 2021, C.1.
     """
-    if not zetas or min(zetas) < 0 or len(set(zetas)) != len(zetas):
-        raise ValueError(f"pmrp: zetas must be distinct and at least 0, got {tuple(zetas)}")
     if (captions.t2i.counts != 1).any():
         text = captions.text_ids[int(np.flatnonzero(captions.t2i.counts != 1)[0])]
         raise ValueError(f"pmrp: text {text!r} does not belong to exactly one image of {captions.name}")
-    paths = [Path(instances)] if isinstance(instances, str | Path) else [Path(path) for path in instances]
-    code = _class_table(captions, paths)
+    code = _class_table(captions, instances)
     kept_images = np.flatnonzero(code.any(1))
     position = np.full(len(code), -1)
     position[kept_images] = np.arange(len(kept_images))
@@ -191,24 +185,18 @@ def pmrp(
     size = code.sum(1)
     difference = size[:, None] + size - 2 * (code @ code.T)
     ground_truths = {}
-    for zeta in zetas:
+    image_ids = tuple(captions.image_ids[i] for i in kept_images)
+    text_ids = tuple(captions.text_ids[i] for i in kept_texts)
+    source = ", ".join(map(str, instances))
+    for zeta in _ZETAS:
+        name = f"pmrp@{zeta}"
         t2i = relevance_from_table(difference <= zeta).select_queries(image_of_text)
-        i2t = t2i.transpose()
-        ground_truths[f"pmrp@{zeta}"] = GroundTruth(
-            f"pmrp@{zeta}",
-            tuple(captions.image_ids[i] for i in kept_images),
-            tuple(captions.text_ids[i] for i in kept_texts),
-            i2t,
-            t2i,
-            ("r_precision",),
-            averaged_as="pmrp" if len(zetas) > 1 else None,
-            source=", ".join(map(str, paths)),
+        ground_truths[name] = GroundTruth(
+            name, image_ids, text_ids, t2i.transpose(), t2i, ("r_precision",), averaged_as="pmrp", source=source
         )
-    if folded is not None:
-        average = "pmrp_1k" if len(zetas) > 1 else None
-        for zeta in zetas:
-            name = f"pmrp_1k@{zeta}"
-            ground_truths[name] = in_folds_of(folded, ground_truths[f"pmrp@{zeta}"], name=name, averaged_as=average)
+    for zeta in _ZETAS:
+        name = f"pmrp_1k@{zeta}"
+        ground_truths[name] = in_folds_of(folded, ground_truths[f"pmrp@{zeta}"], name=name, averaged_as="pmrp_1k")
     return ground_truths
 
 
@@ -279,9 +267,9 @@ def cub_split(captions: str | Path, lists: str | Path, split: str = "test") -> G
 def cub_captions(
     captions: str | Path,
     *,
-    classes: str | Path | Iterable[str] | None = None,
-    only: str | Path | Iterable[str] | None = None,
-    without: str | Path | Iterable[str] | None = None,
+    classes: str | Path,
+    only: Path | None = None,
+    without: Path | None = None,
     name: str = "cub",
 ) -> GroundTruth:
     """CUB Captions: an image and a text match if they show and describe the same class of birds.
@@ -293,13 +281,13 @@ def cub_captions(
     root = Path(captions)
     if not root.is_dir():
         raise UserError(f"there is no folder of captions {root}")
-    chosen = sorted(p.name for p in root.iterdir() if p.is_dir()) if classes is None else _names(classes)
-    keep = None if only is None else set(_names(only))
-    drop = set() if without is None else set(_names(without))
+    chosen = sorted(set(_lines("the list", classes)))
+    keep = None if only is None else set(_lines("the list", only))
+    drop = set() if without is None else set(_lines("the list", without))
     counts: dict[str, int] = {}
     class_of_image: list[int] = []
     present = set()
-    for number, bird in enumerate(sorted(set(chosen))):
+    for number, bird in enumerate(chosen):
         if not (root / bird).is_dir():
             raise UserError(f"{root}: there is no class {bird}; expected the captions of CUB-200-2011")
         for path in sorted((root / bird).glob("*.txt")):
@@ -307,7 +295,9 @@ def cub_captions(
             present.add(image)
             if (keep is not None and image not in keep) or image in drop:
                 continue
-            counts[image] = _n_captions(path)
+            counts[image] = len(_lines("the captions", path))
+            if not counts[image]:
+                raise UserError(f"{path}: no captions; expected one per line")
             class_of_image.append(number)
     if keep is not None and (lost := sorted(keep - present)) and len(lost) == len(keep):
         raise UserError(f"{root}: none of the {len(keep)} images of only= is in these classes, for instance {lost[0]}")
@@ -320,23 +310,10 @@ def cub_captions(
     return GroundTruth(name, tuple(counts), text_ids, i2t, t2i, source=str(root))
 
 
-def _n_captions(path: Path) -> int:
-    """Number of captions in a file, at least 1."""
+def _lines(what: str, path: str | Path) -> list[str]:
+    """The lines of a file that are not empty."""
     try:
-        n = sum(bool(line.strip()) for line in path.read_text(encoding="utf-8").splitlines())
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the captions {path}: {error}") from error
-    if not n:
-        raise UserError(f"{path}: no captions; expected one per line")
-    return n
-
-
-def _names(given: str | Path | Iterable[str]) -> list[str]:
-    """The given names, or the lines of a file of names."""
-    if not isinstance(given, str | Path):
-        return list(given)
-    try:
-        lines = Path(given).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the list {given}: {error}") from error
+        raise UserError(f"cannot read {what} {path}: {error}") from error
     return [line.strip() for line in lines if line.strip()]

@@ -130,7 +130,7 @@ def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str) 
     else:
         by_name = eccv_caption(annotations)
     if instances:
-        by_name |= pmrp(list(instances), by_name["coco_5k"], folded=by_name["coco_1k"])
+        by_name |= pmrp(instances, by_name["coco_5k"], by_name["coco_1k"])
     return list(by_name.values())
 
 
@@ -146,14 +146,6 @@ def _read_cub(captions: Path, classes: Path | None, split: str) -> GroundTruth:
     if split != "test":
         raise UserError(f"--split {split} of CUB needs the folder of the class lists; {classes} is a file")
     return cub_captions(captions, classes=classes)
-
-
-@dataclass(frozen=True, eq=False)
-class Benchmark:
-    """A benchmark that a model is evaluated against."""
-
-    name: str  # one of BENCHMARKS
-    ground_truths: tuple[GroundTruth, ...]  # of :func:`read_ground_truths`
 
 
 def read_embedded_set(
@@ -258,11 +250,7 @@ def _recall_by_uncertainty(ranks: BenchmarkRanks, values: dict[str, dict[str, fl
 
 
 def measure_lists(
-    path: Path,
-    ground_truths: Sequence[GroundTruth],
-    *,
-    image_ids: Path | None = None,
-    text_ids: Path | None = None,
+    path: Path, ground_truths: Sequence[GroundTruth], *, image_ids: Path | None = None, text_ids: Path | None = None
 ) -> Measured:
     """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first."""
     loaded = read_json(path)
@@ -395,10 +383,7 @@ def _check_files(files: Files, score: str | None) -> None:
 
 
 def measure_files(
-    files: Files,
-    score: str | None = None,
-    *,
-    split: str = "test",
+    files: Files, score: str | None = None, *, split: str = "test"
 ) -> tuple[Measured, EmbeddedSet | None]:
     """Evaluate embeddings or ranked lists from files.
 
@@ -412,13 +397,10 @@ def measure_files(
         files.benchmark, ground_truth=files.ground_truth, split=split, metrics=metrics,
         **told_apart(files.benchmark, files.annotations),
     )  # fmt: skip
+    ids = {"image_ids": files.image_ids, "text_ids": files.text_ids}
     if files.ranked is not None:
-        return measure_lists(files.ranked, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids), None
+        return measure_lists(files.ranked, ground_truths, **ids), None
     if files.scores is not None:
-        return measure_scores(
-            files.scores, files.scores_are, ground_truths, image_ids=files.image_ids, text_ids=files.text_ids
-        ), None  # fmt: skip
-    embedded = read_embedded_set(
-        files.images or "", files.texts or "", ground_truths, image_ids=files.image_ids, text_ids=files.text_ids
-    )
+        return measure_scores(files.scores, files.scores_are, ground_truths, **ids), None
+    embedded = read_embedded_set(files.images or "", files.texts or "", ground_truths, **ids)
     return measure(embedded, score or "csd"), embedded

@@ -1,8 +1,8 @@
 """What is ranked, and its evaluation in both directions, for any ground truth and any distance."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -56,24 +56,12 @@ class EmbeddedSplit:
         return Query(direction, self.texts, self.images, self.relevance.transpose())
 
 
-class Ranker(Protocol):
-    """The interface of :func:`~sfumato.search.exact.rank_relevant`, for several processes or another search."""
+Ranker = Callable[[GaussianEmbedding, GaussianEmbedding, Relevance, str | Distance], np.ndarray]
+"""Called as :func:`~sfumato.search.exact.rank_relevant`, for several processes or another search.
 
-    def __call__(
-        self, queries: GaussianEmbedding, gallery: GaussianEmbedding, relevance: Relevance, distance: str | Distance
-    ) -> np.ndarray:
-        """Rank the relevant items of each query within the gallery.
-
-        Args:
-            queries: (n, d) embeddings.
-            gallery: (m, d) embeddings.
-            relevance: query -> its relevant items.
-            distance: of (queries, gallery).
-
-        Returns:
-            (p,) ranks from 0 of all relevant items, in the order of relevance.indices.
-        """
-        ...
+It is given (n, d) queries, a gallery (m, d), the relevant items of each query, and the distance of (queries, gallery).
+It returns (p,) ranks from 0 of all relevant items, in the order of relevance.indices.
+"""
 
 
 @dataclass(frozen=True)

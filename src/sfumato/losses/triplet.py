@@ -13,15 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sfumato.distances import squared_l2_matrix
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
-from sfumato.losses.base import (
-    MAX_PAIRS,
-    LossOptions,
-    LossOutput,
-    MatchLoss,
-    PairBlock,
-    option,
-    sum_of_terms,
-)
+from sfumato.losses.base import MAX_PAIRS, LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms
 
 Mining = Literal["hardest", "sum", "semi-hard"]
 """Which negatives of an anchor count; see :func:`triplet_loss`."""

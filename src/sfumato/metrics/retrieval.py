@@ -287,11 +287,7 @@ def beats_chance(metrics: Mapping[str, float], by_chance: Mapping[str, float], n
 
 
 def retrieval_metrics(
-    ranks: np.ndarray,
-    relevance: Relevance,
-    *,
-    depth: np.ndarray | None = None,
-    names: Sequence[str] = ALL_METRICS,
+    ranks: np.ndarray, relevance: Relevance, *, depth: np.ndarray | None = None, names: Sequence[str] = ALL_METRICS
 ) -> dict[str, float]:
     """Metrics averaged over the queries that have a relevant item.
 

@@ -274,11 +274,7 @@ def _sample(positions: np.ndarray, most: int, seed: int) -> np.ndarray:
 
 
 def calibrate_run(
-    folder: str | Path,
-    split: str = "val",
-    *,
-    population: str = "planted",
-    device: torch.device | str = "cpu",
+    folder: str | Path, split: str = "val", *, population: str = "planted", device: torch.device | str = "cpu"
 ) -> Calibration:
     """Calibrate a run on a split of its data that it was not trained on, and write calibration.json into its folder.
 

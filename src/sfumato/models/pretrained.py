@@ -294,10 +294,7 @@ _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
 
 def load_pretrained(
-    name_or_folder: str | Path,
-    *,
-    tokenizer: Tokenizer | None = None,
-    device: torch.device | str = "cpu",
+    name_or_folder: str | Path, *, tokenizer: Tokenizer | None = None, device: torch.device | str = "cpu"
 ) -> Model:
     """Load a published PCME++ or ProLIP model, or a checkpoint of a code in FOREIGN.
 

@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import tomli_w
-from pydantic import (
-    BaseModel,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, model_validator
 
 from sfumato.data.feature_tables import resolved_table
 from sfumato.data.sources import DataConfig

@@ -6,22 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sfumato.charts import (
-    data_url,
-    render_page,
-)
+from sfumato.charts import data_url, render_page
 from sfumato.data.images import FileImage, thumbnail
 from sfumato.errors import counted
 from sfumato.evaluation.pair_scores import NEIGHBOURS
 from sfumato.files import write_atomically, write_json
-from sfumato.reports.tables import (
-    MISSING,
-    clipped,
-    percent,
-    print_table,
-    print_wrapped,
-    probability,
-)
+from sfumato.reports.tables import MISSING, clipped, percent, print_table, print_wrapped, probability
 from sfumato.workflows.audit import Audit, varied
 
 PAIRS, MISSING_PAIRS, AUDIT_PAGE, AUDIT_FIGURES = "pairs.csv", "missing.csv", "audit.html", "audit.json"

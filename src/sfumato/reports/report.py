@@ -101,12 +101,7 @@ def _evaluate(data: ReportData) -> tuple[Evaluation, list[DirectionResult]]:
         return found.setdefault(get_distance(distance).direction, ranks) if len(found) < 2 else ranks
 
     evaluation = evaluate_retrieval(
-        data.images,
-        data.texts,
-        data.relevance,
-        distance=data.distance,
-        text_kinds=data.text_kinds,
-        rank=rank,
+        data.images, data.texts, data.relevance, distance=data.distance, text_kinds=data.text_kinds, rank=rank
     )
     return evaluation, [direction_result(data, "i2t", found["i2t"]), direction_result(data, "t2i", found["t2i"])]
 

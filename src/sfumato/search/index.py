@@ -31,14 +31,7 @@ from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, with_margin
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
-from sfumato.search.exact import (
-    LiftedGallery,
-    closest_candidates,
-    distance_blocks,
-    gallery_centre,
-    lift_gallery,
-    top_k,
-)
+from sfumato.search.exact import LiftedGallery, closest_candidates, distance_blocks, gallery_centre, lift_gallery, top_k
 from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.screening import Screen
 from sfumato.search.stores.protocol import Filter, Records, beside

@@ -112,11 +112,7 @@ def create_collection(
 
 
 def embed_source(
-    model: Model,
-    *,
-    images: Path | None = None,
-    split: str | None = None,
-    texts: Path | None = None,
+    model: Model, *, images: Path | None = None, split: str | None = None, texts: Path | None = None
 ) -> tuple[Iterator[GalleryPart], Problems]:
     """Embed the items of a gallery; exactly one of images, split and texts must be given."""
     if images is not None and isinstance(model.model.image.processor, EmbeddingProcessor):

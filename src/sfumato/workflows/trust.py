@@ -45,12 +45,7 @@ _HIT_IMAGES, _HIT_PAIRS = 5_000, 50_000_000
 
 
 def trust_model(
-    retrieval_model: Model,
-    data: DataConfig,
-    split: str,
-    *,
-    n_resamples: int = 1000,
-    seed: int = 0,
+    retrieval_model: Model, data: DataConfig, split: str, *, n_resamples: int = 1000, seed: int = 0
 ) -> TrustReport:
     """Measure the quality of a model's uncertainties on a split of any data."""
     model = retrieval_model.model
@@ -95,12 +90,7 @@ def trust_model(
 
 
 def _hits(
-    retrieval_model: Model,
-    data: DataConfig,
-    split_embeddings: EmbeddedSplit,
-    pairs: PairData,
-    split: str,
-    seed: int,
+    retrieval_model: Model, data: DataConfig, split_embeddings: EmbeddedSplit, pairs: PairData, split: str, seed: int
 ) -> tuple[dict[str, list[HitFigures]], list[str]]:
     """The probabilities beside hits, by what they are computed from, and notes on them.
 

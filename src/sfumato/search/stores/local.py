@@ -247,7 +247,7 @@ class LocalStore(StoreBase):
     def _transaction(self, begin: str = "BEGIN") -> Iterator[sqlite3.Connection]:
         """A connection of its own in a transaction, committed unless the block raises."""
         if self._closed:
-            raise UserError(f"store {self.url}: is closed; open it again")
+            raise self.error("is closed; open it again")
         try:
             try:
                 connection = self._pool.pop()
@@ -267,14 +267,12 @@ class LocalStore(StoreBase):
                     self._pool.remove(connection)
                     connection.close()
         except sqlite3.OperationalError as error:
-            raise UserError(
-                f"store {self.url}: {self._database}: {error}; check free space, permissions and other programs"
-                " that use it"
+            raise self.error(
+                f"{self._database}: {error}; check free space, permissions and other programs that use it"
             ) from error
         except sqlite3.DatabaseError as error:
-            raise UserError(
-                f"store {self.url}: {self._database} is damaged ({error}); put back a copy of the folder, or build it"
-                " again"
+            raise self.error(
+                f"{self._database} is damaged ({error}); put back a copy of the folder, or build it again"
             ) from error
 
     @contextlib.contextmanager
@@ -406,9 +404,8 @@ class LocalStore(StoreBase):
         except (FileNotFoundError, ValueError) as error:
             if not file.exists():
                 return None
-            raise UserError(
-                f"store {self.url}: {file} is damaged ({error}); remove this file and optimise the store, which builds"
-                " it anew"
+            raise self.error(
+                f"{file} is damaged ({error}); remove this file and optimise the store, which builds it anew"
             ) from error
         raw = connection.execute("SELECT positions FROM indexes").fetchone()[0]
         self._index = LocalIndex(file, graph, np.frombuffer(raw, dtype="<i8").astype(np.int64))
@@ -435,7 +432,7 @@ class LocalStore(StoreBase):
                 os.fsync(stream.fileno())
             sync_folder(self.path)
         except OSError as error:
-            raise UserError(f"store {self.url}: {file} cannot be written ({error}); check free space") from error
+            raise self.error(f"{file} cannot be written ({error}); check free space") from error
         with self._writing() as connection:
             connection.execute("DELETE FROM indexes")
             row = (file.name, file.stat().st_size, positions.astype("<i8").tobytes())

@@ -118,9 +118,7 @@ class MilvusStore(StoreBase):
         """Create the collection."""
         types = driver().DataType
         if self._call("has_collection"):
-            raise UserError(
-                f"store {self.url}: collection {self._place.name} already exists; open it, or give another name"
-            )
+            raise self.error(f"collection {self._place.name} already exists; open it, or give another name")
         note = {"sfumato": FORMAT, "dim": self.dim, "fingerprint": self.fingerprint}
         text = json.dumps({**note, "options": {name: self._options[name] for name in _KEPT}})
         # Lite keeps properties and no description; a server keeps both, unless it takes no properties that it does
@@ -149,7 +147,7 @@ class MilvusStore(StoreBase):
     def load(self) -> None:
         """Read the fingerprint and options of the collection, and load it for searching."""
         if not self._call("has_collection"):
-            raise UserError(f"store {self.url}: there is no collection {self._place.name}")
+            raise self.error(f"there is no collection {self._place.name}")
         described = self._call("describe_collection")
         try:
             note = json.loads(described.get("properties", {}).get("sfumato") or described.get("description") or "")
@@ -157,9 +155,7 @@ class MilvusStore(StoreBase):
             self.dim, self.fingerprint = int(note["dim"]), str(note["fingerprint"])
             kept = dict(note["options"])
         except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"store {self.url}: collection {self._place.name} was not made by sfumato; give another name"
-            ) from None
+            raise self.error(f"collection {self._place.name} was not made by sfumato; give another name") from None
         # Build options stay; search options may change.
         anew = {name: value for name, value in self._place.options.items() if name in _SEARCHING}
         self._options = {**_KEPT, **kept, **anew}
@@ -170,10 +166,7 @@ class MilvusStore(StoreBase):
         self.check_vectors(records)
         for key in records.ids:
             if len(_encoded(self.url, key)) > _LONGEST_ID:
-                raise UserError(
-                    f"store {self.url}: an id may have {_LONGEST_ID:,} bytes, got {len(key.encode()):,}:"
-                    f" {key[:40]!r}..."
-                )
+                raise self.error(f"an id may have {_LONGEST_ID:,} bytes, got {len(key.encode()):,}: {key[:40]!r}...")
         vectors = records.vectors.numpy()
         columns = zip(records.ids, vectors, records.uncertainty.tolist(), records.payloads, strict=True)
         rows = [
@@ -383,13 +376,11 @@ class MilvusStore(StoreBase):
         except rpc_error as error:
             if method == "list_loaded_segments" and error.code().name == "UNIMPLEMENTED":
                 return None  # by Lite
-            raise UserError(
-                f"store {self.url}: {error.details()}; a call may take {limit} seconds, ?call_timeout=SECONDS"
-            ) from None
+            raise self.error(f"{error.details()}; a call may take {limit} seconds, ?call_timeout=SECONDS") from None
         except Exception as error:
             if not isinstance(error, error_type) and not self._closed:
                 raise
-            raise UserError(f"store {self.url}: {message_of(error)}") from None
+            raise self.error(message_of(error)) from None
 
 
 def _parts(rows: Any, size: int) -> Iterator[Any]:

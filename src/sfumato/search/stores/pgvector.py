@@ -137,8 +137,8 @@ class PgVectorStore(StoreBase):
             try:
                 connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
             except (errors.FeatureNotSupported, errors.UndefinedFile, errors.InsufficientPrivilege) as error:
-                raise UserError(
-                    f"store {self.url}: this database has no pgvector ({first_line(error)}); install it on the server"
+                raise self.error(
+                    f"this database has no pgvector ({first_line(error)}); install it on the server"
                     " (package postgresql-NN-pgvector, or an image pgvector/pgvector), and let an administrator run"
                     " CREATE EXTENSION vector"
                 ) from None
@@ -152,8 +152,8 @@ class PgVectorStore(StoreBase):
                     )
                 )
             except errors.DuplicateTable:
-                raise UserError(
-                    f"store {self.url}: table {self._name} already exists; open it, or give another name: ?table=..."
+                raise self.error(
+                    f"table {self._name} already exists; open it, or give another name: ?table=..."
                 ) from None
             # Stored in the row if it fits, not in a separate table, because an exact search reads every vector.
             connection.execute(self._sql("ALTER TABLE {table} ALTER COLUMN embedding SET STORAGE MAIN"))
@@ -166,8 +166,8 @@ class PgVectorStore(StoreBase):
         asked += " FROM pg_extension WHERE extname = 'vector'"
         version, late = connection.execute(asked, [_LEAST_VERSION]).fetchone()
         if not late:
-            raise UserError(
-                f"store {self.url}: needs pgvector {_LEAST_VERSION} or later, and this database has {version}; install"
+            raise self.error(
+                f"needs pgvector {_LEAST_VERSION} or later, and this database has {version}; install"
                 " a later one on the server and run ALTER EXTENSION vector UPDATE"
             )
 
@@ -187,7 +187,7 @@ class PgVectorStore(StoreBase):
                 [name := self._table.as_string(connection), name],
             ).fetchone()
             if not found[1]:
-                raise UserError(f"store {self.url}: there is no table {self._name}")
+                raise self.error(f"there is no table {self._name}")
             self._check_version(connection)
         try:
             note = json.loads(found[0] or "")
@@ -195,9 +195,7 @@ class PgVectorStore(StoreBase):
             kept = {name: str(value) for name, value in dict(note["options"]).items() if name in _KEPT}
             found = {"dim": int(note["dim"]), "fingerprint": str(note["fingerprint"]), "options": kept}
         except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"store {self.url}: table {self._name} was not made by sfumato; give another name: ?table=..."
-            ) from None
+            raise self.error(f"table {self._name} was not made by sfumato; give another name: ?table=...") from None
         # Whoever may write to the table may have changed its comment, and the options become part of statements.
         _check_options(f"store {self.url}: the comment of table {self._name}", kept)
         return found

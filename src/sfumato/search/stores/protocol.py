@@ -261,6 +261,10 @@ class StoreBase:
     def begin_writing(self) -> None:
         """Acquire the write lock of a store that has one, as the first write would; it is held until close."""
 
+    def error(self, message: str) -> UserError:
+        """An error that says which store it is about."""
+        return UserError(f"store {self.url}: {message}")
+
     def check_vectors(self, records: Records) -> None:
         """Refuse vectors of another dimension."""
         if (e := records.vectors.shape[1]) != self.dim:
