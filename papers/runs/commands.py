@@ -146,11 +146,9 @@ def strategies(
     from sfumato.models.embed import embed_for_evaluation
 
     chosen = choose_strategies(names)
-    found, opened = benchmark.read(on.split), on.open("evaluate it on")
+    truths, opened = benchmark.read(on.split), on.open("evaluate it on")
     by_probability = any(one.distance == MATCH_PROBABILITY for one in chosen)
-    embedded = embed_for_evaluation(
-        opened.model, opened.data, opened.split, ground_truths=found.ground_truths if found else (),
-    )  # fmt: skip
+    embedded = embed_for_evaluation(opened.model, opened.data, opened.split, ground_truths=truths)
     results = evaluate_strategies(
         embedded, chosen, engine=engine, candidates=candidates, evaluation=EvaluationOptions(samples),
         match_probability=opened.model.ranking_distance(MATCH_PROBABILITY) if by_probability else None,
