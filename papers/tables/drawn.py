@@ -70,8 +70,8 @@ def title(figure: Figure) -> str:
     about = f"{figure.item.id}: {figure.item.about}"
     if not figure.runs:
         return about
-    averaged = averaged_over(figure.n_seeds, figure.n_variants)
-    return f"{about}. Ours: {figure.data.title}, split {figure.split}, {averaged}"
+    ours = f"{figure.data.title}, split {figure.split}, {averaged_over(figure.n_seeds, figure.n_variants)}"
+    return f"{about}. {ours}" if figure.same_data else f"{figure.item.id} on {ours}. In the paper: {figure.item.about}"
 
 
 def print_figure(figure: Figure) -> None:
@@ -316,7 +316,8 @@ def _item(ax: "Axes", item: Mapping[str, Any], figure: Figure, colour: str, head
         ax.set(xlim=(0, 1), ylim=(0, 1), facecolor=CARD)
         ax.set_box_aspect(1)
         text = item["text"] if "text" in item else f"{item['id']}: {item['caption']}"
-        ax.text(0.5, 0.5, textwrap.fill(clipped(text, 110), 19), ha="center", va="center", fontsize=8)
+        size, width = (8, 19) if len(text) > 40 else (12, 12)
+        ax.text(0.5, 0.5, textwrap.fill(clipped(text, 110), width), ha="center", va="center", fontsize=size)
 
 
 def _toy(figure: Figure) -> "Drawing":
