@@ -16,7 +16,7 @@ from papers.tables.rows import PAPERS, STATES, Row, paper_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "papers" / "README.md"
-TABLES = ROOT / "papers" / "docs" / "tables.md"
+VERDICTS = [ROOT / "papers" / "docs" / name for name in ("tables.md", "items.md")]
 RECIPES = ROOT / "recipes"
 
 HEAD = "# Rows of the papers' tables, by papers/pages.py. `python -m papers table ID --published` has the headings:"
@@ -150,7 +150,8 @@ def with_verdicts(text: str) -> str:
 def written() -> Iterable[tuple[Path, str]]:
     """Each file with what it has to hold."""
     yield PAGE, with_list(PAGE.read_text(encoding="utf-8"))
-    yield TABLES, with_verdicts(TABLES.read_text(encoding="utf-8"))
+    for path in VERDICTS:
+        yield path, with_verdicts(path.read_text(encoding="utf-8"))
     for path in sorted(RECIPES.glob("*.toml")):
         yield path, with_header(path.stem, path.read_text(encoding="utf-8"))
 

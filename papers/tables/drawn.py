@@ -295,7 +295,7 @@ def _examples(figure: Figure) -> "Drawing":
     across = 1 + max(len(one["results"]) for _, one in rows)
     drawing = _drawing(1.9 * across, 1.75 * len(rows) + 0.6)
     for axes, (_, one) in zip(drawing.subplots(len(rows), across, squeeze=False), rows, strict=True):
-        value = f"{in_words(numbers['uncertainty'])} {digits(one['uncertainty'], 3)}"
+        value = f"{in_words(numbers['uncertainty'])} {said.plain(one['uncertainty'])}"
         _item(axes[0], one["query"], figure, INK, value)
         for ax in axes[1 + len(one["results"]) :]:
             ax.axis("off")

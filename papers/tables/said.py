@@ -20,6 +20,11 @@ def words(name: str) -> str:
     return METRICS.get(name, in_words(name))
 
 
+def plain(value: float) -> str:
+    """A number with three significant digits or more, never with a power of ten."""
+    return f"{value:,.0f}".replace("-", "−") if abs(value) >= 1000 else digits(value, 3)
+
+
 def _curve_lines(numbers: Mapping[str, Any]) -> list[str]:
     lines = []
     for panel in numbers["panels"]:
@@ -110,7 +115,7 @@ def _example_lines(numbers: Mapping[str, Any]) -> list[str]:
         values = [one["uncertainty"] for one in found]
         lines.append(
             f"the {numbers['order']} uncertain {SIDES[side]}, {in_words(numbers['uncertainty'])}"
-            f" {digits(values[0], 3)} to {digits(values[-1], 3)}: {right} of {len(found)} find a match first"
+            f" {plain(values[0])} to {plain(values[-1])}: {right} of {len(found)} find a match first"
         )
     return lines
 

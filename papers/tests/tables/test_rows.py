@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from papers.pages import TABLES, anchors, with_verdicts
+from papers.pages import VERDICTS, anchors, with_verdicts
 from papers.tables.items import data_sets, find_item, paper_items
 from papers.tables.rows import STATES, paper_rows
 from sfumato.models.recipe import find_recipe, load_recipe
@@ -81,5 +81,5 @@ def test_a_verdict_is_computed_from_both_columns():
         assert found == f"{page}- **{word}Confirmed** `RSUM: {claim}`.".replace("Not C", "Not c")
     with pytest.raises(ValueError, match="the paper does not say b, c > d in RSUM"):
         with_verdicts(f"{page}- **Confirmed** `RSUM: b, c > d`.")
-    text = TABLES.read_text(encoding="utf-8")
+    text = "".join(path.read_text(encoding="utf-8") for path in VERDICTS)
     assert not re.search(r"\*\*(Confirmed|Not confirmed|As published)\*\*(?! `)", text), "a verdict without its claim"
