@@ -127,13 +127,16 @@ def _curves(figure: Figure) -> "Drawing":
             ax.set_xticks(xs, [f"{x:g}" for x in xs])
         elif panel["x"] == "epoch":
             ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if panel["y"] == "fraction":  # Of two choices: chance is one half.
+            ax.set_ylim(0, 1)
+            ax.axhline(0.5, color=FAINT, linestyle="--", linewidth=1)
         known = panel["name"] in pages.CORRUPTIONS
         ax.set_xlabel(pages.CORRUPTIONS[panel["name"]][1] if known else panel["x"])
         ax.set_ylabel(f"mean {said.words(panel['y'])}" if known else said.words(panel["y"]))
         ax.set_title(said.PARTS.get(panel["name"], panel["name"]), loc="left")
         ax.grid(axis="y")
         if len(panel["series"]) > 1:
-            ax.legend()
+            ax.legend(ncols=2, fontsize=9)
     return drawing
 
 
