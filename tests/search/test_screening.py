@@ -98,6 +98,14 @@ def test_within_are_all_items_within_the_radius(kind, dtype):
             assert torch.equal(found, row[position])
 
 
+def test_an_item_whose_code_is_shorter_than_it_is_found():
+    """It lies in the query's direction and is alone in the second slice, so only what its code lost lets it in."""
+    exact, short = torch.full((1, 24), 0.995), torch.tensor([[1.0] + 23 * [1 - 0.51 / 127]])
+    gallery = GaussianEmbedding.point(torch.cat([torch.zeros(1023, 24), exact, short]))
+    query = GaussianEmbedding.point(torch.full((1, 24), 20.0))
+    assert screen_of(gallery, "squared_l2").closest(query, 1)[1].item() == 1024
+
+
 @pytest.mark.parametrize("d", [1, 2, 3, 15, 16, 17])
 def test_narrow_vectors(d):
     """On a grid, so that most distances are equal."""
