@@ -111,9 +111,7 @@ def official(scores: np.ndarray, ground_truth: GroundTruth) -> tuple[dict[str, d
         order = [np.argsort(row, kind="stable").astype(np.int32) for row in rows]
         seconds["sort"] += time.perf_counter() - start
         start = time.perf_counter()
-        shared = (
-            gallery.tolist()
-        )  # One Python number for each id: a list of its own for every query is several times larger.
+        shared = gallery.tolist()  # One number for each id: a list of its own for every query is several times larger.
         lists.append({int(q): [shared[j] for j in row] for q, row in zip(queries, order, strict=True)})
         seconds["dictionaries"] += time.perf_counter() - start
     start = time.perf_counter()

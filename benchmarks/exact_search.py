@@ -8,11 +8,10 @@ turn; the table has the shortest time of each and ratios of these. The contender
     exact     GaussianIndex, engine exact
 
     python benchmarks/exact_search.py [--json PATH] [--items 200000] [--d 512] [--threads 1] [--rounds 8]
-                                      [--batches 1 20 256] [--recall] [--sums]
+                                      [--batches 1 20 256] [--recall]
 
 `--recall` prints recall@10 against float64 on hard galleries, beside that of distances by one float32 product whose top
-k are computed again in float32 ("product"); `--sums` the cost of expected_matches beside that of a search. Both skip
-the rest. Exits with 1 if a recall of engine exact is below 1.
+k are computed again in float32 ("product"), and skips the rest. Exits with 1 if a recall of engine exact is below 1.
 """
 
 # mypy: disable-error-code="misc"
@@ -20,14 +19,13 @@ the rest. Exits with 1 if a recall of engine exact is below 1.
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import faiss
 import torch
 from torch import Tensor
 
@@ -72,6 +70,9 @@ def race(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
 
 def speed(items: int, d: int, batches: list[int], rounds: int) -> list[dict[str, Any]]:
     """Times and ratios for each batch."""
+    import faiss
+
+    faiss.omp_set_num_threads(torch.get_num_threads())
     generator, rows = torch.Generator().manual_seed(0), []
     gallery = unit(items, d, 0, generator)
     index = GaussianIndex.build(gallery, [str(i) for i in range(items)])
@@ -147,29 +148,6 @@ def recalls(items: int, d: int) -> list[dict[str, Any]]:
     return rows
 
 
-def sums(items: int, d: int, rounds: int) -> list[dict[str, Any]]:
-    """The cost of expected_matches beside that of a search, and its error."""
-    generator, rows, ids = torch.Generator().manual_seed(0), [], [str(i) for i in range(items)]
-    gallery = unit(items, d, 32, generator)
-    index = GaussianIndex.build(gallery, ids)
-    lifted = LiftedGallery.of(lift_gallery(index.embeddings, "csd", centre=index.centre), "csd", index.centre)
-    for batch in (1, 20):
-        queries = unit(batch, d, 32, generator)
-        times = race(
-            {
-                "search": lambda q=queries: index.search(q, K),
-                "expected_matches": lambda q=queries: index.expected_matches(q),
-                "whole sum": lambda q=queries: [
-                    index.match_probability(block).sum(1).tolist() for _, block in lifted.distance_blocks(q)
-                ],
-            },
-            rounds,
-        )
-        rows.append({"items": items, "engine": "exact", "batch": batch, **times})
-        print(f"exact {batch:3} " + "  ".join(f"{n} {t:.2f} ms" for n, t in times.items()), flush=True)
-    return rows
-
-
 def main() -> int:
     """Measure, print, write JSON."""
     parser = argparse.ArgumentParser(description="Engine exact against the bare product and FAISS flat.")
@@ -180,20 +158,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 20, 256])
     parser.add_argument("--recall", action="store_true", help="measure recall on hard galleries instead")
-    parser.add_argument("--sums", action="store_true", help="measure expected_matches instead")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    faiss.omp_set_num_threads(arguments.threads)
     print(f"products in {product_dtype()}, {arguments.threads} threads")
     if arguments.recall:
         rows = recalls(arguments.items, arguments.d)
-    elif arguments.sums:
-        rows = sums(arguments.items, arguments.d, arguments.rounds)
     else:
         rows = speed(arguments.items, arguments.d, arguments.batches, arguments.rounds)
     if arguments.json:
         settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-        about = {"torch": torch.__version__, "faiss": faiss.__version__, "machine": platform.machine()}
+        about = {"torch": torch.__version__, "faiss": version("faiss-cpu")}
         arguments.json.write_text(json.dumps({"settings": settings | about, "rows": rows}, indent=2) + "\n")
     return int(any(row.get("exact", 1) < 1 for row in rows if "gallery" in row))
 

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from exact_search import by_product, unit
 from match_loss import peak_mb
+from pcme_step import build_model
 from PIL import Image
 from suite import commit, machine
 from torch import Tensor
@@ -38,10 +39,7 @@ from towers import inputs
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.distances import get_distance
-from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
-from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import ImageFileStore
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions
@@ -106,10 +104,9 @@ def steps(bench: Bench, backbone: str, on_gpu: torch.dtype) -> dict[str, Any]:
     """Training steps of PCME++ on CLIP's towers with random weights; on a processor in float32."""
     torch.manual_seed(0)
     precision = on_gpu if bench.cuda else torch.float32
-    n, options = bench.size(128), {"architecture": backbone}
-    encoders = clip_image_encoder(ClipImageConfig(**options)), clip_text_encoder(ClipTextConfig(**options))
-    towers = [Tower(None, encoder, GaussianHead(encoder.channels, 1024)) for encoder in encoders]  # type: ignore[arg-type]
-    model, loss = DualEncoder(*towers).train().to(bench.device), PCMEPPLoss().to(bench.device)
+    n = bench.size(128)
+    model = build_model(argparse.Namespace(towers="clip", dim=1024), backbone).to(bench.device)
+    loss = PCMEPPLoss().to(bench.device)
     optimiser = build_optimiser(model, loss, OptimConfig(name="adamp", lr=1e-5))
     scaler = torch.amp.GradScaler(bench.device.type, enabled=precision == torch.float16)
     group, store, trained = alone(bench.device), drawn_images(n), [*model.parameters(), *loss.parameters()]

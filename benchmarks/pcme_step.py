@@ -47,12 +47,13 @@ FORMS = ("pcmepp", "pcme")
 IMAGE_CHANNELS, IMAGE_TOKENS, TEXT_CHANNELS, TEXT_TOKENS = 1280, 9, 384, 32
 
 
-def build_model(options: argparse.Namespace) -> DualEncoder:
-    """Both towers with random weights."""
+def build_model(options: argparse.Namespace, architecture: str = "ViT-B/32") -> DualEncoder:
+    """Both towers with random weights, those of "clip" in an architecture."""
     torch.manual_seed(0)
     encoders: list[Any]
     if options.towers == "clip":
-        encoders = [clip_image_encoder(ClipImageConfig()), clip_text_encoder(ClipTextConfig())]
+        own: Any = {"architecture": architecture}
+        encoders = [clip_image_encoder(ClipImageConfig(**own)), clip_text_encoder(ClipTextConfig(**own))]
     else:
         encoders = [FeatureInput(channels, 0.2) for channels in (IMAGE_CHANNELS, TEXT_CHANNELS)]
     towers = [Tower(None, e, GaussianHead(e.channels, options.dim)) for e in encoders]  # type: ignore[arg-type]
@@ -162,12 +163,10 @@ def main() -> None:
         form: json.loads(subprocess.run([*command, form], check=True, capture_output=True, text=True).stdout)
         for form in FORMS
     }
+    repeats = max(5, options.repeats)
     times = {
         "step": interleaved(prepared(FORMS, options), options.repeats),
-        "loss": interleaved(
-            {form: loss_alone(build_loss(form, options), options) for form in FORMS},
-            max(5, options.repeats),
-        ),
+        "loss": interleaved({form: loss_alone(build_loss(form, options), options) for form in FORMS}, repeats),
     }
     print(
         f"{options.towers}, batch {options.batch}, d {options.dim}, {options.samples} draws,"

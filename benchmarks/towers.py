@@ -131,15 +131,9 @@ def main() -> None:
                 times[form].append(time.perf_counter() - start)
         ratio = statistics.median(b / a for a, b in zip(times["plain"], times["gaussian"], strict=True))
         same = ["--architecture", options.architecture, "--side", options.side, "--batch", str(options.batch)]
+        command = [sys.executable, __file__, *same, "--memory"]
         peaks = {
-            form: json.loads(
-                subprocess.run(
-                    [sys.executable, __file__, "--memory", form, what, *same],
-                    check=True,
-                    capture_output=True,
-                    text=True,
-                ).stdout
-            )
+            form: json.loads(subprocess.run([*command, form, what], check=True, capture_output=True, text=True).stdout)
             for form in FORMS
         }
         results[what] = {
@@ -158,12 +152,8 @@ def main() -> None:
     parameters = {form: sum(p.numel() for p in tower.parameters()) for form, tower in towers.items()}
     print(f"parameters {parameters['plain']:,} and {parameters['gaussian']:,}; load {os.getloadavg()[0]:.1f}")
     if options.json:
-        record = vars(options) | {
-            "json": None,
-            "results": results,
-            "parameters": parameters,
-            "torch": torch.__version__,
-        }
+        about = {"json": None, "parameters": parameters, "torch": torch.__version__}
+        record = vars(options) | about | {"results": results}
         options.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -1,14 +1,17 @@
 """The page of speed equals what its script makes of the result files, marks what loses and what was disturbed."""
 
 import copy
+import json
 import re
 from pathlib import Path
 
+import pytest
+import torch
 from support.scripts import benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-script, suite = benchmark("performance_page"), benchmark("suite")
+script, suite, gpu = (benchmark(name) for name in ("performance_page", "suite", "gpu"))
 
 
 RESULTS = script.load_results(script.RESULTS)
@@ -66,3 +69,15 @@ def test_ratios_and_times_by_hand():
     assert script.Row("x", "").ratio_text == ""
     rates = list(script.serve({"rows": [{"clients": 2, "on": {"per_second": 50}, "off": {"per_second": 100}}]}))
     assert [row.ratio for row in rates] == [2.0] and rates[0].loses
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_gpu_runs_small_on_a_processor(monkeypatch, tmp_path):
+    monkeypatch.setitem(gpu.PARTS, "steps", (gpu.steps, [("ViT-Ti/16", torch.bfloat16)]))
+    path = tmp_path / "gpu.json"
+    monkeypatch.setattr("sys.argv", f"gpu --scale .005 --rounds 1 --device cpu --json {path}".split())
+    gpu.main()
+    found = json.loads(path.read_text())
+    assert [len(found[part]) for part in gpu.PARTS] == [1, 4, 2, 1]
+    assert all(one["gradients_apart"] < 1e-3 for one in found["loss"])
+    assert found["steps"][0]["seconds"]["step"] > found["steps"][0]["seconds"]["loss"] > 0
