@@ -50,11 +50,18 @@ def toy_data(generator: torch.Generator) -> ToyData:
     return ToyData(GaussianEmbedding(mean, 2 * log_sigma), label, uncertain)
 
 
-def train_toy(data: ToyData, method: str, *, generator: torch.Generator, updates: int = 500) -> GaussianEmbedding:
+def train_toy(
+    data: ToyData,
+    method: str,
+    *,
+    generator: torch.Generator,
+    updates: int = 500,
+    watch: Callable[[int, GaussianEmbedding], None] = lambda update, samples: None,
+) -> GaussianEmbedding:
     """Optimise means and log variances with Adam under one method.
 
     Every update compares two mini-batches without a common sample, like a batch of images with a batch of captions. A
-    pair matches if both samples have the same class in this update.
+    pair matches if both samples have the same class in this update. watch is called before every update.
     """
     loss = _loss(method)
     mean = data.embedding.mean.clone().requires_grad_()
@@ -62,7 +69,8 @@ def train_toy(data: ToyData, method: str, *, generator: torch.Generator, updates
     scale, bias = (torch.tensor(5.0, requires_grad=True) for _ in range(2))
     optimiser = torch.optim.Adam([mean, log_sigma, scale, bias], lr=_RATE)
     with progress_bar(method, updates) as advance:
-        for _ in range(updates):
+        for update in range(updates):
+            watch(update, GaussianEmbedding(mean.detach(), 2 * log_sigma.detach()))
             both = torch.randperm(len(mean), generator=generator)[: 2 * _BATCH].view(2, -1)  # (2, b)
             other = (torch.rand(both.shape, generator=generator) < 0.5) & data.uncertain[both]
             chosen = (data.label[both] + other.long()) % CLASSES
