@@ -159,7 +159,9 @@ def animate_toy(path: Path, method: str = "csd", *, updates: int = UPDATES) -> l
         axis.set(xlim=(-reach, reach), ylim=(-reach, reach), xticks=[], yticks=[])
         ratio = float(deviation[data.uncertain].square().mean() / deviation[~data.uncertain].square().mean())
         axis.set_title(f"{method}, update {update}: variance ratio {ratio:.2f}", loc="left")
-        return [axis.scatter(*mean.T, s=4 + 12 * deviation.clamp(max=5), c=colours, alpha=0.4, linewidths=0)]
+        return [
+            axis.scatter(mean[:, 0], mean[:, 1], s=4 + 12 * deviation.clamp(max=5), c=colours, alpha=0.4, linewidths=0)
+        ]
 
     figure: Any = axis.get_figure()
     FuncAnimation(figure, draw, frames=frames).save(path, PillowWriter(fps=10), dpi=70)
