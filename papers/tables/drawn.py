@@ -165,6 +165,8 @@ def _bars(figure: Figure) -> "Drawing":
         ax.set_xlabel(f"tenths of the queries by {in_words(figure.numbers['uncertainty'])}, ascending")
         ax.set_title(f"{panel['row']}, {DIRECTIONS[panel['name']]}", loc="left")
         ax.grid(axis="y")
+    for ax in axes:  # One scale, so that a low recall does not look like a high one.
+        ax.set_ylim(0, max(other.get_ylim()[1] for other in axes))
     return drawing
 
 

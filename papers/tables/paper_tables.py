@@ -21,7 +21,8 @@ from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.protocols import EmbeddedSet
 from sfumato.files import read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
-from sfumato.models.embed import embed_for_evaluation
+from sfumato.metrics.retrieval import chance_metrics
+from sfumato.models.embed import embed_for_evaluation, load_split
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe
 from sfumato.models.run import MODEL, Run, load_run
 from sfumato.progress import say
@@ -264,8 +265,21 @@ def make_table(
         own = {name: value for name, value in over_seeds(figures).items() if name in columns}
         spec = row.spec if row.recipes else ""
         rows.append(TableRow(name, known, own, tuple(map(str, folders)), spec, tuple(failed)))
+    first = next((Path(folder) for row in rows for folder in row.runs), None)
+    if first and not data.name == item.benchmark == "coco":
+        random = over_seeds([_by_chance(first, item.split)])
+        rows.append(TableRow("by chance", {}, {name: value for name, value in random.items() if name in columns}))
     shown = tuple(name for name in columns if any(name in row.own or name in row.published for row in rows))
     return Table(item, data, n_seeds, item.split, shown, tuple(rows))
+
+
+def _by_chance(folder: Path, split: str) -> dict[str, float | None]:
+    """The figures of a random order of the split of a run."""
+    run = load_run(folder)
+    relevance = load_split(run.model, run.recipe.data, split).data.relevance()
+    sides = {"i2t": chance_metrics(relevance), "t2i": chance_metrics(relevance.transpose())}
+    rsum = sum(side[f"recall@{k}"] for side in sides.values() for k in (1, 5, 10))
+    return _plain_figures(sides | {"rsum": rsum}, {}, None)
 
 
 def _check_ground_truths(

@@ -94,7 +94,7 @@ def notes(table: PaperTable) -> list[str]:
     if table.data.overrides:
         found.append(f"Changed in all recipes: {', '.join(table.data.overrides)}.")
     found += [f"{row.label}: {reason}." for row in table.rows for reason in row.failed]
-    if left := [row.label for row in table.rows if not row.runs and not row.failed]:
+    if left := [row.label for row in table.rows if not (row.runs or row.failed or row.own)]:
         found.append(f"Not repeated, because no recipe trains them on this data: {'; '.join(left)}.")
     if table.item.note:
         found.append(table.item.note)

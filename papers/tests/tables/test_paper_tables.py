@@ -65,6 +65,11 @@ def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table,
         for name, values in (("t2i recall@5", recalls), ("rsum", rsums)):
             assert row["own"][name]["mean"] == pytest.approx(mean(values), rel=1e-9)
             assert row["own"][name]["deviation"] == pytest.approx(stdev(values), rel=1e-6, abs=1e-9)
+    sides = json.loads(sfumato("evaluate", "run", row["runs"][0], "--split", "val", "--json")[1])["chance"]
+    chance = made["rows"][-1]["own"] if made["rows"][-1]["label"] == "by chance" else {}
+    assert chance["rsum"]["mean"] == pytest.approx(
+        100 * sum(v for s in sides.values() for k, v in s.items() if "@" in k)
+    )
     assert not made["same_data"] and made["rows"][0]["published"]["rsum"] > 400
     status, again, err = papers(*command, "--json")
     assert json.loads(again)["rows"] == made["rows"] and "training" not in err
@@ -98,7 +103,7 @@ def test_rows_ranked_by_strategies_share_one_run_and_those_of_faiss_search_its_l
         "--runs", tmp_path / "runs", "--out", tmp_path / "out", "--json",
     )  # fmt: skip
     assert status == 0, err
-    rows = json.loads(out)["rows"]
+    rows = [row for row in json.loads(out)["rows"] if row["runs"]]
     assert built == ["ivf"] * 4  # Two rows, two directions.
     (run,) = {run for row in rows for run in row["runs"]}
     asked = "mean,wasserstein2,csd,faiss_mean,faiss_rerank"
