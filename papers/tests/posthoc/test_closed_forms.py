@@ -45,15 +45,16 @@ def test_parity_top1_and_margins(direction, dtype, rtol):
     _, t, queries, gallery = uclip(direction)
     q, g, side = queries.to(dtype), gallery.to(dtype), SIDE[direction]
 
-    def same(found, wanted):
-        atol = 0.0 if dtype == torch.float64 else 1e-6 * float(wanted.abs().max())
+    def same(found, wanted, summands=1.0):
+        """Differences of cosines may cancel: float32 rounds relative to what is subtracted."""
+        atol = 0.0 if dtype == torch.float64 else 1e-6 * float(summands)
         torch.testing.assert_close(found, wanted.to(dtype), rtol=rtol, atol=atol)
 
     same(1 - Top1Distance().uncertainty(side, q, g), t[f"top1similarity/{direction}"])
     same(-CosineMargin().uncertainty(side, q, g), t[f"ours/margin/{direction}"])
     same(-AdversarialMargin().uncertainty(side, q, g), t[f"ours/exact_unit/{direction}"])
     unit = functional.normalize(g, dim=1)
-    same(shortest_change(q, unit), t[f"ours/exact/{direction}"])
+    same(shortest_change(q, unit), t[f"ours/exact/{direction}"], queries.norm(dim=1).max())
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

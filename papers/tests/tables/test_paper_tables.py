@@ -206,7 +206,7 @@ def test_own_data_repeat_a_table(pictures, papers, tmp_path, given):
     [
         (["PCME++ 33"], "no table or figure 'PCME++ 33' in the papers; did you mean 'PCME++ 3'"),
         (["PCME 6"], "did you mean 'PCME Fig. 6'?"),
-        (["PCME++ B.1"], "They are the settings of coco-pcmepp-b32"),
+        (["PCME++ B.1"], "repeat it with `pytest papers/tests/tables/test_settings.py`"),
         (["PCME++ 3", "--data", "emoji", "--instances", "x.json"], "--instances is for PMRP on COCO; leave it out"),
         (["PCME++ 3"], "no dataset_coco.json here"),
         (["PCME++ 3", "--data", "nowhere"], "--data nowhere: neither a file or folder nor a data set; known: coco,"),
