@@ -171,3 +171,31 @@ def published(
     if as_json:
         return print(json.dumps(to_json(rows, own), ensure_ascii=False))
     print_published(rows, own)
+
+
+@command(app)
+def eccv(
+    *,
+    runs: list[Path] = word(..., "Folders of runs on the same data; more models make a fairer pool.", "RUN"),
+    judgements: Path | None = flag(
+        None, "CSV with the columns image, caption_id, yes and no. Without: the pool alone."
+    ),
+    k: int = flag(5, "Number of candidates of every query by each model.", min=1),
+    split: str = flag("test", "Split that is searched."),
+    out: Path = flag(Path("eccv"), "Folder for pool.csv and the lists of matches in ECCV Caption's layout."),
+    as_json: AsJson = False,
+) -> None:
+    """Make an ECCV Caption of one's own: models propose, people judge, and every model is measured on the matches."""
+    from papers.runs import eccv as made
+
+    check_out_folder(out)
+    pool = made.read_pool(runs, split, k)
+    judged = made.read_judgements(judgements, pool.data) if judgements else {}
+    made.write_pool(pool, judged, out)
+    if not judged:
+        return print(json.dumps({"proposed": len(pool.proposed), "out": str(out)}) if as_json else f"pool: {out}")
+    found = made.measure_pool(pool, judged)
+    if as_json:
+        return print(json.dumps(found | {"out": str(out)}, ensure_ascii=False))
+    made.pool_table(found).show()
+    print(f"written to {out}")
