@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sfumato.errors import progress_bar
 from sfumato.gaussian import load_embeddings
-from sfumato.progress import progress_bar
 from sfumato.search.stores.protocol import Records, VectorStore, anchored, create_store
 
 TOP = 10

@@ -23,12 +23,11 @@ from sfumato.data.image_inputs import ImageInput
 from sfumato.distances import get_distance
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors, shared_minilm
 from sfumato.encoders.towers import Pieces
-from sfumato.errors import UserError, first_line
+from sfumato.errors import UserError, first_line, progress_bar
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.model import Model
 from sfumato.models.run import SMALL, load_model
-from sfumato.progress import progress_bar
 from sfumato.search.candidates import REFERENCE_SIZE
 from sfumato.search.texts import FUNCTION_WORDS, saying, stemmed
 

@@ -50,8 +50,8 @@ def referee(
     from papers.posthoc.frozen_model import freeze
     from papers.posthoc.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
     from papers.posthoc.referee_tables import print_referee, write_referee_tables
+    from sfumato.errors import say
     from sfumato.models.run import choose_device, load_run
-    from sfumato.progress import say
 
     methods, added = wanted_methods(parse_names(given.methods)), read_added(given.add or [])
     chosen = (*methods, *(method.name for method in added))

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from papers.runs.table import RunsTable, TableOptions, table_of_runs
-from sfumato.errors import UserError
+from sfumato.errors import UserError, say
 from sfumato.models.recipe import Recipe, absolute_recipe, find_recipe, load_recipe
 from sfumato.models.run import LOG, MODEL, RECIPE
-from sfumato.progress import say
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError
 

@@ -24,14 +24,13 @@ from papers.runs.paired import (
     read_per_query,
     with_rsum,
 )
-from sfumato.errors import UserError, counted
+from sfumato.errors import UserError, counted, say
 from sfumato.evaluation.benchmarks import COMPARED, PerQuery, query_name, write_per_query
 from sfumato.evaluation.embedded_input import measure
 from sfumato.files import read_json
 from sfumato.metrics.retrieval import ALL_METRICS
 from sfumato.models.embed import embed_for_evaluation, evaluate_run
 from sfumato.models.run import LOG, MODEL, load_run
-from sfumato.progress import say
 from sfumato.workflows.table import (
     METRICS,
     Row,

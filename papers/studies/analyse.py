@@ -19,7 +19,7 @@ from papers.uncertainty.estimators import ESTIMATORS
 from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.errors import UserError, counted
+from sfumato.errors import UserError, counted, progress_bar, say
 from sfumato.evaluation.estimators import Estimator, Matching
 from sfumato.evaluation.protocols import EmbeddedSplit, evaluate_retrieval
 from sfumato.evaluation.trust import resampled_together
@@ -29,7 +29,6 @@ from sfumato.metrics.bootstrap import Resampling
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, embed_split, load_split, model_digest
 from sfumato.models.model import Model
-from sfumato.progress import progress_bar, say
 
 FORMAT = "sfumato-analysis-1"
 """Format of every file of a study."""

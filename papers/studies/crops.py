@@ -22,13 +22,12 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import Problems
 from sfumato.data.transforms import encode_png
 from sfumato.distances import get_distance
-from sfumato.errors import UserError
+from sfumato.errors import UserError, progress_bar
 from sfumato.files import is_plain_name, read_json
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.metrics.bootstrap import bootstrap, mean_statistic
 from sfumato.models.embed import embedding_steps
 from sfumato.models.model import Model
-from sfumato.progress import progress_bar
 
 CANDIDATES = 10
 """Number of boxes among which A and B are chosen; an image with fewer boxes below the threshold is left out."""

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.encoders.towers import DualEncoder
-from sfumato.errors import UserError
+from sfumato.errors import UserError, progress_bar
 from sfumato.gaussian import Array, GaussianEmbedding, as_tensor
 from sfumato.models.embed import read_lines
-from sfumato.progress import progress_bar
 from sfumato.search.exact import distance_blocks, top_k
 
 PROMPT_POOLINGS = ("mixture", "unit")

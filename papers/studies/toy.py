@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, progress_bar
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import LossOutput
 from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss
 from sfumato.losses.triplet import Mining, TripletOptions, triplet_loss
-from sfumato.progress import progress_bar
 
 METHODS = ("csd", "wasserstein2", "triplet_sum", "triplet_hardest")
 """The match loss with two distances, and triplet losses of points with all negatives and with the hardest one."""

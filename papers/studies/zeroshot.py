@@ -29,11 +29,10 @@ from papers.studies.prompts import (
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
-from sfumato.errors import UserError
+from sfumato.errors import UserError, progress_bar
 from sfumato.metrics.bootstrap import bootstrap, mean_statistic, none_if_nan, spearman
 from sfumato.models.embed import embed_sources, file_endings
 from sfumato.models.model import Model
-from sfumato.progress import progress_bar
 
 FILTERS = ("none", "global", "per-class", "oracle")
 """No filter, one K for all classes, one K per class, and both chosen on the reported images themselves."""

@@ -15,7 +15,7 @@ from papers.runs.grid import train_missing
 from papers.runs.strategies import choose_strategies, evaluate_strategies
 from papers.tables.items import PaperItem, data_sets, own_figures
 from sfumato.data.sources import DataConfig
-from sfumato.errors import UserError
+from sfumato.errors import UserError, say
 from sfumato.evaluation.embedded_input import measure, read_ground_truths
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.protocols import EmbeddedSet
@@ -25,7 +25,6 @@ from sfumato.metrics.retrieval import chance_metrics
 from sfumato.models.embed import embed_for_evaluation, load_split
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe
 from sfumato.models.run import MODEL, Run, load_run
-from sfumato.progress import say
 from sfumato.workflows.table import OverSeeds, over_seeds
 
 _GALLERIES = ("coco_1k", "cub", "flickr30k", "cxc_1k", "coco_5k", "cxc", "eccv", "pmrp_1k", "rpc2_1k", "pmrp", "rpc2")

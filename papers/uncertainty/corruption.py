@@ -15,13 +15,13 @@ from papers.uncertainty.damage import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, Corru
 from sfumato.data.images import ImageSource
 from sfumato.data.pairs import PairData
 from sfumato.encoders.towers import DualEncoder
+from sfumato.errors import progress_bar
 from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
 from sfumato.metrics.bootstrap import Interval, Resampling, Statistic, mean_statistic, paired_auroc, spearman
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.progress import progress_bar
 from sfumato.search.exact import rank_relevant
 
 CORRUPTION_FIGURES = ("spearman", "rises", "monotone", "auroc")

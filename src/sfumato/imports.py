@@ -15,8 +15,7 @@ from collections.abc import Collection, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from sfumato.errors import UserError, first_line
-from sfumato.progress import say
+from sfumato.errors import UserError, first_line, say
 
 HOW = "one of your own is made known by --import FILE"
 """The end of messages about an unknown name."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from sfumato.errors import UserError, disk_cause
-from sfumato.progress import say
+from sfumato.errors import UserError, disk_cause, say
 
 _GROUPS = {
     "start": "demo index search serve",

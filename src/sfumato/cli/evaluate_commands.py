@@ -163,8 +163,8 @@ def files(
 
     They may come from any program; --truth or --benchmark gives the ground truth.
     """
+    from sfumato.errors import say
     from sfumato.evaluation.embedded_input import Files, measure_files
-    from sfumato.progress import say
 
     _check_per_query(per_query)
     chosen = Files(

@@ -32,12 +32,10 @@ def train(
 
     An interrupted run in the same folder is resumed; with more train.epochs, a finished one is extended.
     """
-    from sfumato.errors import counted
+    from sfumato.errors import counted, first_process, say
     from sfumato.imports import given_imports
     from sfumato.models.recipe import find_recipe, is_of_run, load_recipe
-    from sfumato.progress import first_process, say
-    from sfumato.training.loop import fit
-    from sfumato.training.setup import preferred_recipe
+    from sfumato.training.loop import fit, preferred_recipe
 
     path = find_recipe(recipe)
     resolved = load_recipe(path, overrides or [], own=True)

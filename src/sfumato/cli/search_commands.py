@@ -18,8 +18,7 @@ from sfumato.cli.common import (
     word,
     writing,
 )
-from sfumato.errors import UserError
-from sfumato.progress import say
+from sfumato.errors import UserError, say
 
 if TYPE_CHECKING:
     from sfumato.models.model import Model

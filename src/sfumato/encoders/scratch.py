@@ -34,8 +34,7 @@ from sfumato.encoders.processors import (
     train_tokenizer,
     vocabulary_size,
 )
-from sfumato.errors import UserError
-from sfumato.progress import say
+from sfumato.errors import UserError, say
 
 
 class SmallImageConfig(ImageEncoderConfig):

@@ -10,7 +10,7 @@ import torch
 
 from sfumato.data.feature_tables import read_embeddings, read_ids
 from sfumato.distances.distance import Distance
-from sfumato.errors import UserError
+from sfumato.errors import UserError, say
 from sfumato.evaluation.benchmark_ground_truths import (
     CUB_SPLITS,
     cub_captions,
@@ -37,7 +37,6 @@ from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import RecallByUncertainty
 from sfumato.metrics.retrieval import Better
-from sfumato.progress import say
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
 """Names of the benchmarks that can be read."""

@@ -21,7 +21,7 @@ from sfumato.data.splits import WORDINGS, hold_out_wordings, merge_equal_texts, 
 from sfumato.encoders.encoder_protocol import Item, Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.towers import DualEncoder, Tower
-from sfumato.errors import UserError, counted
+from sfumato.errors import UserError, counted, progress_bar, say
 from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
 from sfumato.evaluation.protocols import EmbeddedSet, Evaluation, EvaluationOptions, evaluate_retrieval
@@ -31,7 +31,6 @@ from sfumato.ids import check_ids, id_error
 from sfumato.models.model import Model
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.run import Run
-from sfumato.progress import progress_bar, say
 
 Sides = tuple[GaussianEmbedding, GaussianEmbedding]
 """Embedded images and texts."""

@@ -11,10 +11,9 @@ import torch
 from sfumato.data.image_decoding import MAX_PIXELS
 from sfumato.data.images import Images, UploadedImages
 from sfumato.encoders.towers import DualEncoder
-from sfumato.errors import UserError, as_typed
+from sfumato.errors import UserError, as_typed, say
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.run import RECIPE
-from sfumato.progress import say
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.searcher import Searcher

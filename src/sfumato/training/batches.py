@@ -31,11 +31,10 @@ from sfumato.data.transforms import (
 from sfumato.encoders.encoder_protocol import Inputs, Store
 from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
 from sfumato.encoders.towers import DualEncoder
-from sfumato.errors import UserError
+from sfumato.errors import UserError, progress_bar
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import Recipe
 from sfumato.models.sections import AugmentConfig
-from sfumato.progress import progress_bar
 from sfumato.training.step import TrainBatch
 
 

@@ -22,7 +22,7 @@ from sfumato.data.splits import WORDINGS
 from sfumato.distances.distance import Distance
 from sfumato.encoders.encoder_protocol import Store
 from sfumato.encoders.towers import DualEncoder, Tower
-from sfumato.errors import UserError
+from sfumato.errors import UserError, progress_bar, say
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import write_atomically
@@ -37,7 +37,6 @@ from sfumato.models.model import remember_words
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.run import CALIBRATION, LOG, MODEL, TRAINED, TRAINING_CALIBRATION, WORDS, image_digest, read_log
 from sfumato.models.sections import VarianceStageConfig
-from sfumato.progress import progress_bar, say
 from sfumato.search.exact import distance_blocks
 from sfumato.training.saving import Training
 from sfumato.training.step import DivergedError, clip_gradients

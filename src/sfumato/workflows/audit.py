@@ -19,7 +19,7 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import images_of_part, shuffle_pairs
-from sfumato.errors import UserError, counted
+from sfumato.errors import UserError, counted, progress_bar, say
 from sfumato.evaluation.pair_scores import (
     ListedScores,
     MissingScores,
@@ -33,7 +33,6 @@ from sfumato.metrics.retrieval import beats_chance, chance_metrics
 from sfumato.models.embed import PreparedSplit, chosen_split, embed_split, load_splits, prepare_split, say_problems
 from sfumato.models.model import Model
 from sfumato.models.run import Run, load_run
-from sfumato.progress import progress_bar, say
 from sfumato.training.loop import fit
 
 REPEATED = 3

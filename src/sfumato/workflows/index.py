@@ -30,7 +30,7 @@ from sfumato.data.images import (
 )
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.feature_rows import EmbeddingProcessor
-from sfumato.errors import UserError, first_line, need
+from sfumato.errors import UserError, first_line, need, progress_bar
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.models import embed
@@ -48,7 +48,6 @@ from sfumato.models.run import (
     load_model,
     trained_digests,
 )
-from sfumato.progress import progress_bar
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.exact import gallery_centre, lifted_dim
 from sfumato.search.folder import check_empty, is_collection

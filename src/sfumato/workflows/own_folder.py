@@ -19,12 +19,11 @@ from sfumato.data.image_decoding import needs_extra
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
 from sfumato.encoders.package_weights import has_minilm
 from sfumato.encoders.processors import available_cpus, in_threads
-from sfumato.errors import UserError
+from sfumato.errors import UserError, progress_bar
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error
 from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
-from sfumato.progress import progress_bar
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import is_collection
 from sfumato.search.texts import item_texts

@@ -17,7 +17,7 @@ from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.encoders.towers import DualEncoder
-from sfumato.errors import UserError, as_typed, counted
+from sfumato.errors import UserError, as_typed, counted, say
 from sfumato.evaluation.hits import first_hits
 from sfumato.evaluation.protocols import EmbeddedSplit
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
@@ -28,7 +28,6 @@ from sfumato.models.embed import embed_folder, embed_split, load_split, prepare_
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import RECIPE, choose_device, load_model
-from sfumato.progress import say
 from sfumato.search.answer import Answer, SearchOptions, TextQuery
 from sfumato.search.searcher import Searcher
 from sfumato.workflows.index import (

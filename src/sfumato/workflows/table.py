@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, say
 from sfumato.files import read_json
 from sfumato.models.build import build_loss
 from sfumato.models.embed import evaluate_run
 from sfumato.models.recipe import BOOKKEEPING, Recipe, differing_keys, leaves, load_recipe, recipe_values
 from sfumato.models.run import MODEL, RECIPE, load_run
 from sfumato.models.sections import UnknownLossConfig
-from sfumato.progress import say
 
 METRICS = ("rsum", "t2i.recall@1", "i2t.recall@1")
 
