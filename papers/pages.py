@@ -81,7 +81,8 @@ def _bullet(row: Row) -> str:
     number = row.id.removeprefix(f"{row.paper} ")
     number = f"Table {number}" if re.fullmatch(r"(\w\.|v1 )?\d+", number) else number
     page = f" ([page]({posixpath.normpath(f'docs/{row.results}')}))" if row.figure else ""
-    return f"- {number}: {row.title}" + "".join(f". {text}" for text in (row.figure, row.reason) if text) + page
+    title = "" if row.title == number else f": {row.title.split('; ')[0]}"
+    return f"- {number}{title}" + "".join(f". {text}" for text in (row.figure, row.reason) if text) + page
 
 
 def with_list(text: str) -> str:

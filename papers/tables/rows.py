@@ -57,7 +57,8 @@ class Row:
             return None
         what, ours, published = self.headline
         beside = f" (published {published})" if published else ""
-        return ": ".join(filter(None, (what, ours))) + beside
+        where = f"on {self.ran}, " if self.ran else ""
+        return where + ": ".join(filter(None, (what, ours))) + beside
 
     def to_json(self) -> dict[str, Any]:
         """What `python -m papers list --json` says of it."""

@@ -8,7 +8,7 @@ from papers.tables.items import common_figures, own_figures, published_rows
 
 ROWS = {  # of each table
     "PCME++ 1": 23, "PCME++ 2": 14, "PCME++ 4": 7, "PCME++ C.7": 5, "PCME++ C.8": 20, "PCME++ C.9": 18,
-    "PCME++ C.10": 20, "PCME++ C.11": 20,
+    "PCME++ C.10": 20, "PCME++ C.11": 20, "PCME++ v1 3": 6, "PCME++ v1 4": 3,
     "PCME++ 3": 6, "PCME++ 5": 6, "PCME++ C.1": 12, "PCME++ C.2": 6, "PCME++ C.3": 5, "PCME++ C.4": 7, "PCME++ C.5": 8,
     "PCME++ C.6": 3, "PCME++ v1 6": 6, "PCME 1": 7, "PCME 2": 6, "PCME 3": 6, "PCME D.1": 4, "PCME D.2": 3,
     "PCME D.3": 5, "PCME E.1": 9, "PCME E.2": 9, "PCME E.3": 9, "PCME E.4": 10, "PCME E.5": 10, "PVSE++ 1": 10,

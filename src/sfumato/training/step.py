@@ -193,8 +193,9 @@ def build_optimiser(model: DualEncoder, loss: MatchLoss, config: OptimConfig) ->
 
     Matrices decay; vectors and scalars (biases, norms, the match logits) do not. The encoders and the match logits have
     separate learning-rate multipliers. A transformer block is also multiplied by layer_decay to the power of its
-    number, counted from the top: the last block has the factor 1, for any number of blocks. (The released code counts
-    from 12, so that the last block of a ViT-L, its number 23, has the factor layer_decay^-11: 51 with a decay of 0.7.)
+    number, counted from the top: the last block has the factor layer_decay, for any number of blocks. (The released
+    code counts from 12, so that the last block of a ViT-L, its number 23, has the factor layer_decay^-11: 51 with a
+    decay of 0.7.)
     Parameters outside of the blocks have the multiplier alone.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
