@@ -1,7 +1,8 @@
-"""Ids of items: one line of text that a path of HTTP, a log and a table can hold; sides and directions."""
+"""Ids of items: one line of text that a path of HTTP, a log and a table can hold; sides, directions and plain text."""
 
 import hashlib
 import re
+import unicodedata
 from collections.abc import Iterable
 from typing import Literal
 
@@ -41,6 +42,21 @@ def check_ids(ids: Iterable[str], what: str) -> None:
     for row, id in enumerate(ids):
         if error := id_error(id):
             raise ValueError(f"{what}: row {row}: {error}")
+
+
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def plain_text(text: str) -> str:
+    """A text in one form: NFKC, and nothing that is not seen, such as a zero-width space."""
+    if text.isascii():
+        return text
+    return "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
+
+
+def spelled_numbers(text: str) -> str:
+    """A text with the numbers from 1 to 10 as words."""
+    return re.sub(r"\b([1-9]|10)\b(?![.,:/-]\d)", lambda digits: NUMBERS[int(digits[0]) - 1], text)
 
 
 def uniform_hash(key: str) -> float:

@@ -23,6 +23,7 @@ from sfumato.search.stores.protocol import (
     WordStore,
     anchored,
     beside,
+    composed,
     create_store,
     open_store,
     parse_where,
@@ -190,6 +191,12 @@ def test_a_filter_in_words(words, expected):
     items[3]["odd"] = "a=b"
     wanted = parse_where(words)
     assert [i for i, item in enumerate(items) if wanted.accepts(item, 1.0)] == expected
+
+
+def test_letters_in_two_parts_pass_filters_typed_as_usual():
+    item = composed({"folder": "A\u0308rger", "_file": "A\u0308rger"})
+    assert item == {"folder": "\u00c4rger", "_file": "A\u0308rger"}
+    assert all(parse_where([f"folder={form}"]).accepts(item, 1.0) for form in ("A\u0308rger", "\u00c4rger"))
 
 
 @pytest.fixture

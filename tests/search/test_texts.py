@@ -3,16 +3,21 @@
 import functools
 import json
 import math
+import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 
 import pytest
+import snowballstemmer
 import torch
+from support.raising import raises
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
+from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.collection import GaussianCollection
@@ -256,6 +261,35 @@ def test_the_table_of_words_has_stems_that_are_not_their_own():
     assert len(rows) > 2000 and all(others == sorted(set(others) - {stem}) for stem, others in rows.items())
     assert all(re.fullmatch("[a-z]+", one) for others in rows.values() for one in others)
     assert not FUNCTION_WORDS & {one for stem, others in rows.items() for one in (stem, *others)}
+
+
+FORMS = {
+    "cafe\u0301": "caf\u00e9", "kit\u200bchen": "kitchen", "\uff4b\uff49\uff54": "kit", "2 dogs": "two dogs",
+    "10 cats": "ten cats", "in 2024": "in 2024", "at 2:30": "at 2:30", "12 dogs": "12 dogs", "\ufb01sh": "fish",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", FORMS)
+def test_one_text_in_several_forms(typed):
+    plain = FORMS[typed]
+    assert TextQuery(typed).parts == TextQuery(plain).parts == (plain,)
+    assert word_stems(typed) == word_stems(plain) and is_close(word_stems(plain), f"a photo of {typed}")
+
+
+@pytest.mark.parametrize("text", ["?", "!!!", "\u200b", "\U0001f418"])
+@pytest.mark.parametrize("place", ["text", "also", "without"])
+def test_a_text_without_words_is_refused(text, place):
+    parts = {"text": "a dog"} | {place: text if place == "text" else (text,)}
+    raises(UserError, "a text to search for has no words: ", TextQuery, **parts)
+
+
+def test_threads_stem_words_as_one_does():
+    generator = random.Random(0)
+    words = ["".join(generator.choices("aeinrstgly", k=generator.randint(3, 9))) + "ing" for _ in range(4_000)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(word_stems, words))
+    one = snowballstemmer.stemmer("english")
+    assert found == [[one.stemWord(word)] for word in words]
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def test_misspelt_words_and_scripts_are_said(sfumato, tmp_path, pictures):
     answers = sfumato.json("search", tmp_path / "mine", "an ornage sqaure", "dog", "собака в снегу")
     assert [one["suggestion"] for one in answers] == ["an orange square", None, None]
     assert [one["warning"] is None for one in answers] == [True, True, False]
+    assert "understand 'no': give what should not be seen as --without" in index.search("a square, no circle").warning
     assert answers[0]["query"] == "an ornage sqaure" and index.search("красный").warning == answers[2]["warning"]
 
 

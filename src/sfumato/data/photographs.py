@@ -7,6 +7,7 @@ Google Takeout. No pixel is decoded, no position is looked up. Damaged metadata 
 import contextlib
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -97,8 +98,8 @@ def file_fields(root: Path, relative_path: str, data: bytes, problems: "Problems
         found += _safe(_of_takeout(_bytes_of(takeout)))
     own_fields = describe_image(data)
     found += [(field, line) for field in _FIELDS if field in own_fields for line in own_fields[field].split("\n")]
-    folder = below.parent.as_posix()
-    words = " ".join(_words([*below.parent.parts, below.stem]))
+    folder = unicodedata.normalize("NFC", below.parent.as_posix())
+    words = " ".join(_words([*PurePosixPath(folder).parts, unicodedata.normalize("NFC", below.stem)]))
     return _fields(found) | _kept({"name": words, "folder": "" if folder == "." else folder})
 
 

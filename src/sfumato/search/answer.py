@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from sfumato.charts import FIRST, data_url, render_page, styled_axes
 from sfumato.data.images import ImageSource, handed_out, thumbnail
 from sfumato.errors import UserError
-from sfumato.ids import Direction
+from sfumato.ids import Direction, plain_text, spelled_numbers
 from sfumato.search.stores.protocol import Filter
 
 if TYPE_CHECKING:
@@ -114,6 +114,13 @@ class TextQuery:
     also: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for text in (self.text, *self.also, *self.without):
+            if not text.strip():
+                raise UserError("a text to search for is empty; leave it out")
+            if not any(letter.isalnum() for letter in plain_text(text)):
+                raise UserError(f"a text to search for has no words: {text!r}; write what should be seen in words")
+
     @property
     def name(self) -> str:
         """The query in words."""
@@ -132,8 +139,8 @@ class TextQuery:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The texts to embed."""
-        return (*self.wanted, *self.without)
+        """The texts to embed, in one form."""
+        return tuple(spelled_numbers(plain_text(text)) for text in (*self.wanted, *self.without))
 
     @property
     def is_one(self) -> bool:

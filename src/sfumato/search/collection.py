@@ -38,6 +38,7 @@ from sfumato.search.stores.protocol import (
     VectorStore,
     anchored,
     beside,
+    composed,
     create_store,
     open_store,
     without_password,
@@ -302,7 +303,7 @@ class GaussianCollection(Gallery):
             tuple(ids),
             lift_gallery(embeddings, self.distance, centre=self.centre),
             embeddings.total_variance.float(),
-            tuple(payloads),
+            tuple(map(composed, payloads)),
         )
         check_ids(ids, "GaussianCollection")
         for start in range(0, len(records), batch):
@@ -340,7 +341,7 @@ class GaussianCollection(Gallery):
             new: its id from now on; an item of this id is replaced.
             payload: texts by name, in place of those that it had.
         """
-        records = self.store.get([old])
+        records, payload = self.store.get([old]), composed(payload)
         with self.items.writing() as note:
             if self.texts is not None:
                 self.texts.upsert([new], [payload])

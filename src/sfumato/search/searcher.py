@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -222,8 +223,6 @@ class Searcher:
             embedded, names = queries, [str(i) for i in range(queries.n)]
         elif kind == "texts" and all(isinstance(query, str | TextQuery) for query in queries):
             texts = [query if isinstance(query, TextQuery) else TextQuery(query) for query in queries]
-            if any(not part.strip() for one in texts for part in (one.text, *one.also, *one.without)):
-                raise UserError("a text to search for is empty; leave it out")
             embedded = combined(texts, self.model.embed_texts([part for one in texts for part in one.parts]))
             return self.gallery.search(embedded, k, options, self.about(texts), image_of=self.image_of)
         elif kind == "texts":
@@ -314,8 +313,13 @@ class Searcher:
 _MULTILINGUAL = "google/siglip-base-patch16-256-multilingual"
 
 
+_NEGATION = re.compile(r"\b(no|not|without|never|neither|nor|except|\w+n['\u2019]t)\b", re.IGNORECASE)
+
+
 def advice(query: TextQuery, gallery: Gallery, model: DualEncoder) -> tuple[str | None, str | None]:
     """The suggestion and the warning of an answer to a text."""
+    if word := _NEGATION.search(query.joined):
+        return None, f"Searches do not understand {word[0]!r}: give what should not be seen as --without (without=)"
     counter = piece_counter(model)
     if script := strange_script(query.joined, counter) if counter else None:
         note = f"The text encoder knows hardly any words in {script} script: the results are guesses. Write the query"

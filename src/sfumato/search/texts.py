@@ -10,12 +10,12 @@ import itertools
 import json
 import math
 import re
+import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch.nn.functional import logsigmoid
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
 from sfumato.encoders.towers import DualEncoder, Pieces, piece_counter
+from sfumato.ids import NUMBERS, plain_text, spelled_numbers
 from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore
 
 TEXT_FIELDS = ("captions", "title", "tags")
@@ -57,7 +58,11 @@ def item_words(payload: Mapping[str, str]) -> str:
 
 def words_of(text: str) -> list[str]:
     """The words of a text in lower case, without digits."""
-    return re.findall(r"[^\W\d_]+", text.lower())
+    return re.findall(r"[^\W\d_]+", plain_text(text).lower())
+
+
+def _tokens(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", spelled_numbers(plain_text(text)).casefold())
 
 
 def spelling(text: str, there: Callable[[], Mapping[str, int]], known: frozenset[str]) -> str | None:
@@ -114,21 +119,21 @@ def strange_script(text: str, pieces: Pieces) -> str | None:
     return script.capitalize()
 
 
-@functools.cache
-def _stemmer() -> Any:
-    import snowballstemmer
-
-    return snowballstemmer.stemmer("english")
+_local = threading.local()
 
 
 @functools.lru_cache(maxsize=200_000)
 def _stem(word: str) -> str:
-    return str(_stemmer().stemWord(word))
+    if not hasattr(_local, "stemmer"):
+        import snowballstemmer
+
+        _local.stemmer = snowballstemmer.stemmer("english")  # It keeps the word that it works on.
+    return str(_local.stemmer.stemWord(word))
 
 
 def stemmed(text: str) -> dict[str, str]:
     """The words of a text by stem, the first of each, without function words unless it has no others."""
-    words = re.findall(r"[^\W_]+", text.casefold())
+    words = _tokens(text)
     found: dict[str, str] = {}
     for word in [word for word in words if word not in FUNCTION_WORDS] or words:
         found.setdefault(_stem(word), word)
@@ -162,20 +167,17 @@ _CLOSE = 3
 """Words that may stand between those of a query, in "a blue and red hat", but not in "a hat by a long red wall"."""
 
 
-_NUMBERS = frozenset(("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"))
-
-
 def _says_closely(order: Sequence[str], wanted: Sequence[str]) -> bool:
     """Whether a few words say all that are wanted, a number before what there are so many of."""
     if not says(order, wanted):
         return False
-    counted = [(a, b) for a, b in itertools.pairwise(wanted) if a in _NUMBERS]
+    counted = [(a, b) for a, b in itertools.pairwise(wanted) if a in NUMBERS[1:]]
     return all(not saying(b).isdisjoint(order[order.index(a) + 1 :]) for a, b in counted)
 
 
 def is_close(stems: Sequence[str], line: str) -> bool:
     """Whether a line of text says all of some stems close together; "two" stands before its noun."""
-    order = [_stem(word) for word in re.findall(r"[^\W_]+", line.casefold())]
+    order = [_stem(word) for word in _tokens(line)]
     width = len(stems) + _CLOSE
     if not says(order, stems):
         return False
@@ -298,8 +300,8 @@ class ItemTexts:
         return max(texts, key=found)
 
 
-_WITH_NUMBERS = "sfumatostems2"
-"""Stands before the stems: those of earlier versions lack "two"."""
+_MARK = "sfumatostems3"
+"""Stands before the stems: those of earlier versions lack "two" for 2, and several threads may have mixed them up."""
 
 _LONGEST_STEM, _MOST_LETTERS = 100, 20_000
 """Letters of a stem, and of all stems of an item, that are stored for the search by words."""
@@ -308,7 +310,7 @@ _LONGEST_STEM, _MOST_LETTERS = 100, 20_000
 def _stored_words(payload: Mapping[str, str]) -> str:
     """The stems of an item's words, for the search by words."""
     stems = [stem for stem in word_stems(item_words(payload)) if len(stem) <= _LONGEST_STEM]
-    return " ".join((_WITH_NUMBERS, *stems))[:_MOST_LETTERS]
+    return " ".join((_MARK, *stems))[:_MOST_LETTERS]
 
 
 _DIGEST = "_texts"
@@ -323,7 +325,7 @@ def _all_stems(stored: Mapping[str, str]) -> list[str]:
     """The stems of an item from its record in the store of texts; none where they may be incomplete."""
     words = stored.get(WORDS, "")
     mark, *stems = words.split() or [""]
-    return stems if mark == _WITH_NUMBERS and len(words) < _MOST_LETTERS else []
+    return stems if mark == _MARK and len(words) < _MOST_LETTERS else []
 
 
 class TextStore:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sfumato.data.images import handed_out
+from sfumato.errors import UserError
 from sfumato.evaluation.judgements import ShownHit, sample_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import NATIVE, GuaranteeError, Hit, QueryInfo, SearchOptions, TextQuery, check_native
@@ -67,7 +68,10 @@ def asked_by(query: Query, i: int) -> Asked:
 
 def asked_text(text: str, also: Sequence[str], without: Sequence[str], where: str) -> Asked:
     """A query by text."""
-    query = TextQuery(text, tuple(also), tuple(without))
+    try:
+        query = TextQuery(text, tuple(also), tuple(without))
+    except UserError as error:
+        raise wrong((where, str(error))) from error
     return Asked("text", query.name, where, query)
 
 

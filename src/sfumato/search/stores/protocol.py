@@ -19,6 +19,7 @@ there already or cannot be reached, or an extra is not installed.
 
 import importlib
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,6 +149,14 @@ _LAST = "\U0010ffff"
 """Follows every other character: a text with it stands behind all texts that begin with this text."""
 
 
+def composed(payload: Mapping[str, str]) -> dict[str, str]:
+    """A payload with its texts in the composed form (NFC), as filters are; the fields of the package stay."""
+    return {
+        name: unicodedata.normalize("NFC", value) if isinstance(value, str) and not name.startswith("_") else value
+        for name, value in payload.items()
+    }
+
+
 def parse_where(texts: Iterable[str]) -> Filter:
     """A filter in words: FIELD=VALUE, FIELD>=VALUE, FIELD<=VALUE, FIELD>VALUE, FIELD<VALUE, or FIELD:VALUE (exact).
 
@@ -155,7 +164,7 @@ def parse_where(texts: Iterable[str]) -> Filter:
     date=2024-06 and date<=2024-06 accept all of June, date>2024 begins with 2025.
     """
     where, ranges = dict[str, tuple[str, ...]](), dict[str, tuple[str, str]]()
-    for text in texts:
+    for text in (unicodedata.normalize("NFC", text) for text in texts):
         if (found := _CONDITION.fullmatch(text)) is None or not (
             found[1].strip() and (found[2] == ":" or found[3].strip())
         ):
