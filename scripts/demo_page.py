@@ -27,7 +27,7 @@ from sfumato.calibration import fits
 from sfumato.demo import RECIPE
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.errors import UserError
-from sfumato.ids import uniform_hash
+from sfumato.ids import NUMBERS, uniform_hash
 from sfumato.models.model import Model
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model
@@ -163,7 +163,7 @@ def page_data(searcher: Searcher, items: Sequence[Emoji], queries: Sequence[str]
             "maxGap": fits._MAX_GAP,
             "rarest": texts._RAREST,
             "close": texts._CLOSE,
-            "numbers": sorted(texts._NUMBERS),
+            "numbers": sorted(NUMBERS[1:]),
             "many": answer.MANY,
             "few": answer._FEW,
             "line": answer.LINE,
@@ -182,7 +182,7 @@ def word_data(payloads: Sequence[dict[str, str]], queries: Sequence[str]) -> dic
         return [number.setdefault(stem, len(number)) for stem in stems]
 
     lines = [
-        [numbers([texts._stem(word) for word in re.findall(r"[^\W_]+", line.casefold())]) for line in text.split("\n")]
+        [numbers([texts._stem(word) for word in texts._tokens(line)]) for line in text.split("\n")]
         for text in map(texts.item_words, payloads)
     ]
     own = [numbers(texts.word_stems(texts.item_words(payload))) for payload in payloads]

@@ -5,6 +5,7 @@ import math
 import sqlite3
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,7 @@ def test_smaller_is_better(data):
     np.testing.assert_allclose(found, up.predict_proba(scores, groups=queries), atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:hits match more often")
 @pytest.mark.parametrize("seed", range(2))
 def test_a_higher_score_never_gets_a_lower_probability(seed):
     """Also where the labels say the reverse."""
@@ -247,6 +249,43 @@ def test_arguments_of_numpy_mean_the_same(data):
     made = ScoreCalibrator(comparable=np.True_, penalty=np.float32(1)).fit(scores, labels, groups=queries)
     same = ScoreCalibrator(comparable=True).fit(scores, labels, groups=queries)
     assert made.formula_ == same.formula_ and made.formula_.knots is not None
+
+
+BY_RANK = {
+    "1 / rank": lambda r: 1 / r, "1 / (60 + rank)": lambda r: 1 / (60 + r), "1000 - rank": lambda r: 1000 - r,
+    "all equal": lambda r: 0.1 + 0 * r,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prior", [None, "fusion"])
+@pytest.mark.parametrize("kind", BY_RANK)
+def test_scores_that_are_ranks_say_the_same_of_lists_of_any_length(kind, prior):
+    random, rank, constant = np.random.default_rng(1), np.tile(np.arange(1.0, 21), 60), 7.3
+    match = random.random(1200) < 0.6 / rank
+    x = np.stack([BY_RANK[kind](rank), np.full(1200, constant)], axis=1)
+    made = ScoreCalibrator(prior=prior).fit(x, match, groups=np.repeat(np.arange(60), 20))
+    said = []
+    for n in (5, 19, 20, 21, 50):
+        one = np.stack([BY_RANK[kind](np.arange(1.0, n + 1)), np.full(n, constant)], axis=1)
+        said.append(made.predict_proba(one, groups=np.zeros(n))[0, 1])
+    expected = match.mean() if kind == "all equal" else match[rank == 1].mean()
+    assert np.ptp(said) < 1e-9 and abs(said[0] - expected) < 0.1
+
+
+def test_the_order_of_the_lines_changes_nothing(data):
+    score, label, query = data
+    order = np.random.default_rng(2).permutation(len(score))
+    one, other = (ScoreCalibrator().fit(score[i], label[i], groups=query[i]) for i in (slice(None), order))
+    np.testing.assert_allclose(one.predict_proba(score, query), other.predict_proba(score, query), rtol=1e-6)
+
+
+def test_distances_taken_for_scores_are_told(data):
+    score, label, query = data
+    with pytest.warns(UserWarning, match="smaller: .* give higher_is_better=False"):
+        ScoreCalibrator().fit(-score, label, groups=query)
+    for sign in (1, -1):
+        with warnings.catch_warnings(action="error"):
+            ScoreCalibrator(higher_is_better=sign > 0).fit(sign * score, label, groups=query)
 
 
 def test_bad_input():

@@ -18,6 +18,9 @@ Floats = npt.NDArray[np.float64]
 
 _MAX_STEPS, _TOLERANCE = 100, 1e-18
 
+_SMALL = 1e-9
+"""Standard deviation, as a fraction of the largest number, below which numbers count as equal."""
+
 
 def sigmoid(logit: Floats) -> Floats:
     """1 / (1 + exp(-logit)) without overflow."""
@@ -29,6 +32,15 @@ def log_losses(logit: Floats, target: Floats) -> Floats:
     """(k,) log losses. logit (k,), target (k,) 0 to 1."""
     found: Floats = np.logaddexp(0, logit) - target * logit
     return found
+
+
+def deviations(x: Floats) -> Floats:
+    """(f,) standard deviations of the columns of x (n, f); infinite where rounding alone tells numbers apart.
+
+    Divided by it, such a column is 0, and so is its weight.
+    """
+    found = x.std(0)
+    return np.where(found > _SMALL * np.abs(x).max(0, initial=0), found, np.inf)
 
 
 def newton(
@@ -74,9 +86,6 @@ SEGMENTS = ("low", "middle", "high")
 _RISING = frozenset(("gap", "order", *SEGMENTS))
 """Features that rise with the score of the hit: their weights are not negative."""
 
-_SMALL = 1e-9
-"""Standard deviation, as a fraction of the largest score, below which the scores of a list count as equal."""
-
 _FOLDS, _FEWEST = 5, 20
 """Folds for the decision whether scores are comparable, and lists below which it is not made."""
 
@@ -88,6 +97,7 @@ class HitLists:
     order: npt.NDArray[np.intp]  # (n,) positions of the hits in the input
     start: npt.NDArray[np.intp]  # (q,) first hit of each list
     list_of: npt.NDArray[np.intp]  # (n,) the list of each hit
+    place: npt.NDArray[np.intp]  # (q,) of each list in the order of their names, which no order of the input changes
     score: Floats  # (n,)
     evidence: Floats  # (n, e) further columns
 
@@ -100,7 +110,21 @@ class HitLists:
         number = place[inverse.reshape(-1)]
         order = np.lexsort((-score, number))
         start = np.searchsorted(number[order], np.arange(len(first)))
-        return cls(order, start, number[order], score[order], evidence[order])
+        return cls(order, start, number[order], first.argsort(), score[order], evidence[order])
+
+    def is_upside_down(self, label: Floats) -> bool:
+        """Whether matches have smaller scores than the others of their lists, by more than two standard errors."""
+        match, other = label == 1, (label == 0).astype(np.float64)
+        before = np.cumsum(other) - other
+        above = self.sums(match * (before - before[self.start][self.list_of]))
+        pairs = self.sums(match.astype(np.float64)) * self.sums(other)
+        known = (pairs > 0) & (
+            np.maximum.reduceat(self.score, self.start) > np.minimum.reduceat(self.score, self.start)
+        )
+        if known.sum() < 2:
+            return False
+        share = above[known] / pairs[known]
+        return bool(share.mean() - 2 * share.std() / math.sqrt(len(share)) > 0.5)
 
     def sums(self, values: Floats) -> Floats:
         """(q,) sums over each list. values (n,)."""
@@ -220,7 +244,7 @@ def _is_comparable(lists: HitLists, label: Floats, penalty: float, prior: ScoreF
     q = len(lists.start)
     if q < _FEWEST:
         return False
-    fold = np.random.default_rng(0).permutation(q) % _FOLDS
+    fold = (np.random.default_rng(0).permutation(q) % _FOLDS)[lists.place]
     better = np.zeros(q)
     for k in range(_FOLDS):
         inside = fold[lists.list_of] != k
@@ -249,10 +273,12 @@ def _regression(
 
     features (n, f), label (n,), weight (n,), centre (f,), rising (f,).
     """
-    mean, deviation = features.mean(0), features.std(0)
-    deviation = np.where(deviation > 0, deviation, 1.0)
+    mean, deviation = features.mean(0), deviations(features)
     columns = np.concatenate([(features - mean) / deviation, np.ones((len(features), 1))], axis=1)
-    start, ridge = np.append(centre * deviation, 0.0), np.append(np.full(features.shape[1], penalty), 1e-9)
+    start, ridge = (
+        np.append(centre * np.where(np.isfinite(deviation), deviation, 0.0), 0.0),
+        np.append(np.full(features.shape[1], penalty), 1e-9),
+    )
     none = np.zeros(len(label))
     used = np.ones(len(start), bool)
     while True:

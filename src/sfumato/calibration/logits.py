@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.calibration.logistic import newton
+from sfumato.calibration.logistic import deviations, newton
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
 from sfumato.gaussian import Array, GaussianEmbedding, as_tensor
@@ -111,7 +111,7 @@ def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) ->
             " train the model further"
         )
     # Standardised distances make the problem well scaled; a weak prior keeps separable data finite.
-    centre, deviation = distance.mean(), distance.std(correction=0).clamp_min(1e-12)
+    centre, deviation = distance.mean(), float(deviations(distance.unsqueeze(1).numpy())[0])
     z = (distance - centre) / deviation
     slope, intercept = fit_logistic(-z.unsqueeze(1), match, weight=weight, penalty=2e-9)
     scale = float(slope / deviation)
@@ -421,7 +421,7 @@ def fit_linear_logit(rows: list[Rows]) -> tuple[float, float, _Numbers, _Numbers
     x, y, w = x[finite], y[finite], w[finite]
     if len(y) == 0 or y.min() == y.max():
         return None
-    centre, deviation = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
+    centre, deviation = x.mean(0), torch.from_numpy(deviations(x.numpy()))
     standard, bias = fit_logistic((x - centre) / deviation, y, weight=w, penalty=_PENALTY)
     scaled = standard / deviation
     weights, low, high = (tuple(values[1:].tolist()) for values in (scaled, x.amin(0), x.amax(0)))

@@ -16,6 +16,7 @@ ridge penalty; a hit of rank r weighs 1 / r.
 
 import json
 import math
+import warnings
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ from sfumato.files import write_json
 _FORMAT = 1
 
 _HUGE = 1e100
+
+_UPSIDE_DOWN = (
+    "hits match more often where the score is smaller: if scores are distances, give higher_is_better=False"
+    " (--lower-is-better)"
+)
 
 _SAME = object()
 """An argument that stays as it is."""
@@ -138,6 +144,8 @@ class ScoreCalibrator:
         judged = label[~np.isnan(label)]
         if judged.min(initial=1) >= judged.max(initial=0):
             raise ValueError("ScoreCalibrator: all labels are equal; give hits that match and hits that do not")
+        if lists.is_upside_down(label):
+            warnings.warn(_UPSIDE_DOWN, stacklevel=2)
         prior = None if self.prior is None else priors()[self.prior]
         self.formula_ = fit_formula(lists, label, comparable=self.comparable, penalty=self.penalty, prior=prior)
         return self
@@ -298,7 +306,10 @@ class ScoreCalibrator:
 
     def _read(self, X: npt.ArrayLike, groups: npt.ArrayLike | None) -> HitLists:
         """The lists, with scores of which the larger are better."""
-        values = np.asarray(X, dtype=np.float64)
+        try:
+            values = np.asarray(X, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"ScoreCalibrator: X holds what is no number ({error}); give (n,) or (n, c)") from error
         values = values.reshape(-1, 1) if values.ndim == 1 else values
         if values.ndim != 2 or not values.shape[1]:
             raise ValueError(f"ScoreCalibrator: X must be (n,) or (n, c), got {np.shape(X)}")
@@ -309,6 +320,10 @@ class ScoreCalibrator:
             group, values = (values[:, -1], values[:, :-1]) if wide else (np.zeros(len(values)), values)
         else:
             group = np.asarray(groups).reshape(-1)
+            if group.dtype == object:
+                if any(one is None for one in group):
+                    raise ValueError("ScoreCalibrator: a query of groups is None; give a number or a text for each hit")
+                group = group.astype(str)
         if len(group) != len(values):
             raise ValueError(f"ScoreCalibrator: got {len(group)} groups for {len(values)} hits; give one for each")
         score = values[:, 0] if self.higher_is_better else -values[:, 0]
@@ -327,7 +342,10 @@ class ScoreCalibrator:
 
 def _labels(y: npt.ArrayLike, n: int) -> Floats:
     """(n,) labels 0, 1 or NaN."""
-    label = np.asarray(y, dtype=np.float64).reshape(-1)
+    try:
+        label = np.asarray(y, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"ScoreCalibrator: a label of y is no number ({error}); give 1 for a match, else 0") from error
     if len(label) != n:
         raise ValueError(f"ScoreCalibrator: got {len(label)} labels for {n} hits; give one for each")
     if not np.isin(label[~np.isnan(label)], (0, 1)).all():

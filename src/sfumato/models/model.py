@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.logistic import deviations
 from sfumato.calibration.logits import fit_logistic
 from sfumato.data.image_inputs import ImageInput, image_sources, unreadable, vector_file
 from sfumato.distances import get_distance
@@ -50,7 +51,7 @@ class UnfamiliarTexts:
         made_up = nonsense(len(chosen), seed=seed)
         x = torch.from_numpy(np.concatenate([_numbers(chosen, pieces), _numbers(made_up, pieces)]))
         y = torch.cat([torch.zeros(len(chosen)), torch.ones(len(made_up))]).double()
-        centre, deviation = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
+        centre, deviation = x.mean(0), torch.from_numpy(deviations(x.numpy()))
         standard, bias = fit_logistic((x - centre) / deviation, y, penalty=_PENALTY)
         weights = standard / deviation
         bias -= float(weights @ centre)

@@ -155,6 +155,8 @@ def print_fitted_lists(found: FittedLists, name: object) -> None:
         ]
         for one in found.figures
     ]
+    if found.note:
+        print_wrapped(found.note)
     if rows:
         print_table(title, ["", "said", "right", "calibration error", "of perfect probabilities", "AUROC"], rows)
         print_wrapped("Each fifth of the queries by a fit on the others.")

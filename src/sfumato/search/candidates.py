@@ -281,7 +281,7 @@ class TextSearch:
         if self.scorer is not None:
             return self.scorer.pair_logit(distance, REFERENCE_SIZE)
         mean, deviation = usual.mean(1, keepdim=True), usual.std(1, unbiased=False, keepdim=True)
-        return _USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / deviation.clamp_min(1e-12)
+        return _USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / deviation.maximum(1e-5 * mean.abs() + 1e-12)
 
     def _evidence(self, i: int, items: ItemTexts, distance: Tensor, usual: Tensor) -> Evidence:
         image = self._image_logit(distance, usual)

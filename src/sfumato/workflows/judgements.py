@@ -9,6 +9,7 @@ import contextlib
 import copy
 import json
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -261,6 +262,7 @@ class FittedLists:
     matches: int
     comparable: bool  # whether scores of different queries are used as such
     figures: tuple[HitFigures, ...]  # of the first hit, and of the first ten, each fold by a fit on the others
+    note: str | None = None  # what is odd about the scores
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -279,10 +281,12 @@ def fit_lists(run: Path, qrels: Path, calibrator: ScoreCalibrator, *, unjudged: 
         raise UserError(f"{run}: all judged hits {which}, by {qrels}; a fit needs hits that match and others")
     inside = np.isin(hits.groups, np.unique(hits.groups[known]))
     score, label, groups = hits.score[inside], label[inside], hits.groups[inside]
-    figures = _held_out(calibrator, score, label, groups)
-    calibrator.fit(score, label, groups=groups)
-    n = len(np.unique(groups))
-    return FittedLists(n, int(known.sum()), int(np.nansum(label)), calibrator.formula_.knots is not None, figures)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        figures = _held_out(calibrator, score, label, groups)
+        calibrator.fit(score, label, groups=groups)
+    n, note = len(np.unique(groups)), str(told[-1].message) if told else None
+    return FittedLists(n, int(known.sum()), int(np.nansum(label)), calibrator.formula_.knots is not None, figures, note)
 
 
 def _held_out(
