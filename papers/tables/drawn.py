@@ -162,7 +162,7 @@ def _bars(figure: Figure) -> "Drawing":
     for ax, panel in zip(axes, panels, strict=True):
         bins = panel["bins"]
         draw_recall_bins(ax, [b["value"] for b in bins], [(b["low"], b["high"]) for b in bins])
-        ax.set_xlabel(f"tenths of the queries by {in_words(figure.numbers['uncertainty'])}, ascending")
+        ax.set_xlabel(f"tenths by {in_words(figure.numbers['uncertainty'])}, ascending")
         ax.set_title(f"{panel['row']}, {DIRECTIONS[panel['name']]}", loc="left")
         ax.grid(axis="y")
     for ax in axes:  # One scale, so that a low recall does not look like a high one.

@@ -151,12 +151,15 @@ def _corruption(scene: Scene) -> dict[str, Any]:
             if not curves:
                 continue
             points = []
+            dim = scene.load(scene.runs[row][0]).recipe.model.dim
+            scale = 1 / (2 * dim) if uncertainty == "log_det" else 1  # To the mean ln σ, as the paper draws it.
             for k, strength in enumerate(curves[0]["strengths"]):
                 same = [curve["mean"][k] for curve in curves]
-                points.append(_point(strength, [m["value"] for m in same], (same[0]["low"], same[0]["high"])))
+                bounds = [None if end is None else scale * end for end in (same[0]["low"], same[0]["high"])]
+                points.append(_point(strength, [scale * m["value"] for m in same], bounds))
             series[row] = points
         if series:
-            panels.append(_panel(name, "strength", uncertainty, series))
+            panels.append(_panel(name, "strength", "ln σ" if uncertainty == "log_det" else uncertainty, series))
     if not panels:
         raise UserError(f"{scene.item.id} damages images and words, but these runs read ready features alone")
     return {"panels": panels}
