@@ -246,6 +246,8 @@ def test_a_synchronisation_deletes_only_what_is_gone(sfumato, tmp_path):
     draw(tmp_path / "inner", "red")
     assert sfumato.json("index", "--data", tmp_path / "inner", "--add", "--out", out)["new"] == 1
     assert {"inner/red.png", "inner-2/red.png"} <= set(ids(out))
+    (tmp_path / "inner" / "red.png").unlink()  # As where a disk is not mounted.
+    assert f"{tmp_path / 'inner'} is empty now" in sfumato.refused("index", "--sync", "--out", out)
     shutil.rmtree(tmp_path / "inner")
     assert f"{tmp_path / 'inner'}=NEW; --force drops" in sfumato.refused("index", "--sync", "--out", out)
     assert sfumato.json("index", "--sync", "--force", "--out", out)["deleted"] == 1

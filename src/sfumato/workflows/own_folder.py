@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -269,6 +270,10 @@ def sync_data(model: Model, out: Path, *, force: bool = False) -> tuple[int, Fil
                 f"{len(vanished):,} of {n_own:,} images are not in {', '.join(one.root for one in sources)} any more,"
                 " and nothing was changed; if a folder has moved, say so with --images NEW; --force deletes them"
             )
+        if not force and (folder := _emptied([_path_of(known[i], i, sources) for i in vanished], sources)):
+            raise UserError(
+                f"{folder} is empty now, and nothing was changed: is a disk not mounted? --force deletes its images"
+            )
         gone = {known[i][DIGEST]: i for i in vanished if DIGEST in known[i]}
         with collection.filling(_GO_ON):
             for number, (source, items) in enumerate(zip(sources, listed, strict=True)):
@@ -287,10 +292,22 @@ def _vanished(
     found = []
     for id, payload in known.items():
         if id not in there and payload.get(ROOT, "").isdecimal() and int(payload[ROOT]) < len(sources):
-            path = Path(sources[int(payload[ROOT])].root, payload.get(FILE, id))
+            path = _path_of(payload, id, sources)
             if unseen.isdisjoint(map(str, (path, *path.parents))):
                 found.append(id)
     return found
+
+
+def _path_of(payload: Mapping[str, str], id: str, sources: Sequence[Source]) -> Path:
+    return Path(sources[int(payload[ROOT])].root, payload.get(FILE, id))
+
+
+def _emptied(vanished: Sequence[Path], sources: Sequence[Source]) -> Path | None:
+    """A folder of which all is gone: that of a source, or one that had many files."""
+    roots = {Path(one.root) for one in sources}
+    counts = Counter(folder for path in vanished for folder in path.parents)
+    large = (folder for folder, n in counts.items() if n > _FEW or folder in roots)
+    return next((folder for folder in large if folder.is_dir() and not any(folder.iterdir())), None)
 
 
 def move_sources(folder: Path, moved: Sequence[str]) -> None:
