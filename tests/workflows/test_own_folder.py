@@ -220,6 +220,13 @@ def test_an_interrupted_filling_goes_on(tmp_path, monkeypatch):
     assert len(ids(out)) == 2 and is_unfinished(out)
     n, done = own_folder.index_data(model, str(folder), out)
     assert (n, done.new, done.unchanged) == (5, 3, 2) and not is_unfinished(out)
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):  # A whole collection stays open to readers.
+        draw(folder, "grey", "navy", "teal")
+        own_folder.add_data(model, str(folder), out)
+    with load_index(out) as reader:
+        assert len(reader) == 7 and len(reader.search("bear", 9).hits) == 7
+    assert own_folder.sync_data(model, out)[1].new == 1
 
 
 @pytest.mark.slow

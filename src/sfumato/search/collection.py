@@ -25,6 +25,7 @@ from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lift
 from sfumato.search.folder import (
     change_metadata,
     check_empty,
+    is_unfinished,
     marked_unfinished,
     read_settings,
     refuse_index,
@@ -211,7 +212,9 @@ class GaussianCollection(Gallery):
 
     @contextlib.contextmanager
     def filling(self, way_out: str) -> Iterator[None]:
-        """Mark the collection as incomplete while the block runs; :meth:`open` refuses it if the block never ended.
+        """Mark a new collection as incomplete while the block runs; :meth:`open` refuses it if the block never ended.
+
+        One that was whole stays open to others, before, during and after; they find what has arrived.
 
         Args:
             way_out: advice to the user for an incomplete collection.
@@ -223,7 +226,8 @@ class GaussianCollection(Gallery):
             StoreInUseError: another process writes to the store; the collection is not marked.
         """
         self.begin_writing()
-        with marked_unfinished(self.folder, way_out):
+        new = is_unfinished(self.folder) or not len(self)
+        with marked_unfinished(self.folder, way_out) if new else contextlib.nullcontext():
             yield
 
     @property
