@@ -7,6 +7,7 @@ Each run has a calibration that was fitted on another split. Figures are means o
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -65,7 +66,7 @@ def main() -> None:
     names = list(found[0])
     for i, first in enumerate(found[0][names[0]]):
         for name in names:
-            figures = [run[name][i].to_json() for run in found]
+            figures = [asdict(run[name][i]) for run in found]
             means = {key: fmean(each[key] for each in figures) for key in COLUMNS}
             about = {"direction": first.direction, "images": first.n_gallery, "hits": first.hits, "by": name}
             rows.append(about | means)

@@ -19,7 +19,7 @@ from sfumato.matching import match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split
 from sfumato.reports.report import make_report
-from sfumato.reports.report_charts import IMAGES, MISTAKES, ReportData
+from sfumato.reports.report_charts import MISTAKES, RESULTS, SHOWN, ReportData
 from sfumato.search.index import GaussianIndex
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
@@ -120,7 +120,7 @@ def test_the_page_is_whole_and_needs_nothing_else():
     ids = checked.ids + checked.svg_ids
     assert len(ids) == len(set(ids))
     assert checked.uses and all(use[0] == "#" and use[1:] in checked.svg_ids for use in checked.uses)
-    assert len(checked.alts) <= IMAGES
+    assert len(checked.alts) <= 4 * SHOWN * RESULTS + 6 * MISTAKES
     assert checked.tags.count("h1") == 1 and checked.tags.count("svg") == 2 + 1 + 3
     assert "name = &#34;toy&#34;" in page and "ECE after" in page
 
@@ -265,7 +265,7 @@ def test_points_have_no_uncertainty_to_show():
 
 def test_the_page_does_not_grow_with_the_data():
     page = undrawn_report(scene(n=60, m=900, captions=["a very long caption " * 200] * 900)).html
-    assert len(Checker(page).alts) <= IMAGES and len(page) < 400_000
+    assert len(Checker(page).alts) <= 4 * SHOWN * RESULTS + 6 * MISTAKES and len(page) < 400_000
     assert page.count("found first") <= 2 * MISTAKES
 
 

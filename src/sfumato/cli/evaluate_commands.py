@@ -1,7 +1,7 @@
 """The commands that measure: the group `evaluate`, trust, audit, report and table."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -197,7 +197,7 @@ def index(
 
     found = evaluate_index(folder, judgements, k=k, run=run, store=store)
     if as_json:
-        return print(json.dumps(found.to_json()))
+        return print(json.dumps(asdict(found)))
     print_judged(found, str(folder))
 
 

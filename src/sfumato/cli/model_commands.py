@@ -1,7 +1,7 @@
 """The commands that make models and embeddings: demo, recipes, train, calibrate, adopt, export, regions."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -99,7 +99,7 @@ class JudgedLists:
         with writing(self.out):
             made.save(self.out)
         if as_json:
-            return print(json.dumps({**found.to_json(), "out": str(self.out)}))
+            return print(json.dumps({**asdict(found), "out": str(self.out)}))
         print_fitted_lists(found, self.lists)
         print(f"written to {self.out}; next: sfumato score --run OTHER --calibrator {self.out} --out FILE")
 
@@ -143,7 +143,7 @@ def calibrate(
         if (split, queries) != ("val", "planted"):
             raise UserError("--judgements refines a collection; leave --split and --queries out")
         refined = refine_index(run, judgements)
-        return print(json.dumps(refined.to_json())) if as_json else print_refined(refined, run)
+        return print(json.dumps(asdict(refined))) if as_json else print_refined(refined, run)
     if is_collection(run):
         raise UserError(f"{run} is a collection; refine its probabilities with --judgements FILE")
     fitted = calibrate_run(run, split, population=queries, device=choose_device())

@@ -101,11 +101,6 @@ class Problem:
         """The problem as it stands in files."""
         return {"place": self.location, "reason": self.reason}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, str]) -> "Problem":
-        """The inverse of :meth:`to_json`."""
-        return cls(values["place"], values["reason"])
-
 
 def _problem(location: str | Path, reason: str) -> Problem:
     return Problem(*(printable(str(part)).replace("\n", "\\n") for part in (location, reason)))
@@ -352,14 +347,9 @@ class UploadedImages:
         """Remove an image that no payload names any more, if it exists."""
         self.path_of(name).unlink(missing_ok=True)
 
-    @staticmethod
-    def is_name(name: str) -> bool:
-        """Whether a text is a name that :meth:`write` gives."""
-        return _NAME.fullmatch(name) is not None
-
     def path_of(self, name: str) -> Path:
         """Location of an image."""
-        if not self.is_name(name):
+        if not _NAME.fullmatch(name):
             raise ValueError(f"not the name of an uploaded image: {name!r}")
         return self.folder / name[:2] / name
 

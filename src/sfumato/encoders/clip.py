@@ -370,12 +370,9 @@ class UncTokenImageEncoder(_UncTokenEncoder):
         super().__init__(encoder, released)
         self.size = encoder.size
 
-    def forward(self, inputs: Inputs, *, patches: Tensor | None = None) -> TokenFeatures:
-        """Token features without a mask. patches (k,)."""
+    def forward(self, inputs: Inputs) -> TokenFeatures:
+        """Token features without a mask."""
         embedded = self.encoder.embeddings(self.encoder.pixels(inputs.values))
-        if patches is not None:
-            before = self.encoder.embeddings.num_positions - self.encoder.embeddings.num_patches
-            embedded = torch.cat([embedded[:, :before], embedded[:, before:][:, patches]], 1)
         unc = self.variance_token.expand(len(embedded), 1, -1)
         tokens = self.encoder.tokens(torch.cat([unc, embedded], 1), None).mean
         unc, mean = tokens[:, :1], tokens[:, 1:]

@@ -242,10 +242,6 @@ class HeadOptions:
         if self.embeddings > 1 and self.variance:
             raise ValueError(f"GaussianHead: {self.embeddings} embeddings of an item are points; set variance=False")
 
-    @property
-    def _attends_for_mean(self) -> bool:
-        return self.local_attention and self.local_attention_of != "variance"
-
 
 class GaussianHead(nn.Module):
     r"""Token features -> Gaussian embeddings, with one branch for the mean and one for the log variance.
@@ -292,7 +288,7 @@ class GaussianHead(nn.Module):
         self.normalize, self.covariance, self._side = options.normalize, options.covariance, side
         self.dim = dim + 2 * options.item_offset
         variance, attended = options.variance, local_channels or channels
-        of_mean = options.embeddings > 1 or options._attends_for_mean
+        of_mean = options.embeddings > 1 or (options.local_attention and options.local_attention_of != "variance")
         of_variance = variance and options.local_attention and options.local_attention_of != "mean"
         self.local = _LocalAttention(attended, dim, options.embeddings, squash=True) if of_mean else None
         self.local_norm = nn.LayerNorm(dim) if of_mean else nn.Identity()

@@ -6,8 +6,8 @@ stand beside those of the distance alone and of a constant.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -63,10 +63,6 @@ class HitFigures:
         if excess <= CLOSE and self.ece < self.ece_off_least:
             return "holds"
         return "rough" if excess <= FAR else "misleads"
-
-    def to_json(self) -> dict[str, Any]:
-        """The figures as plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, eq=False)

@@ -312,10 +312,6 @@ class JudgedFigures:
     calibration_error: Interval
     calibration_error_by_chance: float | None  # what perfect probabilities of these hits would show
 
-    def to_json(self) -> dict[str, Any]:
-        """The figures as plain values."""
-        return asdict(self)
-
 
 _NONE = Interval(None, None, None)
 

@@ -269,9 +269,6 @@ SHOWN = 4
 MISTAKES = 6
 """Wrong but plausible results shown in each direction."""
 
-IMAGES = 4 * SHOWN * RESULTS + 6 * MISTAKES
-"""No page holds more images than this."""
-
 
 class Thumbnails:
     """Small images as data URLs; each image is read once."""

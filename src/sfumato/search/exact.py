@@ -45,13 +45,12 @@ def distance_blocks(
     distance: str | Distance = "csd",
     *,
     memory_mb: float = 256.0,
-    seed: int | None = None,
     first: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
     """Distances of blocks of queries to the whole gallery. queries (n, d), gallery (m, d)."""
     chosen = get_distance(distance)
     rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
-    seed, n_samples = chosen.seed if seed is None else seed, chosen.n_samples
+    seed, n_samples = chosen.seed, chosen.n_samples
     side: Side = "image" if chosen.direction == "i2t" else "text"
     items = None if chosen.of_samples is None else seeded_samples(gallery, n_samples, seed=seed, side=OTHER_SIDE[side])
     for start in range(0, queries.n, rows):
@@ -69,8 +68,6 @@ def top_k(
     gallery: GaussianEmbedding,
     k: int,
     distance: str | Distance = "csd",
-    *,
-    seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k closest gallery items of each query.
 
@@ -79,7 +76,6 @@ def top_k(
         gallery: (m, d) embeddings.
         k: number of results; all m if it is larger.
         distance: name in DISTANCES, or one of these made for the direction (:meth:`Distance.for_direction`).
-        seed: of a sampled distance; that of the distance if None.
 
     Returns:
         ((n, k) distances ascending, (n, k) gallery positions); equal distances in gallery order.
@@ -87,7 +83,7 @@ def top_k(
     Raises:
         ValueError: k < 1, or the distance is unknown.
     """
-    return closest_in_blocks(distance_blocks(queries, gallery, distance, seed=seed), k, queries.n, gallery.n)
+    return closest_in_blocks(distance_blocks(queries, gallery, distance), k, queries.n, gallery.n)
 
 
 @torch.no_grad()
@@ -168,9 +164,7 @@ def rank_relevant(
     relevance: Relevance,
     distance: str | Distance = "csd",
     *,
-    seed: int | None = None,
     first: int = 0,
-    progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
     """Ranks (from 0) of all relevant items. queries (n, d), gallery (m, d) -> (p,)."""
     if (queries.n, gallery.n) != (relevance.n_queries, relevance.n_gallery):
@@ -178,11 +172,8 @@ def rank_relevant(
             f"rank_relevant: {queries.n} queries and {gallery.n} gallery items, but a relevance of"
             f" {relevance.n_queries} by {relevance.n_gallery}"
         )
-    parts = []
-    for start, block in distance_blocks(queries, gallery, distance, seed=seed, first=first):
-        parts.append(relevant_ranks(block, relevance, start))
-        if progress:
-            progress(len(block))
+    blocks = distance_blocks(queries, gallery, distance, first=first)
+    parts = [relevant_ranks(block, relevance, start) for start, block in blocks]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
@@ -250,10 +241,8 @@ class LiftedGallery:
     def distance_blocks(self, queries: GaussianEmbedding, *, memory_mb: float = 256.0) -> Iterator[tuple[int, Tensor]]:
         """Distances of blocks of queries to the whole gallery. queries (n, d)."""
         rows = max(1, int(memory_mb * 2**20 / 4 / max(len(self.vectors), 1)))
-        vectors, constant = (
-            lift_queries(queries, self.distance, centre=self.centre),
-            query_constant(queries, self.distance),
-        )
+        vectors = lift_queries(queries, self.distance, centre=self.centre)
+        constant = query_constant(queries, self.distance)
         for start in range(0, queries.n, rows):
             part = vectors[start : start + rows]
             squared = torch.addmm(self.squares, part, self.vectors.T, alpha=-2)
@@ -289,8 +278,6 @@ def _centred(embeddings: GaussianEmbedding, centre: Tensor | None) -> Tensor:
         return embeddings.mean.float()
     if centre.shape != (embeddings.d,):
         raise ValueError(f"lifting: centre must have shape ({embeddings.d},), got {tuple(centre.shape)}")
-    return (
-        (embeddings.mean - centre.to(embeddings.mean)).float()
-        if embeddings.dtype == torch.float64
-        else embeddings.mean.float() - centre
-    )
+    if embeddings.dtype == torch.float64:
+        return (embeddings.mean - centre.to(embeddings.mean)).float()
+    return embeddings.mean.float() - centre

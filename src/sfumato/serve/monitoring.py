@@ -37,10 +37,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = own = CollectorRegistry()
         labels, whole = ("method", "route", "status"), "From the first byte of a request to the last of its response."
-        together, abstained = (
-            "Texts or images embedded, or queries searched, together.",
-            "Answers to queries with abstain.",
-        )
+        together = "Texts or images embedded, or queries searched, together."
+        abstained = "Answers to queries with abstain."
         self._requests = Counter("sfumato_requests", "Requests answered.", labels, registry=own)
         self._seconds = Histogram("sfumato_request_seconds", whole, ("route",), buckets=_LATENCIES, registry=own)
         self.batch = Histogram("sfumato_batch_size", together, ("kind",), buckets=_SIZES, registry=own)

@@ -101,7 +101,7 @@ class AdoptedModel(LoadedModel):
             "method": self.method,
             "comparison": {name: asdict(found) for name, found in self.comparison.items()},
             "retrieval": None if self.retrieval is None else asdict(self.retrieval),
-            "hits": {name: [f.to_json() for f in found] for name, found in self.hits.items()},
+            "hits": {name: [asdict(f) for f in found] for name, found in self.hits.items()},
             **{name: dict(getattr(self, name)) for name in ("n_images", "n_texts", "n_queries")},
             "n_left_out": self.n_left_out,
             "seconds": self.seconds,

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -77,10 +76,6 @@ class Judged:
     not_found: int  # number of judged pairs that are not among the hits
     figures: JudgedFigures
 
-    def to_json(self) -> dict[str, Any]:
-        """The figures as plain values."""
-        return vars(self) | {"figures": self.figures.to_json()}
-
 
 def evaluate_index(
     folder: Path, path: Path, *, k: int = 10, run: str | None = None, store: str | None = None, n_resamples: int = 1000
@@ -106,10 +101,6 @@ class Refined:
     judged: float  # fraction of the first hits of the judged queries that anybody judged
     before: JudgedFigures  # with the packaged constants
     after: JudgedFigures  # each query with the verdicts on the others
-
-    def to_json(self) -> dict[str, Any]:
-        """The figures as plain values."""
-        return vars(self) | {"before": self.before.to_json(), "after": self.after.to_json()}
 
 
 KINDS = {"hit_with": "items with texts", "hit_without": "items without texts"}
@@ -263,10 +254,6 @@ class FittedLists:
     comparable: bool  # whether scores of different queries are used as such
     figures: tuple[HitFigures, ...]  # of the first hit, and of the first ten, each fold by a fit on the others
     note: str | None = None  # what is odd about the scores
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**vars(self), "figures": [one.to_json() for one in self.figures]}
 
 
 def fit_lists(run: Path, qrels: Path, calibrator: ScoreCalibrator, *, unjudged: str = "no") -> FittedLists:
