@@ -271,11 +271,8 @@ class Guard:
         """Refuse browser requests of other web sites: those with an unknown Host name, and cross-site forms."""
         host = headers.get("host", "")
         if self.settings.hosts and _name(host) not in self.settings.hosts:
-            raise Refusal(
-                400,
-                f"This service does not accept the host name {host!r}; if it should, start it with --allowed-host",
-                code="unknown-host",
-            )
+            detail = f"This service does not accept the host name {host!r}; if it should, start it with --allowed-host"
+            raise Refusal(400, detail, code="unknown-host")
         origin = headers.get("origin")
         if origin is not None and method not in _SAFE and _netloc(origin) != host.lower():
             raise Refusal(403, f"Pages of {origin!r} may not send requests to this service", code="other-site")
@@ -289,11 +286,8 @@ class Guard:
             writes = sum(hmac.compare_digest(given, key.encode()) for key in self.settings.keys)
             reads = sum(hmac.compare_digest(given, key.encode()) for key in self.settings.reading_keys)
             if not writes + reads:
-                raise Refusal(
-                    401,
-                    "This service needs a key: send the header Authorization: Bearer KEY, or X-API-Key: KEY",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+                detail = "This service needs a key: send the header Authorization: Bearer KEY, or X-API-Key: KEY"
+                raise Refusal(401, detail, headers={"WWW-Authenticate": "Bearer"})
             if not writes:
                 return "read"
         return "read" if self.settings.read_only else "write"

@@ -217,11 +217,8 @@ class Judging:
                 return await self.service.threads.run(work, path, served)
             except (UserError, OSError) as error:
                 _LOG.error("verdicts could not be read or written: %s", error)
-                raise busy(
-                    "The file of verdicts cannot be read or written; the log of the service has the reason",
-                    5,
-                    code="store-failed",
-                ) from error
+                detail = "The file of verdicts cannot be read or written; the log of the service has the reason"
+                raise busy(detail, 5, code="store-failed") from error
 
 
 def _target(served: ServedGallery) -> Target:

@@ -173,11 +173,8 @@ class Writer:
             raise Refusal(422, f"Nothing was stored: {error}") from error
         except StoreInUseError as error:
             _LOG.error("nothing was written: %s", error)
-            raise Refusal(
-                409,
-                "Another process writes to this collection: send writes to that one, or end it and try again",
-                code="other-writer",
-            ) from error
+            detail = "Another process writes to this collection: send writes to that one, or end it and try again"
+            raise Refusal(409, detail, code="other-writer") from error
         except (UserError, OSError) as error:
             _LOG.error("the store failed: %s", error)
             raise busy(
