@@ -30,11 +30,9 @@ class ImageSource(Protocol):
     @property
     def location(self) -> str:
         """The location of the image, for messages."""
-        ...
 
     def read_bytes(self) -> bytes:
         """The bytes of the image file, not decoded; an OSError if they cannot be read."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -246,11 +244,9 @@ class Images(Protocol):
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
         """The image file of an item; None if there is no file."""
-        ...
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
         """Whether an item may have an image, judged without access to the disk; False if it is known to have none."""
-        ...
 
 
 @dataclass(frozen=True)

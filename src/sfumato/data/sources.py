@@ -4,11 +4,11 @@ A source is a function that reads the splits of some data, see :class:`ReadSourc
 registered with :func:`register_source` and then works in every recipe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -137,23 +137,13 @@ class DataConfig(BaseModel):
         return self
 
 
-class ReadSource(Protocol):
-    """The interface of a source: a function that reads the splits of some data."""
+ReadSource = Callable[[DataConfig, Problems], dict[str, PairData]]
+"""Reads the splits of some data, from section ``data`` of the recipe, whose options have passed the source's own model.
 
-    def __call__(self, config: DataConfig, problems: Problems, /) -> dict[str, PairData]:
-        """Read the splits.
-
-        Args:
-            config: section ``data`` of the recipe; ``config.options`` has passed the source's own options model.
-            problems: receives every item that cannot be used, which is then left out.
-
-        Returns:
-            split -> data. Training needs "train", and takes "val" for validation if it is there; other names are free.
-
-        Raises:
-            UserError: the data is missing, or nothing in it can be used; the message says what to do.
-        """
-        ...
+The problems receive every item that cannot be used, which is then left out. Training needs the split "train", and takes
+"val" for validation if it is there; other names are free. A UserError says that the data is missing, or that nothing in
+it can be used, and what to do.
+"""
 
 
 @dataclass(frozen=True)

@@ -154,9 +154,8 @@ def _checked(image_of_pair: np.ndarray, data: PairData, who: str) -> np.ndarray:
         )
     if p and not (image_of_pair.min() >= 0 and image_of_pair.max() < n):
         raise ValueError(
-            f"{who}: got images {image_of_pair.min()} to {image_of_pair.max()}, but the data's are 0 to {n - 1};"
-            f" the file of"
-            " another split?"
+            f"{who}: got images {image_of_pair.min()} to {image_of_pair.max()}, but the data's are 0 to {n - 1}; the"
+            " file of another split?"
         )
     return image_of_pair.astype(np.int64)
 

@@ -85,7 +85,6 @@ class Store(Protocol):
         Returns:
             A batch of n.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,6 @@ class FrozenBackbone(Protocol):
 
     def __call__(self, items: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
         """Bytes of image files, or texts -> (t, c) features of each, in float16 or its ``feature_dtype``."""
-        ...
 
 
 Item = Callable[[], bytes | str]

@@ -256,11 +256,9 @@ class Source(Protocol):
 
     def shape(self) -> tuple[int, ...] | None:
         """(number of images, number of texts), if it is known."""
-        ...
 
     def fill(self, plan: RankPlan) -> None:
         """Fill in the ranks of all groups of a plan."""
-        ...
 
 
 @torch.no_grad()

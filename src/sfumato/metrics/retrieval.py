@@ -52,11 +52,9 @@ class ScoreMatrix(Protocol):
     @property
     def shape(self) -> Any:
         """(n, m)."""
-        ...
 
     def __getitem__(self, index: Any, /) -> Any:
         """A block that NumPy can convert to an array."""
-        ...
 
 
 def score_blocks(

@@ -296,8 +296,7 @@ class Model:
                 raise ValueError(f"{error}; or {MATCH_PROBABILITY}, with the logits of the run") from error
         if (logits := self.sampled_logits) is None:
             raise UserError(
-                f"{MATCH_PROBABILITY} needs logits that were learnt on distances of samples; this model has none."
-                " Name a run that was trained with the loss pcme, or a released model of PCME, or rank by another"
-                " distance"
+                f"{MATCH_PROBABILITY} needs logits that were learnt on distances of samples; this model has none. Name"
+                " a run that was trained with the loss pcme, or a released model of PCME, or rank by another distance"
             )
         return match_probability_distance(logits.logit_scale, logits.logit_bias, n_samples=logits.n_samples)

@@ -124,9 +124,7 @@ def invalid(errors: Sequence[Any]) -> Refusal:
     """The refusal of a request that pydantic finds invalid."""
     if len(errors) > _TOO_WRONG:
         return Refusal(422, f"The request is not valid: body: it has {len(errors)} errors")
-    found = []
-    for error in errors:
-        found.append((".".join(map(str, error["loc"])), _message(error)))
+    found = [(".".join(map(str, error["loc"])), _message(error)) for error in errors]
     first = "; ".join(f"{where}: {message}" for where, message in found[:3])
     return Refusal(422, f"The request is not valid: {first}", errors=found)
 

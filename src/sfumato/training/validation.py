@@ -146,9 +146,8 @@ def after_training(training: Training) -> None:
 def _keep_last_weights(training: Training) -> None:
     """Keep the weights of the last epoch, as no validation chooses among them."""
     say(
-        "no validation split: the last weights are kept, and match probabilities are not calibrated."
-        " For a validation split, raise data.val_fraction; with shards, give data.val_path; with cub,"
-        " data.options.fold"
+        "no validation split: the last weights are kept, and match probabilities are not calibrated. For a validation"
+        " split, raise data.val_fraction; with shards, give data.val_path; with cub, data.options.fold"
     )
     with training.learner.averaged():
         if training.process_group.main:

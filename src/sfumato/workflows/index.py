@@ -319,9 +319,8 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
     loaded = load_model(model_source)
     if gallery.metadata.get("model") != embed.model_digest(loaded.model):
         raise UserError(
-            f"{folder} was built with another model than {model_source} is now: their distances cannot be"
-            f" compared; give"
-            " the right model (--run, in Python run=), or build the index again"
+            f"{folder} was built with another model than {model_source} is now: their distances cannot be compared;"
+            " give the right model (--run, in Python run=), or build the index again"
         )
     return loaded
 
