@@ -216,6 +216,15 @@ def _coco(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     )
 
 
+def _shards(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    return {"val": read_shards(expand_shards(config.val_path), problems)} if config.val_path else {}
+
+
+def _cub(config: DataConfig, problems: Problems) -> dict[str, PairData]:
+    options = CubOptions.model_validate(config.options)
+    return read_cub(_existing(config), problems, options, **_fractions(config))
+
+
 def _datasets(config: DataConfig, problems: Problems) -> dict[str, PairData]:
     columns: dict[str, Any] = DatasetOptions.model_validate(config.options).model_dump()
     return read_dataset(config.path, problems, **columns | _fractions(config))
@@ -243,15 +252,9 @@ SOURCES: dict[str, Source] = {
     "folder": Source(lambda c, problems: read_image_folder(_existing(c), problems, **_fractions(c))),
     "karpathy": Source(_karpathy),
     "coco": Source(_coco, CocoOptions),
-    "shards": Source(
-        lambda c, problems: {"val": read_shards(expand_shards(c.val_path), problems)} if c.val_path else {},
-        streamed=True,
-    ),
+    "shards": Source(_shards, streamed=True),
     "scan": Source(lambda c, problems: read_scan(_existing(c), problems), inputs="regions"),
-    "cub": Source(
-        lambda c, problems: read_cub(_existing(c), problems, CubOptions.model_validate(c.options), **_fractions(c)),
-        CubOptions,
-    ),
+    "cub": Source(_cub, CubOptions),
     "datasets": Source(_datasets, DatasetOptions),
     "embeddings": Source(_embeddings, needs_path=False, inputs="embeddings"),
 }

@@ -263,13 +263,9 @@ def augment(pixels: Tensor, *, generator: torch.Generator) -> Tensor:
     angle, scale = uniform(-math.pi / 12, math.pi / 12), uniform(0.75, 1.15)
     mirror = torch.where(uniform(0, 1) < 0.25, -1.0, 1.0)
     cos, sin = angle.cos() / scale, angle.sin() / scale
-    matrix = torch.stack(
-        [
-            torch.stack([cos * mirror, -sin, uniform(-0.24, 0.24)], 1),
-            torch.stack([sin * mirror, cos, uniform(-0.24, 0.24)], 1),
-        ],
-        1,
-    )
+    first = torch.stack([cos * mirror, -sin, uniform(-0.24, 0.24)], 1)
+    second = torch.stack([sin * mirror, cos, uniform(-0.24, 0.24)], 1)
+    matrix = torch.stack([first, second], 1)
     grid = functional.affine_grid(matrix, list(pixels.shape), align_corners=False)
     # Pixels outside of the image are 0, so the image is inverted: white stays white.
     dark = functional.grid_sample(1 - pixels.float() / 255, grid, align_corners=False)

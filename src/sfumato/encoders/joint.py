@@ -193,13 +193,8 @@ def _open_clip_folder(name: str, package: Any) -> Path:
 
     reachable = hub_reachable()
     try:
-        found = Path(
-            snapshot_download(
-                repository,
-                allow_patterns=[OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, "*token*", "vocab*", "merges.txt", "*.model"],
-                local_files_only=not reachable,
-            )
-        )
+        files = [OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, "*token*", "vocab*", "merges.txt", "*.model"]
+        found = Path(snapshot_download(repository, allow_patterns=files, local_files_only=not reachable))
     except LocalEntryNotFoundError as error:
         raise UserError(
             f"cannot load {name!r}: there is no connection to the hub, and no copy in its cache. Give a local folder"

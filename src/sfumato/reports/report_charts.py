@@ -219,14 +219,9 @@ def _judged_pairs(
     chosen = np.sort(np.random.default_rng(0).permutation(n)[: max(1, _PAIRS // max(m, 1))])
     part = data.images[torch.from_numpy(chosen).to(data.images.device)]
     distance = torch.cat([block.cpu() for _, block in distance_blocks(part, data.texts, data.distance)]).flatten()
-    sets = {
-        "pairs": (
-            "every pair of an image and a text",
-            distance,
-            data.scorer("t2i").match_probability(distance, n),
-            torch.from_numpy(np.asarray(data.relevance.select_queries(chosen).to_dense())).flatten(),
-        )
-    }
+    probability = data.scorer("t2i").match_probability(distance, n)
+    match = torch.from_numpy(np.asarray(data.relevance.select_queries(chosen).to_dense())).flatten()
+    sets = {"pairs": ("every pair of an image and a text", distance, probability, match)}
     for direction in directions:
         right = direction.first_is_right
         has = torch.from_numpy(~np.isnan(right))
@@ -238,14 +233,11 @@ def _judged_pairs(
 
 
 def _reliability_chart(curves: Mapping[str, list[dict[str, Any]]], name: str) -> Chart:
-    chart = Chart(
-        f"Reliability of {name}: "
-        + "; ".join(
-            f"{version} calibration "
-            + ", ".join(f"predicted {b['probability']:.0%} observed {b['observed']:.0%}" for b in curve)
-            for version, curve in curves.items()
-        )
-    )
+    said = []
+    for version, curve in curves.items():
+        points = [f"predicted {b['probability']:.0%} observed {b['observed']:.0%}" for b in curve]
+        said.append(f"{version} calibration {', '.join(points)}")
+    chart = Chart(f"Reliability of {name}: {'; '.join(said)}")
     axes = chart.axes
     axes.plot([0, 1], [0, 1], color=FAINT, linestyle=(0, (5, 5)), linewidth=1)
     most = max(b["count"] for curve in curves.values() for b in curve)

@@ -60,16 +60,15 @@ class Audit:
         rows = []
         for k in range(len(s)) if chosen is None else chosen:
             text, image = int(s.better_text[k]), int(s.better_image[k])
-            rows.append(
-                self._row(s, k, {"excess": _number(s.excess[k]), "wrong_probability": _at(self.wrong_probability, k)})
-                | {
-                    "better_text_id": data.text_ids[text] if text >= 0 else None,
-                    "better_text": data.texts[text] if text >= 0 else None,
-                    "better_text_distance": _number(s.better_text_distance[k]),
-                    "better_image": data.image_ids[image] if image >= 0 else None,
-                    "better_image_distance": _number(s.better_image_distance[k]),
-                }
-            )
+            own = {"excess": _number(s.excess[k]), "wrong_probability": _at(self.wrong_probability, k)}
+            better = {
+                "better_text_id": data.text_ids[text] if text >= 0 else None,
+                "better_text": data.texts[text] if text >= 0 else None,
+                "better_text_distance": _number(s.better_text_distance[k]),
+                "better_image": data.image_ids[image] if image >= 0 else None,
+                "better_image_distance": _number(s.better_image_distance[k]),
+            }
+            rows.append(self._row(s, k, own) | better)
         return rows
 
     def missing_rows(self, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:

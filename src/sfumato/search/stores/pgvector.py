@@ -143,14 +143,10 @@ class PgVectorStore(StoreBase):
                     " CREATE EXTENSION vector"
                 ) from None
             self._check_version(connection)
+            columns = 'id text COLLATE "C" PRIMARY KEY, embedding vector({dim}) NOT NULL, uncertainty real NOT NULL'
+            create = f"CREATE TABLE {{table}} ({columns}, payload jsonb NOT NULL)"
             try:
-                connection.execute(
-                    self._sql(
-                        'CREATE TABLE {table} (id text COLLATE "C" PRIMARY KEY, embedding vector({dim}) NOT NULL,'
-                        " uncertainty real NOT NULL, payload jsonb NOT NULL)",
-                        {"dim": self.dim},
-                    )
-                )
+                connection.execute(self._sql(create, {"dim": self.dim}))
             except errors.DuplicateTable:
                 raise self.error(
                     f"table {self._name} already exists; open it, or give another name: ?table=..."
@@ -213,14 +209,9 @@ class PgVectorStore(StoreBase):
             with connection.cursor().copy(f"COPY pg_temp.incoming ({_COLUMNS}) FROM STDIN (FORMAT BINARY)") as copy:
                 for row in rows:
                     copy.write(row)
-            connection.execute(
-                self._sql(
-                    f"INSERT INTO {{table}} ({_COLUMNS}) SELECT {_COLUMNS} FROM pg_temp.incoming ON CONFLICT (id) DO"
-                    " UPDATE"
-                    " SET embedding = excluded.embedding, uncertainty = excluded.uncertainty, payload ="
-                    " excluded.payload"
-                )
-            )
+            change = "embedding = excluded.embedding, uncertainty = excluded.uncertainty, payload = excluded.payload"
+            added = f"INSERT INTO {{table}} ({_COLUMNS}) SELECT {_COLUMNS} FROM pg_temp.incoming"
+            connection.execute(self._sql(f"{added} ON CONFLICT (id) DO UPDATE SET {change}"))
 
     def delete(self, ids: Sequence[str]) -> int:
         """Remove items; returns how many were there."""
@@ -274,11 +265,8 @@ class PgVectorStore(StoreBase):
         """Number of items."""
         condition, values = self._where(filter)
         with self._connections.borrow() as connection:
-            return int(
-                connection.execute(
-                    self._sql("SELECT count(*) FROM {table} {where}", {"where": condition}), values
-                ).fetchone()[0]
-            )
+            found = connection.execute(self._sql("SELECT count(*) FROM {table} {where}", {"where": condition}), values)
+            return int(found.fetchone()[0])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
         """items as they were at the start. It holds a connection until it ends."""
