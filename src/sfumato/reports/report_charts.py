@@ -235,8 +235,8 @@ def _judged_pairs(
 def _reliability_chart(curves: Mapping[str, list[dict[str, Any]]], name: str) -> Chart:
     said = []
     for version, curve in curves.items():
-        points = [f"predicted {b['probability']:.0%} observed {b['observed']:.0%}" for b in curve]
-        said.append(f"{version} calibration {', '.join(points)}")
+        pairs = [f"predicted {b['probability']:.0%} observed {b['observed']:.0%}" for b in curve]
+        said.append(f"{version} calibration {', '.join(pairs)}")
     chart = Chart(f"Reliability of {name}: {'; '.join(said)}")
     axes = chart.axes
     axes.plot([0, 1], [0, 1], color=FAINT, linestyle=(0, (5, 5)), linewidth=1)
