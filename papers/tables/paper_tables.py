@@ -126,7 +126,7 @@ def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[Plann
             rows.append(PlannedRow(label))
             continue
         name, *changes = shlex.split(spec)
-        read = load_recipe(find_recipe(name), changes).data
+        read = load_recipe(find_recipe(name), changes, own=True).data
         source = source or read.source
         overrides = data.overrides
         if read.source != source:  # The paths that were given are those of the first row's kind of data.
@@ -136,7 +136,7 @@ def plan_table(item: PaperItem, data: TableData, n_seeds: int = 1) -> list[Plann
                 continue
         recipes = []
         for variant in variants_on(item, data):
-            recipe = load_recipe(find_recipe(name), [*changes, *shlex.split(variant), *overrides])
+            recipe = load_recipe(find_recipe(name), [*changes, *shlex.split(variant), *overrides], own=True)
             for seed in range(recipe.train.seed, recipe.train.seed + n_seeds):
                 recipes.append(recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": seed})}))
         rows.append(PlannedRow(label, tuple(recipes), spec))
