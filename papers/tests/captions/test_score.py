@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 from support.photographs import saved
-from support.words import folded
 
 from papers.captions import score as module
 from papers.captions.constants import CaptionFits
@@ -160,41 +159,6 @@ def test_command(tmp_path, picture, papers, monkeypatch):
     )  # fmt: skip
     assert [row["fits"] for row in found] == pytest.approx(expected, abs=1e-5)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ('{"text": "a dog", ', "pairs.jsonl:3: not usable JSON"),
-        ('{"text": "a dog", "texts": ["a"], "id": "\\ud800"}', "pairs.jsonl:3: not usable JSON"),
-        ('["a dog"]', "pairs.jsonl:3: expected an object"),
-        ({"caption": "a dog"}, "pairs.jsonl:3: there is no text; the keys are caption"),
-        ({"text": ""}, "pairs.jsonl:3: text is empty"),
-        ({"text": "a dog"}, "pairs.jsonl:3: there is neither a text in texts nor an image"),
-        ({"text": "a dog", "texts": "dog"}, "pairs.jsonl:3: texts must be a list of strings"),
-        ({"text": "a dog", "texts": ["a", 7]}, "pairs.jsonl:3: texts must be a list of strings"),
-        ({"text": "a dog", "image": 7}, "pairs.jsonl:3: image must be a path"),
-        ({"text": "a dog", "image": "none.jpg"}, "pairs.jsonl:3: there is no image"),
-        ({"text": "a dog", "image": "pairs.jsonl"}, "pairs.jsonl:3: "),
-    ],
-)
-def test_a_line_that_cannot_be_used_is_named_and_nothing_is_written(tmp_path, papers, bad, message):
-    pairs, out = write(tmp_path / "pairs.jsonl", {"text": "a", "texts": ["b"]}, "", bad), tmp_path / "scores.jsonl"
-    out.write_text("before")
-    status, _, error = papers("captions", "score", pairs, "--out", out)
-    assert status == 2 and message in folded(error) and out.read_text() == "before"
-
-
-def test_files_that_cannot_be_used(tmp_path, papers):
-    empty = write(tmp_path / "empty.jsonl", "")
-    for arguments, message in (
-        ((empty, "--out", tmp_path / "out.jsonl"), "holds no pairs"),
-        ((tmp_path / "none.jsonl", "--out", tmp_path / "out.jsonl"), "cannot read"),
-        ((empty, "--out", empty), "is the file of the pairs"),
-        ((empty, "--out", tmp_path), "is a folder"),
-    ):
-        status, _, error = papers("captions", "score", *arguments)
-        assert status == 2 and message in folded(error)
 
 
 def test_people_agree(shared):

@@ -213,13 +213,6 @@ path = "{tmp_path}/own.csv"
             assert found[direction]["mean_rank"] == pytest.approx(float(rank.double().mean()))
 
 
-def test_a_scale_that_prefers_distant_samples_is_refused(checkpoint, tmp_path):
-    checkpoint["criterion"]["negative_scale"] = torch.tensor([-1.0])
-    torch.save(checkpoint, tmp_path / "x.pth")
-    with pytest.raises(UserError, match="negative_scale is -1; a positive number"):
-        load_pretrained(tmp_path / "x.pth")
-
-
 def test_nothing_is_left_over_and_every_shape_is_checked(checkpoint, tmp_path):
     def load(**changes):
         torch.save(checkpoint | changes, tmp_path / "x.pth")

@@ -1,11 +1,7 @@
 """Region features: made from images, in both layouts; and what is refused."""
 
-import json
-import shlex
-
 import numpy as np
 import pytest
-from PIL import Image
 from support.toy import make_toy
 
 from papers.data.regions import write_regions
@@ -53,23 +49,6 @@ def test_regions_are_made_from_pictures(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--splits", "nowhere"], "has no split 'nowhere'"),
-        (["--layout", "zip"], "--layout zip: unknown; known: scan, manifest"),
-        (["--splits", "val"], "write a manifest instead: --layout manifest"),
-    ],
-)
-def test_regions_refuses(tmp_path, papers, arguments, message):
-    recipe = make_toy(tmp_path)
-    for path in sorted((tmp_path / "data").glob("*.txt"))[::2]:
-        path.write_text("one caption\n")
-    status, _, err = papers("regions", recipe, "--size", "32", "--out", tmp_path / "out", *arguments)
-    assert status == 2 and message in err
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
-
-
 class Grey:
     """A backbone of our own: the mean of a picture, one region of one channel."""
 
@@ -77,23 +56,6 @@ class Grey:
 
     def __call__(self, items):
         return [np.array([[decode_image(i, 8).mean() / 255]], np.float16) for i in items]
-
-
-@pytest.mark.parametrize(("name", "layout"), [("../evil", "scan"), ("..", "scan"), ("a\\b", "manifest")])
-def test_a_split_whose_name_is_a_path_is_refused_before_anything_is_written(tmp_path, monkeypatch, name, layout):
-    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
-    Image.new("RGB", (9, 9)).save(tmp_path / "p.png")
-    rows = [{"image": "p.png", "captions": ["x"], "split": split, "id": split} for split in ("train", name)]
-    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    before = sorted(tmp_path.rglob("*"))
-    config = load_recipe(
-        find_recipe("emoji-pcmepp"), ["data.source=manifest", f"data.path={tmp_path / 'm.jsonl'}"]
-    ).data
-    with pytest.raises(UserError, match="this name cannot be a file name"):
-        write_regions(config, tmp_path / "deep" / "out", Grey(), layout=layout)
-    assert sorted(tmp_path.rglob("*")) == before
-    shapes, _ = write_regions(config, tmp_path / "out", Grey(), layout=layout, splits=["train", "train"])
-    assert shapes == {"train": (1, 1, 1)}
 
 
 def test_what_no_layout_can_say_is_refused(tmp_path):
@@ -104,14 +66,3 @@ def test_what_no_layout_can_say_is_refused(tmp_path):
         ):
             write_regions(config, tmp_path / "out", Grey(), layout=layout)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_grid_of_copies_is_refused(tmp_path, papers):
-    settings = [make_toy(tmp_path), "--size", "64", "--out", tmp_path / "out"]
-    status, _, err = papers("regions", *settings, "--grid", "3")
-    assert status == 2 and "a grid of 3 x 3 is larger than the backbone's map of 2 x 2 cells" in err
-    status, out, err = papers("regions", *settings, "--grid", "2", "--splits", "val")
-    assert status == 0, err
-    path = tmp_path / "out"
-    keys = "data.source=scan", f"data.path={path}", "model.image.kind=regions", "model.image.channels=1280"
-    assert shlex.split(out.splitlines()[-1])[-5:] == ["RECIPE", *keys]

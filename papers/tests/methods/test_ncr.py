@@ -138,11 +138,3 @@ def test_gradients_are_those_of_differences(epoch, monkeypatch):
 
     x, y = image.mean.clone().requires_grad_(), text.mean.clone().requires_grad_()
     assert torch.autograd.gradcheck(total, (x, y), atol=1e-4)
-
-
-def test_what_it_refuses():
-    image, text, match = batch()
-    with pytest.raises(ValueError, match="no pair of the batch"):
-        NCRLoss()(image, text, match * 0)
-    with pytest.raises(ValueError, match="networks must be 1 or 2"):
-        NCRLoss(NCROptions(networks=3))

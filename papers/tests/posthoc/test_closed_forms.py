@@ -167,22 +167,6 @@ def test_platt_scaling_of_an_uncertainty():
     assert all(torch.isfinite(torch.tensor(separable)))
 
 
-def test_bad_input_is_refused_by_name():
-    q, g = items(3, 4, 1), items(5, 4, 2)
-    bad = q.clone()
-    bad[1, 2] = torch.nan
-    for method in (Top1Distance(), CosineMargin(), AdversarialMargin()):
-        raises(ValueError, "looks at the gallery", method.uncertainty, "text", q)
-        raises(ValueError, "row 1 of text embeddings holds NaN", method.uncertainty, "text", bad, g)
-        raises(ValueError, r"gallery must be \(n, 4\), got \(5, 3\)", method.uncertainty, "text", q, g[:, :3])
-        raises(ValueError, "unknown side 'caption'", method.uncertainty, "caption", q, g)
-        raises(ValueError, "has no distribution of an item", method.embed, "text", q)
-    with pytest.raises(ValueError, match="at least 2 items, got 1"):
-        CosineMargin().uncertainty("text", q, g[:1])
-    raises(ValueError, "needs hits and misses", fit_hit_logits, torch.rand(4), torch.ones(4))
-    raises(ValueError, r"shrinkage must lie in \[0, 1\], got 2", Whitening.fit, q, shrinkage=2)
-
-
 def test_pairs_are_checked():
     x, index = items(4, 3, 1), torch.arange(4).repeat(2, 1).T
     raises(ValueError, r"texts must be \(n, 3\), got \(4, 2\)", FrozenPairs, x, x[:, :2], index)

@@ -1,16 +1,14 @@
 """The memory of training items and the ratio of densities, against slow loops in float64."""
 
 import math
-import sys
 
 import pytest
 import torch
 from support.raising import raises
 
-from papers.posthoc import METHODS, FrozenPairs
+from papers.posthoc import FrozenPairs
 from papers.posthoc.closed_forms import BayesianBM25
 from papers.posthoc.memory import MemoryContrast, MemoryDistance, MemoryEntropy
-from sfumato.errors import UserError
 
 OTHER = {"image": "text", "text": "image"}
 MEMORY = (MemoryDistance, MemoryEntropy, MemoryContrast)
@@ -136,15 +134,3 @@ def test_what_is_stored():
     sizes = {method: sum(x.numel() for x in method.fit(pairs).tensors()) for method in MEMORY}
     assert sizes[MemoryDistance] == sizes[MemoryEntropy] == (9 + 14) * 5
     assert sizes[MemoryContrast] == 2 * (8 + 11) * 5  # Items without a match are left out.
-
-
-def test_what_is_refused(monkeypatch):
-    pairs = some_pairs(scale=None)
-    for method in (MemoryEntropy, MemoryContrast):
-        raises(ValueError, f"{method.name}: the pairs have no logit_scale", method.fit, pairs)
-    fitted = MemoryContrast.fit(some_pairs())
-    raises(ValueError, "fitted in 5 dimensions, got 4", fitted.uncertainty, "text", items(2, 4, 1), items(3, 4, 2))
-    raises(ValueError, r"must be \(n, 5\)", MemoryDistance.fit(pairs).uncertainty, "text", items(2, 4, 1))
-    raises(ValueError, "unknown side", MemoryDistance.fit(pairs).uncertainty, "sound", items(2, 5, 1))
-    monkeypatch.setitem(sys.modules, "bayesian_bm25", None)
-    raises(UserError, r"pip install 'sfumato\[referee\]'", METHODS["bayesian_bm25"].fit, pairs)

@@ -5,7 +5,6 @@ import gc
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import scipy
 import torch
-from support.raising import raises
 from support.toy import make_toy
 from support.words import folded, too_wide
 from torch.nn import functional
@@ -23,8 +21,8 @@ from papers.posthoc import referee as referee_module
 from papers.posthoc.contestants import BASELINES, contestants, fit_contestant, pair_calibration
 from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze
 from papers.posthoc.peak_memory import PeakMemory
-from papers.posthoc.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
-from papers.posthoc.referee_tables import corruption_table, referee_summary, referee_table, referee_tables
+from papers.posthoc.referee import RefereeOptions, adapter_epochs, referee_model
+from papers.posthoc.referee_tables import referee_summary, referee_table, referee_tables
 from papers.shown import markdown
 from papers.uncertainty.corruption import corrupted_queries
 from sfumato.errors import UserError
@@ -219,23 +217,6 @@ def test_a_method_with_the_wrong_sign_on_validation_gets_the_hit_rate(model, mon
     assert of["top1"]["log_loss"] == of["constant"]["log_loss"]
 
 
-def test_without_projection_layers_laplace_says_why(model):
-    plain = model_of(hidden=False)
-    report = referee_model(plain, RefereeOptions(methods=("laplace", "top1"), n_resamples=0, n_absent=0))
-    assert "projection" in report["methods"]["laplace"]["unavailable"]
-    [note] = referee_table([report], "test", "t2i").notes
-    assert "Not available: laplace (laplace: the pairs have no image_hidden" in note
-
-
-def test_a_package_that_is_not_installed_leaves_its_rows_out(model, monkeypatch):
-    monkeypatch.setitem(sys.modules, "bayesian_bm25", None)
-    names = ("bayesian_bm25", "bayesian_bm25_platt", "top1")
-    report = referee_model(model, RefereeOptions(methods=names, n_resamples=0, n_absent=0))
-    [note, again] = referee_table([report], "test", "t2i").notes
-    assert "Not available: bayesian_bm25 (bayesian_bm25 is the package bayesian-bm25" in note and "_platt" in again
-    assert "pip install 'sfumato[referee]'" in note and "log_loss" in report["methods"]["top1"]["tests"]["test"]["t2i"]
-
-
 def test_a_label_free_probability_is_measured_as_it_is(model, report):
     """The package's own probability of the first hit; the other row has the same order and fitted probabilities."""
     from bayesian_bm25 import VectorProbabilityTransform
@@ -385,14 +366,6 @@ def test_finished_contestants_are_not_computed_again(model, tmp_path, monkeypatc
     assert len(asked) == 5
 
 
-def test_bad_options():
-    raises(ValueError, "unknown method 'entropy'; known: constant", RefereeOptions, methods=("entropy",))
-    raises(ValueError, "must not be negative", RefereeOptions, n_absent=-1)
-    assert wanted_methods(["margin", "constant"]) == ("constant", "margin") and wanted_methods(["all"]) == contestants()
-    raises(UserError, "no method is named", wanted_methods, [])
-    assert not adapter_epochs(0) and set(adapter_epochs(3)) >= {"probvlm", "asymvlm", "pfe", "pcmepp", "prolip"}
-
-
 # ---------------------------------------------------------------- tables
 def made(values, seed=0):
     interval = lambda v: {"value": v, "low": v - 0.1, "high": v + 0.1}
@@ -436,28 +409,6 @@ def test_a_table_by_hand():
     alone = referee_tables(reports[:1], ["better"])
     assert "| better | **.500** [.400, .600] |" in alone and "worse" not in alone and "image -> text" not in alone
     assert alone.endswith("Note: a note.\nNot built: g. slow.")
-
-
-def test_a_table_of_corruptions_by_hand():
-    interval = lambda v: {"value": v, "low": v - 0.1, "high": v + 0.1}
-
-    def report(auroc):
-        methods = {}
-        for name, shift in (("worse", 0.0), ("better", 0.2)):
-            figures = {"auroc": interval(auroc + shift), "spearman": interval(shift)}
-            common = {"n_queries": 9, "recall": [0.5, 0.25], "strengths": [0.0, 1.0]}
-            methods[name] = {"corruptions": {"blurred": {"direction": "i2t", **common, **figures}}}
-        return {"model": "tiny", "methods": methods | {"laplace": {"unavailable": "no layers"}}}
-
-    table = corruption_table([report(0.5), report(0.7)], "i2t")
-    lines = markdown(table).splitlines()
-    assert table.title == "tiny, image -> text: 9 corrupted queries"
-    assert lines[0] == "| method | blurred: AUROC | blurred: Spearman |"
-    assert lines[2] == "| recall@1, clean to damaged | 50.0% to 25.0% | |"
-    assert lines[3] == "| better | **.800** ± .141 | **.200** ± .000 |"
-    assert lines[4].startswith("| worse | .600 ±") and len(lines) == 5
-    assert "| better | **.700** [.600, .800] |" in markdown(corruption_table([report(0.5)], "i2t"))
-    assert corruption_table([report(0.5)], "t2i") is None
 
 
 def test_a_summary_by_hand():
@@ -542,19 +493,6 @@ def test_the_command_prints_tables_writes_files_and_resumes(run, papers):
     assert status == 0 and "pfe" not in err and path.read_text() == first
     assert printed == json.loads(first) | {"out": str(path)}
     assert printed["options"]["fit"]["pfe"] == {"training": str(adapter_epochs(1)["pfe"]["training"])}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--methods", "entropy"), "unknown method 'entropy'; known: all, constant, match_entropy"),
-        (("--split", "val"), "methods are fitted on train and val"),
-        (("--split", "none"), "has no split 'none'"),
-    ],
-)
-def test_what_the_command_cannot_do_is_one_line(run, papers, arguments, message):
-    status, out, err = papers("referee", run, *arguments)
-    assert status == 2 and not out and message in err and "Traceback" not in err
 
 
 def test_other_models_and_other_distances_are_refused(papers, tmp_path):

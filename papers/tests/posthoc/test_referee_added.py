@@ -122,34 +122,6 @@ def test_added_methods_are_measured_anew_and_the_others_are_kept(tmp_path):
 
 
 # ---------------------------------------------------------------- bad files
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (["top1", "val", "t2i", "x", "1"], "'top1' is a method of sfumato already; expected another name, .*my_top1"),
-        (["", "val", "t2i", "x", "1"], "the name of the method: the id '' is empty"),
-        (["mine", "val", "text", "x", "1"], "direction 'text'; expected t2i, where texts are the queries, or i2t"),
-        (["mine", "val", "t2i", "x", "nan"], "uncertainty 'nan'; expected a finite number, larger is less certain"),
-        (["mine", "val", "t2i", "x", "1,5"], "uncertainty '1,5'; expected a finite number"),
-        (["mine", "val", "t2i", "x"], "fewer values than columns"),
-        (["mine", "val", "t2i", "x", "1", "2"], "more values than columns; quote ids that hold commas"),
-        (["mine", "val", "t2i", "first", "1"], "'first' has an uncertainty in line 2 already .*keep one of the rows"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path, row, message):
-    path = written(tmp_path / "scores.csv", [["mine", "val", "t2i", "first", "0.5"], row])
-    raises(UserError, f"scores.csv:3: .*{message}", read_added, [path])
-
-
-def test_bad_files_are_named(tmp_path):
-    raises(UserError, "cannot read .*none.csv: No such file", read_added, [tmp_path / "none.csv"])
-    path = written(tmp_path / "scores.csv", [], header=["method", "split", "direction", "id", "uncertainty"])
-    raises(UserError, "scores.csv:1: the columns are method, split, direction, id, .*expected", read_added, [path])
-    raises(UserError, "scores.csv:1: no rows", read_added, [written(path, [])])
-    (tmp_path / "b.csv").write_bytes(b"method,split,direction,query,uncertainty\n\xff,val,t2i,x,1\n")
-    raises(UserError, "b.csv: not CSV in UTF-8", read_added, [tmp_path / "b.csv"])
-    rows = [["mine", "val", "t2i", "x", "1"]]
-    both = [written(tmp_path / name, rows) for name in ("a.csv", "b.csv")]
-    raises(UserError, "b.csv:2: method 'mine' stands in .*a.csv already.*another name", read_added, both)
 
 
 def test_rows_that_do_not_fit_the_data_are_named_before_anything_is_fitted(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Tables of single queries there and back, and differences against scipy."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from support.raising import raises
 
 from papers.runs.paired import compare_per_query, read_per_query, swap_test
 from papers.runs.strategies import STRATEGIES, FaissRanker
-from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import COMPARED, PerQuery, per_query_table, rank, write_per_query
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.protocols import Embeddings, Lists
@@ -126,34 +124,6 @@ def test_a_csv_is_readable_by_others(tmp_path):
         "truth,direction,query,group,recall@1,recall@5,recall@10,r_precision,map@r,best_rank,uncertainty"
     )
     assert lines[1] == "hand,i2t,a,a,1.0,1.0,1.0,0.5,0.5,0.0,0.5" and lines[6].endswith(",1.0,")
-
-
-def test_other_files_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="must be a .parquet or .csv file, got .json"):
-        write_per_query(tmp_path / "x.json", table())
-    raises(UserError, "no results of single queries at", read_per_query, tmp_path / "none.csv")
-    head = "truth,direction,query,group,recall@1\n"
-    for content, message in (
-        (head + "t,i2t,a,a\n", "x.csv:2: 4 values for 5 columns"),
-        (head + "t,i2t,a,a,one\n", "column 'recall@1' holds a value that is not a number"),
-        (head + "t,i2t,a,a,1\nt,i2t,a,a,0\n", r"query 'a' \(t, i2t\) occurs twice"),
-        ("truth,direction,query,recall@1\n", "no column 'group'"),
-        ("", "no column 'truth'"),
-        (head + '"t,i2t', "not CSV in UTF-8"),
-    ):
-        (tmp_path / "x.csv").write_text(content)
-        raises(UserError, message, read_per_query, tmp_path / "x.csv")
-    (tmp_path / "x.csv").write_bytes(b"\xff\xfe")
-    raises(UserError, "not CSV in UTF-8", read_per_query, tmp_path / "x.csv")
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        write_per_query(tmp_path / "nowhere" / "x.csv", table())
-    if "pyarrow" in sys.modules or pytest.importorskip("pyarrow", reason="needs the extra parquet"):
-        write_per_query(tmp_path / "x.parquet", table())
-        (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:200])
-        raises(UserError, "not a complete Parquet file", read_per_query, tmp_path / "x.parquet")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"pip install 'sfumato\[parquet\]'"):
-        write_per_query(tmp_path / "y.parquet", table())
 
 
 # ---------------------------------------------------------------- two runs

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from support.raising import raises
 from support.references_metrics import csd_by_loops, metrics_by_definition, squared_l2_by_broadcast
 
-from papers.runs.strategies import STRATEGIES, STRATEGY_SETS, FaissRanker, choose_strategies, evaluate_strategies
+from papers.runs.strategies import STRATEGIES, STRATEGY_SETS, FaissRanker, evaluate_strategies
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs, in_folds
 from sfumato.evaluation.protocols import EmbeddedSet
 from sfumato.gaussian import GaussianEmbedding
@@ -134,17 +133,3 @@ def test_what_is_outside_of_the_gallery_counts_in_the_length_of_a_list():
     found = strategies_of(query, gallery, ["q"], ground_truth.text_ids, [ground_truth], engine="exact")
     for result in found.values():
         assert result.figures["x"]["i2t"]["r_precision"] == pytest.approx(3 / 12)
-
-
-def test_mistakes_are_named():
-    images, texts, image_ids, text_ids, ground_truth = scene(4)
-    everything = (images, texts, image_ids, text_ids, [ground_truth])
-    with pytest.raises(ValueError, match="unknown strategy 'fiass'; known: all, pcme, mean, wasserstein2, csd, faiss"):
-        choose_strategies("csd,fiass")
-    for nothing in ("", " , ", "csd,csd"):
-        raises(ValueError, "name at least one, each once", choose_strategies, nothing)
-    raises(ValueError, "unknown engine 'magic'; known: exact, ivf, hnsw", strategies_of, *everything, engine="magic")
-    raises(ValueError, "candidates must be at least 1, got 0", strategies_of, *everything, candidates=0)
-    only_ranks = ground_truth.with_metrics("median_rank")
-    with pytest.raises(ValueError, match=r"all reports only median_rank, which need whole rankings"):
-        strategies_of(images, texts, image_ids, text_ids, [only_ranks], choose_strategies("faiss_mean"))

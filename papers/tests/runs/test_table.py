@@ -119,24 +119,6 @@ def test_figures_are_those_of_evaluate_and_tests_those_of_compare(work, papers):
     assert rsum["second"] == pytest.approx(made["rows"][rsum["row"]]["figures"]["rsum"]["mean"])
 
 
-def test_what_makes_no_table_is_refused(work, papers):
-    runs, last = work / "runs", work / "other"
-    a, b = runs / "pcmepp-0", runs / "pcmepp-1"
-    if not last.exists():
-        shutil.copytree(a, work / "copy")
-        recipe = work / "copy/recipe.toml"
-        recipe.write_text(recipe.read_text().replace("seed = 0", "seed = 9"))
-        fit(load_recipe(work / "toy.toml", ["train.epochs=1", "train.seed=1", "data.test_fraction=0.2"]), last)
-    for words, said in (
-        ((a, b, "--metrics", "t2i.recall@2"), "unknown metric 't2i.recall@2'; did you mean t2i.recall@"),
-        ((a, b, "--metrics", "uncertainty.all"), "has no uncertainty.all; it has uncertainty."),
-        ((a, work / "copy"), "have equal weights"),
-        ((a, last, "--group", "data.test_fraction"), "were measured on different data: query"),
-        ((a, b, "--group", "loss.name,loss.name"), "--group names loss.name twice"),
-    ):
-        assert said in refused(papers, "runs", "table", *words), words
-
-
 @pytest.fixture
 def by_hand():
     """Two methods; the first is best in both columns, and differs in the rsum alone."""
@@ -243,21 +225,6 @@ def test_points_do_not_hear_of_distances(work, papers, tmp_path):
         "--vary", "loss.distance=csd,squared_l2", "--runs", tmp_path,
     )  # fmt: skip
     assert "have equal weights" in message
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--vary", "loss.alpha=0,0.0"], "loss.alpha=0.0 is a recipe that is there already"),
-        (["--vary", "loss.alpha"], "expected KEY=VALUE,VALUE"),
-        (["--vary", "train.seed=1,2"], "--seeds N gives the seeds"),
-        (["--vary", "loss.alhpa=1,2"], "unknown key 'loss.alhpa'; did you mean 'loss.alpha'?"),
-        (["--vary", "loss.alpha=1,2", "--metrics", "rsun"], "unknown metric 'rsun'; did you mean rsum?"),
-    ],
-)
-def test_a_grid_that_cannot_be_trained_is_refused_before(words, message, work, papers, tmp_path):
-    assert message in folded(papers.refused("runs", "grid", work / "toy.toml", *words, "--runs", tmp_path / "new"))
-    assert not (tmp_path / "new").exists()
 
 
 def test_commas_within_brackets_do_not_divide():

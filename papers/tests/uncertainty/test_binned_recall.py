@@ -114,15 +114,3 @@ def test_nothing_is_lost_and_undefined_is_none():
         assert constant.score.value is constant.spearman is constant.r_squared is None
         json.dumps(asdict(constant), allow_nan=False)
     assert binned_recall(np.arange(20.0), np.ones(20), n_resamples=5).score.value is None
-
-
-def test_bad_input():
-    for options, message in (
-        ({"binning": "quantile"}, "unknown binning 'quantile'; known: count, width"),
-        ({"n_bins": 0}, "n_bins must be at least 1, got 0"),
-        ({"uncertainty": np.ones(0), "hit": np.ones(0)}, "got no queries"),
-        ({"hit": np.ones(3)}, r"got \(4,\) uncertainties for \(3,\) hits"),
-        ({"uncertainty": np.array([1, np.nan, 2, 3])}, "NaN"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            binned_recall(**{"uncertainty": np.arange(4.0), "hit": np.array([1, 0, 1, 0])} | options)
