@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -55,6 +56,18 @@ def read_json(path: str | Path, *, hook: Any = None) -> Any:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not usable JSON: {error}") from error
+
+
+def read_regular(path: Path, most: int, root: Path | None = None) -> bytes:
+    """The bytes of a file; a ValueError for a pipe, a device, a file that is too large, or a link out of ``root``."""
+    if root is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        raise ValueError("a link to a file outside of the folder")
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("not a regular file")
+    if found.st_size > most:
+        raise ValueError(f"{found.st_size:,} bytes are more than the limit of {most:,}")
+    return path.read_bytes()
 
 
 def is_unused(folder: Path) -> bool:

@@ -8,7 +8,15 @@ from PIL import Image
 from support.photographs import dng, halves, heic, saved, write_video
 
 from sfumato.data import image_decoding
-from sfumato.data.image_decoding import IMAGE_ENDINGS, PLAIN_ENDINGS, decode_image, needs_extra, spelt, still_bytes
+from sfumato.data.image_decoding import (
+    IMAGE_ENDINGS,
+    PLAIN_ENDINGS,
+    decode_image,
+    is_cut,
+    needs_extra,
+    spelt,
+    still_bytes,
+)
 from sfumato.data.images import FileImage, FolderImages, Problems, image_files
 from sfumato.data.photographs import describe_image
 
@@ -53,7 +61,8 @@ def test_a_video_is_its_first_frame(ending, tmp_path):
 @pytest.mark.parametrize("name", ["bad.cr2", "bad.mp4", "bad.heic", "empty.mov", "empty.nef"])
 def test_a_damaged_file_has_one_clear_line(name, tmp_path):
     (tmp_path / name).write_bytes(b"" if name.startswith("empty") else b"\0\0\0\x1cftypheic" + b"abc" * 50)
-    with pytest.raises(ValueError, match="cannot be decoded|not an image") as error:
+    expected = "the file is empty" if name.startswith("empty") else "cannot be decoded|not an image"
+    with pytest.raises(ValueError, match=expected) as error:
         decode_image(still_bytes(tmp_path / name), None)
     assert "\n" not in str(error.value)
     assert FolderImages(tmp_path).read(name, {}) is None or name == "bad.heic"
@@ -109,3 +118,41 @@ def test_the_endings_of_a_message_are_few():
 def test_a_jpeg_of_several_pictures_is_its_first():
     data = saved("MPO", save_all=True, append_images=[Image.new("RGB", (640, 480))])
     assert is_halves(data) and decode_image(data, 64).dtype == np.uint8
+
+
+@pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
+def test_an_animation_is_its_first_frame_that_is_not_one_colour(format):
+    black, dark = Image.new("RGB", (640, 480)), Image.new("RGB", (640, 480), (20, 20, 20))
+    assert is_halves(saved(format, black, save_all=True, append_images=[dark, halves((640, 480)), dark], duration=50))
+    assert decode_image(saved(format, black, save_all=True, append_images=[dark], duration=50), 8).max() < 30
+
+
+@pytest.mark.parametrize(("colour", "ground"), [("white", 0), ("#fffff0", 0), ("black", 255), ("yellow", 255)])
+def test_a_drawing_stands_out_from_what_is_put_behind_it(colour, ground):
+    drawing = Image.new("RGBA", (64, 64))
+    drawing.paste(Image.new("RGBA", (20, 20), colour), (20, 20))
+    for image in (drawing, drawing.quantize()):
+        pixels = decode_image(saved("PNG", image), None)
+        assert (pixels[:, 0, 0] == ground).all() and np.ptp(pixels, axis=(1, 2)).max() > 200
+
+
+@pytest.mark.parametrize(("format", "progressive"), [("JPEG", False), ("JPEG", True), ("MPO", False)])
+@pytest.mark.parametrize("kept", [-10, -2, -1, 0.7])
+def test_a_cut_jpeg_is_read_as_far_as_it_goes(format, progressive, kept):
+    exif = Image.Exif()
+    exif[270] = "\xff\xd9"  # An end marker that ends nothing.
+    noise = Image.effect_noise((640, 64), 50).convert("RGB")
+    whole = saved(format, noise, progressive=progressive, exif=exif)
+    cut = whole[: kept if isinstance(kept, int) else int(kept * len(whole))]
+    assert is_cut(cut) and not is_cut(whole) and not is_cut(whole + b"\xff\xda trailer") and not is_cut(b"")
+    near = np.abs(decode_image(cut, None)[:, :24].astype(int) - decode_image(whole, None)[:, :24])
+    assert near.mean() < 25
+
+
+def test_a_large_jpeg_is_read_at_a_quarter(monkeypatch):
+    monkeypatch.setattr(image_decoding, "_QUARTERED", 100_000)
+    assert is_halves(saved("JPEG")) and decode_image(saved("JPEG"), None).shape == (3, 120, 160)
+    assert decode_image(saved("PNG"), None).shape == (3, 480, 640)
+    monkeypatch.setattr(image_decoding, "_MAX_JPEG", 300_000)
+    with pytest.raises(ValueError, match="more than the limit"), image_decoding.opened_image(saved("JPEG"), 300_000):
+        pass

@@ -5,15 +5,21 @@ HEIC, RAW files and videos need an extra each, whose package is imported when su
 
 import importlib.util
 import io
+import itertools
 import math
+import re
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, JpegImagePlugin, UnidentifiedImageError
+
+from sfumato.files import read_regular
+
+Frame = TypeVar("Frame")
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "HEIF", "AVIF")
 """Pillow's names of the formats that are read; others (EPS, say, which runs a program) are refused."""
@@ -30,7 +36,9 @@ EXTRAS: dict[str, tuple[str, frozenset[str]]] = {
 }
 """The extras that read further files: their package, and the endings of the files."""
 
-PLAIN_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"})
+PLAIN_ENDINGS = frozenset({
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif",
+})  # fmt: skip
 """File name endings of the images that need no extra."""
 
 IMAGE_ENDINGS = PLAIN_ENDINGS.union(*(endings for _, endings in EXTRAS.values()))
@@ -38,6 +46,12 @@ IMAGE_ENDINGS = PLAIN_ENDINGS.union(*(endings for _, endings in EXTRAS.values())
 
 MAX_PIXELS = 80_000_000
 """Larger images are refused: a small file can hold an image that fills the memory. Below pillow's own limit."""
+
+_QUARTERED, _MAX_JPEG = 40_000_000, 4 * MAX_PIXELS
+"""JPEG files between these numbers of pixels are decoded at a quarter of their width and height."""
+
+_MAX_BYTES = 1 << 30
+"""Size of a file from which it is no photograph."""
 
 REDUCED_FROM = 4_000_000
 """Number of pixels from which :func:`decode_image` decodes a JPEG file at a reduced size, if it may."""
@@ -48,6 +62,12 @@ have a mean cosine of .9997 with those of all pixels."""
 
 USUAL_SIZE = 512
 """Side in pixels that is assumed where the network resizes by itself."""
+
+_PLAIN = 64
+"""Range of a channel, of 255, below which an image counts as one colour."""
+
+_MOST_FRAMES, _ANIMATED = 300, ("GIF", "WEBP", "PNG", "AVIF")
+"""Frames of a video that are looked at for one that is not one colour; formats of animations."""
 
 _SMALL = 400
 """Longer side of an embedded preview, in pixels, below which a RAW file is developed instead."""
@@ -90,9 +110,10 @@ def decode_image(
     upright: bool = True,
     reduced: bool = False,
 ) -> np.ndarray:
-    """Decode an image of any mode: turned upright by its EXIF data, transparency on white, in RGB.
+    """Decode an image of any mode: turned upright by its EXIF data, in RGB.
 
-    Returns (3, h, w).
+    Transparency is on white, or on black where a drawing does not stand out from white; an animation is its first frame
+    that is not one colour. Returns (3, h, w).
     """
     if fit not in get_args(Fit):
         raise ValueError(f"unknown fit {fit!r}; known: {', '.join(get_args(Fit))}")
@@ -108,7 +129,9 @@ def decode_image(
             image.draft(None, (enough, enough))
         elif reduced and image.width * image.height > REDUCED_FROM:
             image.draft(None, (_KEPT * (size or USUAL_SIZE),) * 2)
-        rgb = _on_white(_upright(image) if upright else image)
+        if image.format in _ANIMATED and getattr(image, "is_animated", False):
+            _seek_varied(image)
+        rgb = _on_ground(_upright(image) if upright else image)
     if crop is not None:
         rgb = rgb.crop(_pixels(crop, rgb.size))
     if size is not None and rgb.size != (size, size):
@@ -125,7 +148,7 @@ def check_image(data: bytes) -> None:
         )  # A JPEG is decoded at an eighth of its size: the stream is read to the end without all pixels.
         image.load()
         # One pixel is enough to detect a mode or a palette that cannot be converted.
-        _on_white(image.crop((0, 0, 1, 1)))
+        _on_ground(image.crop((0, 0, 1, 1)))
 
 
 @contextmanager
@@ -136,8 +159,7 @@ def opened_image(data: bytes, max_pixels: int | None = MAX_PIXELS) -> Iterator[I
     try:
         if data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS:
             _register_heif()
-        formats = [name for name in FORMATS if name != "HEIF" or name in Image.OPEN]
-        with Image.open(io.BytesIO(data), formats=formats) as image:
+        with _open(data) as image:
             if max_pixels is not None and image.width * image.height > max_pixels:
                 raise ValueError(f"{image.width} x {image.height} pixels are more than the limit of {max_pixels}")
             yield image
@@ -149,6 +171,32 @@ def opened_image(data: bytes, max_pixels: int | None = MAX_PIXELS) -> Iterator[I
         raise ValueError(f"more pixels than the limit of {MAX_PIXELS}") from error
     except (OSError, *_DAMAGED) as error:
         raise ValueError(f"cannot be decoded: {error}") from error
+
+
+def _open(data: bytes) -> Image.Image:
+    if not data.startswith(b"\xff\xd8\xff"):
+        formats = [name for name in FORMATS if name != "HEIF" or name in Image.OPEN]
+        return Image.open(io.BytesIO(data), formats=formats)
+    # Not by Image.open, which refuses a JPEG file for the pixels that it has before they are reduced.
+    image = JpegImagePlugin.jpeg_factory(io.BytesIO(data + b"\xff\xd9" if is_cut(data) else data))
+    if _QUARTERED < image.width * image.height <= _MAX_JPEG:
+        image.draft(None, (image.width // 4, image.height // 4))
+    return image
+
+
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+
+
+def is_cut(data: bytes) -> bool:
+    """Whether a JPEG file ends before its end marker; it is then read as far as it goes, and the rest is grey."""
+    if not data.startswith(b"\xff\xd8\xff"):
+        return False
+    position = 2
+    while marker := _MARKER.search(data, position):
+        if marker[0] == b"\xff\xd9":
+            return False
+        position = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])  # The length of the segment.
+    return True
 
 
 def needs_extra(name: str) -> str:
@@ -167,14 +215,16 @@ def spelt(endings: Collection[str]) -> str:
 
 
 def still_bytes(path: Path) -> bytes:
-    """The bytes of an image that :func:`decode_image` reads: the file, the preview of RAW, a video's first frame."""
+    """The bytes of an image that :func:`decode_image` reads: the file, the preview of RAW, a frame of a video."""
     ending = path.suffix.lower()
+    if path.stat().st_size == 0:
+        raise ValueError("the file is empty")
     for extra, read in (("raw", _raw_preview), ("video", _first_frame)):
         if ending in EXTRAS[extra][1]:
             if reason := needs_extra(path.name):
                 raise ValueError(reason)
             return read(path)
-    return path.read_bytes()
+    return read_regular(path, _MAX_BYTES)
 
 
 def _register_heif() -> None:
@@ -221,13 +271,14 @@ def _embedded_preview(raw: Any) -> bytes | None:
 
 
 def _first_frame(path: Path) -> bytes:
-    """The first frame, upright, with the date and the camera of the video as EXIF data."""
+    """The first frame that is not one colour, upright, with the date and the camera of the video as EXIF data."""
     import av
 
     with path.open("rb") as file:
         try:
             with av.open(file, "r") as video:
-                frame = next(video.decode(video=0), None) if video.streams.video else None
+                frames = itertools.islice(video.decode(video=0), _MOST_FRAMES) if video.streams.video else ()
+                frame = _first_varied(frames, lambda one: one.to_image(width=64, height=64))
                 if frame is None:
                     raise ValueError("cannot be decoded: the video has no frame")
                 known = {key.removeprefix("com.apple.quicktime."): text for key, text in video.metadata.items()}
@@ -236,6 +287,36 @@ def _first_frame(path: Path) -> bytes:
             raise ValueError(f"cannot be decoded: {error.strerror}") from error
     taken = known.get("creationdate") or known.get("creation_time")
     return _jpeg(image, taken, known.get("make"), known.get("model"))
+
+
+def _first_varied(frames: Iterable[Frame], small: Callable[[Frame], Image.Image]) -> Frame | None:
+    """The first frame that is not one colour; else the most varied one before a damaged one."""
+    best, most = None, -1
+    try:
+        for frame in frames:
+            if (found := _range(small(frame))) > most:
+                best, most = frame, found
+            if most >= _PLAIN:
+                break
+    except (OSError, ValueError, *_DAMAGED):
+        if best is None:
+            raise
+    return best
+
+
+def _seek_varied(image: Image.Image) -> None:
+    def small(number: int) -> Image.Image:
+        image.seek(number)
+        return image
+
+    most = max(MAX_PIXELS // (image.width * image.height), 1)
+    image.seek(_first_varied(range(min(getattr(image, "n_frames", 1), most)), small) or 0)
+
+
+def _range(image: Image.Image) -> int:
+    """The largest range of a channel in a small copy."""
+    small = image.convert("RGB").resize((32, 32), Image.Resampling.BOX)
+    return max(int(high) - int(low) for low, high in small.getextrema())
 
 
 def _jpeg(image: Image.Image, *about: str | None) -> bytes:
@@ -305,7 +386,7 @@ def _orientation(image: Image.Image) -> int | None:
         return None
 
 
-def _on_white(image: Image.Image) -> Image.Image:
+def _on_ground(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I") or image.mode == "F":
         # 16-bit and float grey values are scaled from their own range to 8 bits; convert() would clip them.
         values = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0.0)
@@ -313,7 +394,7 @@ def _on_white(image: Image.Image) -> Image.Image:
         return Image.fromarray((values.clip(0, top) * (255 / top)).astype(np.uint8)).convert("RGB")
     if "A" in image.getbands() or "transparency" in image.info:
         rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, "white")
-        white.alpha_composite(rgba)
-        return white.convert("RGB")
+        grounds = [Image.new("RGBA", rgba.size, colour) for colour in ("white", "black")]
+        white, black = (Image.alpha_composite(ground, rgba).convert("RGB") for ground in grounds)
+        return white if _range(white) >= min(_PLAIN, _range(black)) else black
     return image.convert("RGB")
