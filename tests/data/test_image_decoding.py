@@ -102,11 +102,15 @@ def test_a_folder_is_searched_without_hidden_files_and_the_moving_part_of_live_p
     ]  # fmt: skip
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_bytes(b"")
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "b" / "nas").symlink_to("/")
     kept = ["IMG_1.HEIC", "IMG_2.jpg", "Z.PNG", "b/IMG_1.mov", "clip.mov"]
     problems = Problems()
     assert image_files(tmp_path, problems) == image_files(tmp_path) == kept
-    assert len(problems.summary().splitlines()) == 1 and "Live Photo" in problems.summary()
+    link, live, others = problems.summary().splitlines()
+    assert "Live Photo" in live and "nas: a link to a folder elsewhere" in link
+    assert "6 files with other endings, not looked at: hidden 4, " in others and ".pdf 1" in others
     assert image_files(tmp_path, endings=frozenset({".pdf"})) == ["notes.pdf"]
 
 

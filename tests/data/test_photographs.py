@@ -1,6 +1,7 @@
 """The fields of a photograph, from metadata that other code wrote and from the files beside it."""
 
 import json
+import os
 import random
 
 import pytest
@@ -8,7 +9,7 @@ from PIL import ExifTags, Image
 from support.photographs import iptc, saved, with_segment
 
 from sfumato.data.images import Problems
-from sfumato.data.photographs import LENGTH, LINES, describe_image, file_fields
+from sfumato.data.photographs import LENGTH, LINES, describe_image, file_fields, names_in, sidecars
 
 XMP = """<?xpacket begin="" id="W5M0MpCehiHzreSzNTczkc9d"?>
 <x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
@@ -105,6 +106,10 @@ def test_lines_are_bounded():
     assert len(found["tags"].split("\n")) == LINES and len(found["captions"]) == LENGTH
 
 
+def fields_of(root, path, data, problems):
+    return file_fields(root, path, data, problems, sidecars((root / path).name, names_in((root / path).parent)))
+
+
 def test_the_fields_of_a_file(tmp_path):
     folder = tmp_path / "Italy 2019" / "100CANON"
     folder.mkdir(parents=True)
@@ -116,20 +121,20 @@ def test_the_fields_of_a_file(tmp_path):
         "photoTakenTime": {"timestamp": "1560427269"},
     }))  # fmt: skip
     problems = Problems()
-    assert file_fields(tmp_path, "Italy 2019/100CANON/sunset_beach.jpg", data, problems) == {
+    assert fields_of(tmp_path, "Italy 2019/100CANON/sunset_beach.jpg", data, problems) == {
         "captions": "a beach\ntwo people\nA market by the river\nWith Ada\nEvening", "title": "Market",
         "tags": "market\nriver\nAda", "date": "2019-05-04T10:11:00", "place": "Zürich, Switzerland",
         "name": "Italy sunset beach", "folder": "Italy 2019/100CANON",
     }  # fmt: skip
     assert not problems.left_out
-    assert file_fields(tmp_path, "IMG_1234.jpg", jpeg(), problems) == {}
+    assert fields_of(tmp_path, "IMG_1234.jpg", jpeg(), problems) == {}
 
 
 def test_one_broken_caption_file_is_noted_and_stops_nothing(tmp_path):
     (tmp_path / "dog.txt").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "dog.jpg.json").write_text("{")
     problems = Problems()
-    assert file_fields(tmp_path, "dog.jpg", jpeg(), problems) == {"name": "dog"}
+    assert fields_of(tmp_path, "dog.jpg", jpeg(), problems) == {"name": "dog"}
     assert len(problems) == 0 and "dog.txt: not UTF-8" in problems.summary()
 
 
@@ -145,4 +150,60 @@ def test_one_broken_caption_file_is_noted_and_stops_nothing(tmp_path):
     ],
 )  # fmt: skip
 def test_a_name_is_its_words(path, name, tmp_path):
-    assert file_fields(tmp_path, path, b"", Problems()).get("name") == name
+    assert file_fields(tmp_path, path, b"", Problems(), ()).get("name") == name
+
+
+LONG = "Screenshot_20230412-093015_Messenger_long_na"
+
+
+@pytest.mark.parametrize(
+    ("image", "beside"),
+    [
+        ("CAPS.JPG", "CAPS.TXT"), ("a.jpg", "A.Xmp"), ("a.jpg", "a.jpg.XMP"), ("a.jpg", "a.JPG.json"),
+        ("a(1).JPG", "a.JPG.supplemental-metadata(1).json"), ("a(2).jpg", "a.jpg(2).json"), ("a.jpg", "a.json"),
+        ("a b.jpg", "a b.supplemental-metadata.json"), (f"{LONG}.jpg", f"{LONG}.s.json"),
+        (f"{LONG}me.jpg", f"{LONG}me.json"), (f"{LONG}mes.jpg", f"{LONG}me.json"),
+        (f"{LONG}mes(1).jpg", f"{LONG}me(1).json"), ("a-edited.jpg", "a.jpg.supplemental-met.json"),
+        ("a-bearbeitet(1).jpg", "a.jpg.supplemental-metadata(1).json"), ("Mu\u0308ller.jpg", "M\u00fcller.txt"),
+    ],
+)  # fmt: skip
+def test_the_files_beside_an_image(image, beside, tmp_path):
+    if beside.endswith("-met.json"):
+        image, beside = f"PXL_20230412_093015123.MP{image[1:]}", f"PXL_20230412_093015123.MP{beside[1:]}"
+    for name in (beside, "other.jpg.json", f"{LONG}.txt.bak"):
+        (tmp_path / name).touch()
+    assert sidecars(image, names_in(tmp_path)) == [beside]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "zero", "elsewhere", "cycle", "large"])
+def test_only_regular_files_of_the_folder_are_read(kind, tmp_path, monkeypatch):
+    (tmp_path / "secret").write_text("private")
+    path = tmp_path / "in" / "a.txt"
+    path.parent.mkdir()
+    monkeypatch.setattr("sfumato.data.photographs.MAX_SIDECAR", 5)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "large":
+        path.write_text("123456")
+    else:
+        path.symlink_to({"zero": "/dev/zero", "elsewhere": "../secret", "cycle": "a.txt"}[kind])
+    problems = Problems()
+    assert "captions" not in fields_of(path.parent, "a.jpg", jpeg(), problems)
+    assert len(problems.remarks) == 1 and problems.left_out == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "date"),
+    [
+        ("IMG-20220103-WA0007", "2022-01-03"), ("Screenshot_2021-08-09-10-11-12", "2021-08-09T10:11:12"),
+        ("PXL_20230412_093015123", "2023-04-12T09:30:15"), ("a 2022-01-03 at 10.11.12", "2022-01-03T10:11:12"),
+        ("WhatsApp Image 2022-01-03 at 10.11.12 PM", "2022-01-03"), ("000000554625", None), ("20221345", None),
+        ("120220103", None), ("20220230", None),
+    ],
+)  # fmt: skip
+def test_a_date_in_the_name_is_the_last_resort(name, date, tmp_path):
+    assert file_fields(tmp_path, f"{name}.jpg", jpeg(), Problems(), ()).get("date") == date
+    (tmp_path / f"{name}.jpg.json").write_text('{"photoTakenTime": {"timestamp": "1560427269"}}')
+    assert fields_of(tmp_path, f"{name}.jpg", jpeg(), Problems())["date"] == "2019-06-13T12:01:09"
+    local = jpeg(exif=exif(DateTime="2019:06:12 23:30:00"))
+    assert fields_of(tmp_path, f"{name}.jpg", local, Problems())["date"] == "2019-06-12T23:30:00"

@@ -181,7 +181,8 @@ def parse_names(listed: str) -> list[str]:
 
 def problems_suffix(problems: Any) -> str:
     """What was left out and why, as the end of a line."""
-    return f"; {problems.left_out} left out:\n{problems.summary()}" if problems.left_out else ""
+    left_out = f"; {problems.left_out} left out" if problems.left_out else ""
+    return f"{left_out}:\n{problems.summary()}" if left_out or problems.remarks or problems.others else ""
 
 
 if TYPE_CHECKING:

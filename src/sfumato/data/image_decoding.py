@@ -316,7 +316,7 @@ def _seek_varied(image: Image.Image) -> None:
 def _range(image: Image.Image) -> int:
     """The largest range of a channel in a small copy."""
     small = image.convert("RGB").resize((32, 32), Image.Resampling.BOX)
-    return max(int(high) - int(low) for low, high in small.getextrema())
+    return int(np.ptp(np.asarray(small), axis=(0, 1)).max())
 
 
 def _jpeg(image: Image.Image, *about: str | None) -> bytes:

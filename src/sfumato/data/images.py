@@ -12,6 +12,7 @@ import re
 import tarfile
 import threading
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import IO, Protocol
 from PIL import Image
 
 from sfumato.data.image_decoding import IMAGE_ENDINGS, decode_image, needs_extra, still_bytes
-from sfumato.errors import UserError, printable
+from sfumato.data.photographs import names_in, sidecars
+from sfumato.errors import UserError, counted, printable
 from sfumato.files import sync_folder, write_atomically
 
 
@@ -110,6 +112,8 @@ class Problems:
     def __init__(self) -> None:
         self.items: list[Problem] = []
         self.notes: list[Problem] = []  # what was left out and is no fault of the data
+        self.remarks: list[Problem] = []  # what lacks something and was not left out
+        self.others = Counter[str]()  # number of files that nothing looks at, by their ending
 
     def __len__(self) -> int:
         return len(self.items)
@@ -135,6 +139,15 @@ class Problems:
         """
         self.notes.append(_problem(location, reason))
 
+    def remark(self, location: str | Path, reason: str) -> None:
+        """Record what an item lacks that was not left out, such as a caption file that cannot be read.
+
+        Args:
+            location: as in :meth:`add`.
+            reason: what is wrong; equal reasons become one line of the summary.
+        """
+        self.remarks.append(_problem(location, reason))
+
     @property
     def left_out(self) -> int:
         """Number of all that was left out, with the notes; ``len`` counts the unusable items alone."""
@@ -146,7 +159,10 @@ class Problems:
         Args:
             path: the file.
         """
-        lines = (json.dumps(problem.to_json(), ensure_ascii=False) + "\n" for problem in [*self.items, *self.notes])
+        lines = (
+            json.dumps(problem.to_json(), ensure_ascii=False) + "\n"
+            for problem in [*self.items, *self.notes, *self.remarks]
+        )
         write_atomically(path, "".join(lines))
 
     def summary(self, most: int = 10) -> str:
@@ -162,10 +178,14 @@ class Problems:
         more = len(self.items) - most
         lines += [f"  ... and {more} more"] if more > 0 else []
         noted: dict[str, list[str]] = {}
-        for note in self.notes:
+        for note in [*self.notes, *self.remarks]:
             noted.setdefault(note.reason, []).append(note.location)
         for reason, (first, *others) in itertools.islice(noted.items(), most):
             lines.append(f"  {first}{f' and {len(others):,} more' if others else ''}: {reason}")
+        if n := self.others.total():
+            endings = ", ".join(f"{ending} {k:,}" for ending, k in self.others.most_common(most))
+            further = f", {len(self.others) - most} more endings" if len(self.others) > most else ""
+            lines.append(f"  {counted(n, 'file')} with other endings, not looked at: {endings}{further}")
         return "\n".join(lines) or "  (no item was unusable)"
 
     def check(self, total: int, max_fraction: float, *, setting: str = "data.max_problem_fraction=") -> None:
@@ -196,28 +216,43 @@ def image_files(
     """Paths of the images below a folder, relative to it with "/", sorted part by part.
 
     Hidden files and folders are skipped, links to folders are not followed. With ``problems`` the files that need an
-    extra are left out and noted; without, every computer lists the same files.
+    extra are left out and noted, as are links to folders elsewhere, and other files are counted; without, every
+    computer lists the same files.
     """
     return sorted(_below(folder, "", problems, endings), key=lambda name: name.split("/"))
 
 
 def _below(folder: Path, below: str, problems: Problems | None, endings: frozenset[str]) -> Iterator[str]:
     names: list[str] = []
+    others: list[str] = []
+    own = Problems() if problems is None else problems
     try:
         with os.scandir(folder / below) as found:
             for item in found:
                 if item.name.startswith(".") or item.name.lower() in _HIDDEN:
-                    continue
-                if item.is_dir(follow_symlinks=False):
+                    own.others["hidden"] += 1
+                elif item.is_dir(follow_symlinks=False):
                     yield from _below(folder, f"{below}{item.name}/", problems, endings)
-                elif os.path.splitext(item.name)[1].lower() in endings and item.is_file():
+                elif os.path.isdir(item.path):  # A link; what lies in the folder is listed without it.
+                    if not Path(os.path.realpath(item.path)).is_relative_to(os.path.realpath(folder)):
+                        own.note(item.path, "a link to a folder elsewhere is not followed; add that folder, too")
+                elif os.path.splitext(item.name)[1].lower() not in endings:
+                    others.append(item.name)
+                elif os.path.isfile(item.path):
                     names.append(item.name)
+                else:
+                    own.add(item.path, "not a regular file, or a link that leads nowhere")
     except OSError as error:
         if problems is None or not below:
             raise
         problems.add(folder / below, f"cannot be read: {error.strerror}")
     split = {name: os.path.splitext(name.lower()) for name in names}
-    stills = {stem for stem, ending in split.values() if ending in _LIVE}
+    stills = {
+        stem for name, (stem, ending) in split.items() if ending in _LIVE and os.path.getsize(folder / below / name)
+    }
+    there = names_in(folder / below) if problems is not None else {}
+    used = {sidecar for name in names for sidecar in sidecars(name, there)}
+    own.others.update(os.path.splitext(name)[1].lower() or "no ending" for name in others if name not in used)
     for name, (stem, ending) in split.items():
         moving = ending in _MOVING and stem in stills
         reason = "the moving part of a Live Photo, whose image is read" if moving else ""

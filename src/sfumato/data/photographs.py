@@ -5,10 +5,12 @@ Google Takeout. No pixel is decoded, no position is looked up. Damaged metadata 
 """
 
 import contextlib
+import itertools
 import json
+import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +19,8 @@ from xml.etree import ElementTree
 from PIL import ExifTags, Image, ImageFile, IptcImagePlugin
 
 from sfumato.data.image_decoding import opened_image
+from sfumato.errors import first_line
+from sfumato.files import read_regular
 
 if TYPE_CHECKING:
     from sfumato.data.images import Problems
@@ -24,8 +28,17 @@ if TYPE_CHECKING:
 LINES, LENGTH = 100, 1000
 """Largest number of lines of a field, and of characters of a line; the rest is cut."""
 
+MAX_SIDECAR = 10_000_000
+"""Largest file of texts beside an image, in bytes."""
+
+_MOST_ELEMENTS = 500
+"""Elements of an XMP packet that are read; nested ones would be read again and again."""
+
 _FIELDS = ("captions", "title", "tags", "date", "place", "camera")
 _LISTS = ("captions", "tags")
+_DATES = ("date", "changed", "taken", "named")
+"""Dates from the most to the least certain; of Takeout, in UTC, is "taken"."""
+
 _RDF = "{http://www.w3.org/1999/02/22-rdf-syntax-ns#}"
 
 _XMP = {
@@ -46,6 +59,22 @@ _TAG = ExifTags.Base
 _XP_TITLE, _XP_COMMENT, _XP_KEYWORDS = 0x9C9B, 0x9C9C, 0x9C9E
 
 _DATE = re.compile(r"\s*(\d{4})(?:[-:]?(\d\d)(?:[-:]?(\d\d)(?:[T ]?(\d\d):?(\d\d)(?::?(\d\d))?)?)?)?")
+_NAMED_DATE = re.compile(
+    r"(?<!\d)((?:19|20)\d\d)([-_.]?)(0[1-9]|1[0-2])\2(0[1-9]|[12]\d|3[01])"
+    r"(?:(?:[-_ .T]| at )?([01]\d|2[0-3])([-_.]?)([0-5]\d)\6([0-5]\d)(?:\d{3})?(?! ?[ap]m))?(?!\d)",
+    re.IGNORECASE,
+)
+"""A date in the name of a file, with the time if it counts 24 hours."""
+
+_TAKEOUT, _CUT = ("", ".supplemental-metadata"), 46
+_NUMBERED = re.compile(r"(.*?)(\(\d+\))?", re.DOTALL)
+_EDITED = re.compile(
+    r"-(?:e(?:d(?:i(?:t(?:ed?)?)?)?)?|bearbeitet|modifié|editad[oa]|modificato|bewerkt|edytowane|redigera?[dt]|muokattu"
+    r"|upraveno|düzenlendi|изменено|编辑|已修改|編集済み|수정됨|effects)(\(\d+\))?",
+    re.IGNORECASE,
+)
+"""The end of the name of a copy that Google Photos edited; like all names it may be cut."""
+
 _DEFAULT_CAPTION = re.compile(
     r"<.*>|.*digital (still )?camera|.*camera pictures|sony dsc|default|untitled|screenshot|exif[_ ]jpeg.*|applemark"
     r"|creator: gd-jpeg.*|created with .*|lead technologies.*|binary comment|image description|charset=.*",
@@ -76,28 +105,64 @@ def describe_image(data: bytes) -> dict[str, str]:
     return {}
 
 
-def file_fields(root: Path, relative_path: str, data: bytes, problems: "Problems") -> dict[str, str]:
+def names_in(folder: Path) -> dict[str, str]:
+    """The files of a folder, by their names and by :func:`_folded` ones, for :func:`sidecars`; none if unreadable."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return {}
+    return {_folded(name): name for name in names} | {name: name for name in names}
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def sidecars(name: str, names: Mapping[str, str]) -> list[str]:
+    """The files of texts beside an image: captions, XMP, and what Google Takeout wrote, in any case of letters."""
+
+    def there(wanted: Iterable[str]) -> list[str]:
+        found = (names.get(one) or names.get(_folded(one)) for one in wanted)
+        return [one for one in dict.fromkeys(found) if one]
+
+    stem, ending = os.path.splitext(name)
+    takeout = there(_takeout_names(stem, ending))
+    if not takeout and (end := _EDITED.search(stem)) and end.end() == len(stem):
+        takeout = there(_takeout_names(stem[: end.start()] + (end[1] or ""), ending))
+    return there([f"{stem}.txt", f"{stem}.xmp", f"{name}.xmp"]) + takeout[:1]
+
+
+def _takeout_names(stem: str, ending: str) -> Iterator[str]:
+    """What Takeout may call the JSON of an image: cut, without its ending, and with its number at the end."""
+    bare, number = _NUMBERED.fullmatch(stem).groups("")  # type: ignore[union-attr]
+    titles = ((bare + ending, number), (bare, number), (stem + ending, ""), (stem, ""))
+    for longest in (None, _CUT):
+        yield from (f"{(title + end)[:longest]}{count}.json" for title, count in titles for end in _TAKEOUT)
+
+
+def file_fields(
+    root: Path, relative_path: str, data: bytes, problems: "Problems", beside: Sequence[str]
+) -> dict[str, str]:
     """The payload of an image file: its metadata, the texts beside it, the words of its name, and its folder.
 
-    ``data`` are its bytes as :func:`~sfumato.data.image_decoding.still_bytes` gives them. A caption file that cannot be
-    read is noted, and stops nothing.
+    ``data`` are its bytes as :func:`~sfumato.data.image_decoding.still_bytes` gives them, ``beside`` its
+    :func:`sidecars`. One that cannot be read is remarked, and stops nothing.
     """
-    from sfumato.data.images import Problems
-    from sfumato.data.manifest import read_captions  # Which imports torch; the service's decoders must not.
-
-    path, below = root / relative_path, PurePosixPath(relative_path)
-    found: list[tuple[str, str]] = []
-    if (captions := path.with_suffix(".txt")).is_file():
-        own = Problems()
-        found += [("captions", line) for line in read_captions(captions, own)]
-        for problem in own.items:
-            problems.note(problem.location, problem.reason)
-    for sidecar in (path.with_suffix(".xmp"), Path(f"{path}.xmp")):
-        found += _safe(_of_xmp(_bytes_of(sidecar)))
-    for takeout in (Path(f"{path}.json"), Path(f"{path}.supplemental-metadata.json")):
-        found += _safe(_of_takeout(_bytes_of(takeout)))
+    below, found = PurePosixPath(relative_path), list[tuple[str, str]]()
+    for name in beside:
+        path = root / below.parent / name
+        try:
+            found.extend(_SIDECARS[path.suffix.lower()](read_regular(path, MAX_SIDECAR, root)))
+        except OSError as error:
+            problems.remark(path, f"{UNREADABLE}{error.strerror}")
+        except Exception as error:  # Whatever a parser raises.
+            problems.remark(path, f"not UTF-8: {error}" if isinstance(error, UnicodeError) else first_line(error))
     own_fields = describe_image(data)
     found += [(field, line) for field in _FIELDS if field in own_fields for line in own_fields[field].split("\n")]
+    if date := _NAMED_DATE.search(below.stem):
+        found.append(
+            ("named", "-".join(date.group(1, 3, 4)) + (f"T{':'.join(date.group(5, 7, 8))}" if date[5] else ""))
+        )
     folder = unicodedata.normalize("NFC", below.parent.as_posix())
     words = " ".join(_words([*PurePosixPath(folder).parts, unicodedata.normalize("NFC", below.stem)]))
     return _fields(found) | _kept({"name": words, "folder": "" if folder == "." else folder})
@@ -106,13 +171,6 @@ def file_fields(root: Path, relative_path: str, data: bytes, problems: "Problems
 def _is_caption(text: str) -> bool:
     """Whether a description is none that a camera or a program wrote, such as a file name."""
     return bool(_words([text])) and not _DEFAULT_CAPTION.fullmatch(text.strip(" \0"))
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def _safe(found: Found) -> list[tuple[str, str]]:
@@ -130,7 +188,7 @@ def _fields(found: Iterable[tuple[str, str]]) -> dict[str, str]:
     first: dict[str, str] = {}
     for field, text in found:
         line = " ".join("".join(c if c.isprintable() else " " for c in text).split())[:LENGTH]
-        if field in ("date", "changed"):
+        if field in _DATES:
             line = _date(line)
         if line and field in lists:
             if len(lists[field]) < LINES:
@@ -139,7 +197,7 @@ def _fields(found: Iterable[tuple[str, str]]) -> dict[str, str]:
             first.setdefault(field, line)
     values = {field: "\n".join(lines.values()) for field, lines in lists.items()} | first
     values["place"] = first.get("place") or ", ".join(first[f] for f in ("city", "country") if f in first)
-    values["date"] = first.get("date") or first.get("changed", "")
+    values["date"] = next((first[field] for field in _DATES if field in first), "")
     values["camera"] = first.get("camera") or _camera(first.get("make", ""), first.get("model", ""))
     return _kept({field: values.get(field, "") for field in _FIELDS})
 
@@ -190,10 +248,13 @@ def _of_xmp(packet: bytes) -> Found:
     text = packet.decode("utf-8-sig").strip("\0 \r\n\t")
     if not text or "<!DOCTYPE" in text or "<!ENTITY" in text:
         return
-    for element in ElementTree.fromstring(text).iter():
+    named = (
+        one for one in ElementTree.fromstring(text).iter() if one.tag in _XMP or not _XMP.keys().isdisjoint(one.attrib)
+    )
+    for element in itertools.islice(named, _MOST_ELEMENTS):
         yield from ((_XMP[name], value) for name, value in element.attrib.items() if name in _XMP)
         if field := _XMP.get(element.tag):
-            inner = [item.text for item in element.iter(f"{_RDF}li")] or [element.text]
+            inner = [item.text for item in itertools.islice(element.iter(f"{_RDF}li"), LINES)] or [element.text]
             yield from ((field, value) for value in inner if value)
 
 
@@ -217,12 +278,23 @@ def _iptc_texts(value: Any) -> list[str]:
 
 
 def _of_takeout(content: bytes) -> Found:
-    """Description, people and date (UTC) of Google Takeout."""
-    values = json.loads(content) if content else {}
+    """Description, people and date (UTC) of Google Takeout; other JSON has none of these."""
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        return
     yield "captions", str(values.get("description", ""))
     yield from (("tags", str(person.get("name", ""))) for person in values.get("people", ()))
     if taken := values.get("photoTakenTime"):
-        yield "date", datetime.fromtimestamp(int(taken["timestamp"]), UTC).isoformat()
+        yield "taken", datetime.fromtimestamp(int(taken["timestamp"]), UTC).isoformat()
+
+
+def _of_captions(content: bytes) -> Found:
+    yield from (("captions", line) for line in content.decode("utf-8-sig").splitlines())
+
+
+_SIDECARS: dict[str, Callable[[bytes], Found]] = {".txt": _of_captions, ".xmp": _of_xmp, ".json": _of_takeout}
+UNREADABLE = "cannot be read: "
+"""Begins the remark on a sidecar that may be read another time."""
 
 
 def _date(text: str) -> str:

@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sfumato.data.image_decoding import needs_extra
+from sfumato.data.image_decoding import is_cut, needs_extra
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
+from sfumato.data.photographs import UNREADABLE
 from sfumato.encoders.package_weights import has_minilm
 from sfumato.encoders.processors import available_cpus, in_threads
 from sfumato.errors import UserError, progress_bar
@@ -75,7 +76,9 @@ class Filled:
 
     def to_json(self) -> dict[str, Any]:
         """The numbers, the store and the note."""
-        return {name: n for name, n in vars(self).items() if name != "problems"} | {"problems": self.problems.left_out}
+        return {name: n for name, n in vars(self).items() if name != "problems"} | {
+            "problems": self.problems.left_out + len(self.problems.remarks)
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +116,7 @@ class Filling:
         batch: list[tuple[Item, _Read]] = []
         with progress_bar("embedding images", len(todo)) as advance:
             for item, found in in_threads(todo, work, available_cpus(), ahead=2 * _BATCH):
-                self.done.problems.notes += found.notes
+                self.done.problems.remarks += found.notes
                 if found.error is not None:
                     self._leave_out(item, found.error)
                 elif found.moved:
@@ -140,16 +143,20 @@ class Filling:
             data = item.image.read_bytes()
             digest = hashlib.blake2b(data, digest_size=16).hexdigest()
             payload = {**item.fields(data, own), ROOT: str(self.number), STAT: item.stat, DIGEST: digest}
+            if is_cut(data):
+                own.remark(item.image.location, "the file is cut short; the rest of the image is grey")
+            if any(one.reason.startswith(UNREADABLE) for one in own.remarks):
+                payload[STAT] = ""  # So that the next synchronisation reads it again.
             if item.file and item.file != item.id:
                 payload[FILE] = item.file
             if (known := self.known.get(item.id)) is not None:
                 if POINTER in known or known.get(ROOT, payload[ROOT]) != payload[ROOT]:
                     raise ValueError(f"another image has the id {item.id!r}; rename the file")
                 if known.get(DIGEST) == digest:
-                    return _Read(payload, moved=item.id, notes=own.notes)
+                    return _Read(payload, moved=item.id, notes=own.remarks)
             elif before := gone.pop(digest, ""):
-                return _Read(payload, moved=before, notes=own.notes)
-            return _Read(payload, self._prepare(data), notes=own.notes)
+                return _Read(payload, moved=before, notes=own.remarks)
+            return _Read(payload, self._prepare(data), notes=own.remarks)
         except (ValueError, OSError, MemoryError) as error:
             return _Read(error=error)
 
@@ -162,6 +169,9 @@ class Filling:
 
     def _move(self, item: Item, found: _Read) -> None:
         assert isinstance(self._collection, GaussianCollection), "something was there before"
+        if self.known.get(item.id) == found.payload:
+            self.done.unchanged += 1
+            return
         self._collection.rename(found.moved, item.id, found.payload)
         same = found.moved == item.id
         self.done.changed += same

@@ -1,10 +1,11 @@
 """The images of what a person named, a folder, a manifest, archives or a data set, listed without being read."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,14 +15,11 @@ from sfumato.data.image_decoding import spelt
 from sfumato.data.images import FileImage, ImageSource, Problems, image_files
 from sfumato.data.manifest import COLUMNS, MANIFEST_SUFFIXES, manifest_items
 from sfumato.data.pairs import PairData
-from sfumato.data.photographs import describe_image, file_fields
+from sfumato.data.photographs import describe_image, file_fields, names_in, sidecars
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.errors import UserError
 from sfumato.files import read_json
 from sfumato.search.gallery import Gallery
-
-_BESIDE, _AFTER = (".txt", ".xmp"), (".xmp", ".json", ".supplemental-metadata.json")
-"""Endings of the files of texts beside an image: in place of its own, and after it."""
 
 
 @dataclass(frozen=True)
@@ -91,20 +89,23 @@ class Item:
     image: ImageSource = field(repr=False)
     given: Mapping[str, str]  # fields that the source has for it
     root: Path | None = None  # folder of a file whose texts beside it and folders are fields, too
+    beside: Sequence[str] = ()  # names of the files of texts beside it
 
     def fields(self, data: bytes, problems: Problems) -> dict[str, str]:
         """The fields of an image with this content."""
-        found = describe_image(data) if self.root is None else file_fields(self.root, self.file, data, problems)
-        return {**found, **self.given}
+        if self.root is None:
+            return {**describe_image(data), **self.given}
+        return {**file_fields(self.root, self.file, data, problems, self.beside), **self.given}
 
 
 def list_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
     """The images of a source; nothing but names is read."""
+    names_of = functools.cache(names_in)
     if source.kind == "folder":
         names = image_files(Path(source.root), problems, endings=endings)
-        return [_file_item(source, name, name, {}) for name in names]
+        return [_file_item(source, name, name, {}, names_of) for name in names]
     if source.kind == "manifest":
-        return list(_manifest_items(source, problems))
+        return list(_manifest_items(source, problems, names_of))
     if source.kind in ("karpathy", "coco", "datasets"):
         if source.kind == "datasets":
             splits = read_dataset(source.path, problems)
@@ -119,30 +120,35 @@ def list_items(source: Source, endings: frozenset[str], problems: Problems) -> l
 def some_items(items: list[Item], source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
     """The items, of which there must be some."""
     if not items and not problems.left_out:
-        raise UserError(f"no images in {source.path} (looked for {spelt(endings)})")
+        others = f":\n{problems.summary()}" if problems.others else ""
+        raise UserError(f"no images in {source.path} (looked for {spelt(endings)}){others}")
     return items
 
 
-def _file_item(source: Source, id: str, name: str, given: Mapping[str, str]) -> Item:
+NamesOf = Callable[[Path], Mapping[str, str]]
+"""The names of the files in a folder, see :func:`~sfumato.data.photographs.names_in`."""
+
+
+def _file_item(source: Source, id: str, name: str, given: Mapping[str, str], names_of: NamesOf) -> Item:
     path = Path(source.root, name)
-    stat = _stat_of(path)
+    beside = sidecars(path.name, names_of(path.parent))
+    stat = _stat_of(path, *beside)
     if given:  # What a manifest says may change without the file.
         stat += f" {hashlib.blake2b(json.dumps(given, sort_keys=True).encode(), digest_size=8).hexdigest()}"
-    return Item(source.begin + id, name, stat, FileImage(path), given, Path(source.root))
+    return Item(source.begin + id, name, stat, FileImage(path), given, Path(source.root), beside)
 
 
-def _stat_of(path: Path) -> str:
-    """Size and time of a file and of the files of texts beside it."""
+def _stat_of(path: Path, *beside: str) -> str:
+    """Size and time of a file and of files beside it."""
     parts = []
-    beside = (*(path.with_suffix(ending) for ending in _BESIDE), *(Path(f"{path}{ending}") for ending in _AFTER))
-    for one in (path, *beside):
+    for one in (path, *(path.with_name(name) for name in beside)):
         with contextlib.suppress(OSError, ValueError):
             found = os.stat(one)
             parts.append(f"{found.st_size} {found.st_mtime_ns}")
     return " ".join(parts)
 
 
-def _manifest_items(source: Source, problems: Problems) -> Iterator[Item]:
+def _manifest_items(source: Source, problems: Problems, names_of: NamesOf) -> Iterator[Item]:
     """The rows of a manifest; rows of one image are joined, and columns that are texts become fields."""
     rows: dict[str, tuple[str, list[str], dict[str, str]]] = {}
     for item, values in manifest_items(Path(source.path), Path(source.root), problems, captioned=False):
@@ -153,7 +159,7 @@ def _manifest_items(source: Source, problems: Problems) -> Iterator[Item]:
             problems.add(item.location, f"id {item.id!r} occurred before, with another image")
     for id, (image, captions, own) in rows.items():
         given = own | ({"captions": "\n".join(captions)} if captions else {})
-        yield _file_item(source, id, image, given)
+        yield _file_item(source, id, image, given, names_of)
 
 
 def _data_items(source: Source, data: PairData) -> list[Item]:
