@@ -3,12 +3,13 @@
 import base64
 import csv
 import json
+import re
 
 import pytest
 from PIL import Image
 
 from sfumato.data.images import Problems
-from sfumato.data.manifest import read_image_folder, read_manifest
+from sfumato.data.manifest import manifest_items, read_image_folder, read_manifest
 from sfumato.errors import UserError
 
 
@@ -109,7 +110,7 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
     good = '{"image": "a.png", "captions": ["fine", "", "  "]}'
     lines = [
         good, '{"image": "a.png", "captions": ["cut off"', "", '["a.png", "a list"]', '{"captions": "no image"}',
-        '{"image": 5, "captions": "a number"}', '{"image": "a.png", "captions": ["x", null]}', '{"image": "a.png"}',
+        '{"image": 5, "captions": "a number"}', '{"image": "a.png", "captions": ["x", 5]}', '{"image": "a.png"}',
         '{"image": "b.jpg", "captions": []}', '{"image": "b.jpg", "captions": " "}',
         '{"image": "gone.png", "captions": "x"}', '{"image": "my pictures", "captions": "a folder"}',
         '{"image": "b\\u0000.jpg", "captions": "x"}', '{"image": "b.jpg", "captions": "half \\ud83d a pair"}',
@@ -127,12 +128,12 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
         **{
             5: "no image: the columns are captions; expected image among them",
             6: "no image: found 5; expected a path",
-            7: "captions: found ['x', None]",
+            7: "captions: found ['x', 5]",
             8: "no captions: the columns are image; expected captions",
         },
         **{9: "empty caption", 10: "empty caption", 11: f"image {pictures}/gone.png is missing"},
         **{12: f"image {pictures}/my pictures is missing", 13: "image ", 14: "not valid Unicode", 15: "not JSON"},
-        **{16: "not JSON", 17: "image 'AAA", 19: "not JSON: 'utf-8' codec"},
+        **{16: "not JSON", 17: "image 'AAA", 19: "not UTF-8"},
     }.items():
         assert reasons[f":{line}"].startswith(start), (line, reasons[f":{line}"])
     assert max(map(len, reasons.values())) < 500
@@ -160,7 +161,7 @@ def test_bad_csv_lines(pictures):
     for (_, reason), start in zip(
         found,
         [
-            *("more values than the 2 columns", "not CSV", "captions: found None", "not valid Unicode"),
+            *("more values than the 2 columns", "not CSV", "captions: found None", "not UTF-8"),
             *("captions: found ['x', 5]", "not CSV: field larger"),
         ],
         strict=True,
@@ -327,3 +328,30 @@ def test_caption_ids_that_do_not_fit_are_reported(pictures):
         ("4", "caption id 'seen' occurred before, with another wording"),
     ]
     assert data.texts == ("a dog", "one")
+
+
+@pytest.mark.parametrize(
+    ("content", "captions"),
+    [
+        (b"image, caption\na.png, two dogs\n", ["two dogs"]), (b"image,captions\na.png,nan\n", []),
+        (b"image,captions\na.png,\"['two dogs', 'a \"\"b\"\"']\"\n", ["two dogs", 'a "b"']),
+        (b"image,captions\na.png,\"['two dogs'\n 'a' nan]\"\n", ["two dogs", "a"]),
+        (b"image,captions\na.png,[dog] 'x'\n", ["[dog] 'x'"]), (b"image,captions\na.png,caf\xe9\n", "not UTF-8"),
+        (b"image;captions\na.png;x\n", "';' separates"), (b"image\tcaptions\na.png\tx\n", "'.t' separates"),
+        ("image,captions\na.png,x\n".encode("utf-16"), "not UTF-8"), (b"image,captions,x\na.png,x,a\0b\n", "NUL"),
+        (b'{"image": "a.png", "captions": ["x", null, NaN]}', ["x"]),
+        (b'{"image": "a.png", "captions": NaN}', []), (b'{"image": "a.png", "x": "\\ud83d"}', "half a char"),
+    ],
+)  # fmt: skip
+def test_manifests_as_people_write_them(pictures, content, captions):
+    path = pictures / ("m.jsonl" if content.startswith(b"{") else "m.csv")
+    path.write_bytes(content)
+    problems = Problems()
+    try:
+        found = [[t for _, t in item.texts] for item, _ in manifest_items(path, pictures, problems, captioned=False)]
+    except UserError as error:
+        problems.add(path, str(error))
+    if isinstance(captions, str):
+        assert len(problems) == 1 and re.search(captions, problems.summary())
+    else:
+        assert found == [captions] and problems.left_out == 0

@@ -107,7 +107,8 @@ def test_lines_are_bounded():
 
 
 def fields_of(root, path, data, problems):
-    return file_fields(root, path, data, problems, sidecars((root / path).name, names_in((root / path).parent)))
+    beside = sidecars((root / path).name, names_in((root / path).parent))
+    return file_fields(root, path, data, beside, problems.remark)
 
 
 def test_the_fields_of_a_file(tmp_path):
@@ -150,7 +151,7 @@ def test_one_broken_caption_file_is_noted_and_stops_nothing(tmp_path):
     ],
 )  # fmt: skip
 def test_a_name_is_its_words(path, name, tmp_path):
-    assert file_fields(tmp_path, path, b"", Problems(), ()).get("name") == name
+    assert file_fields(tmp_path, path, b"", (), Problems().remark).get("name") == name
 
 
 LONG = "Screenshot_20230412-093015_Messenger_long_na"
@@ -202,7 +203,7 @@ def test_only_regular_files_of_the_folder_are_read(kind, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_date_in_the_name_is_the_last_resort(name, date, tmp_path):
-    assert file_fields(tmp_path, f"{name}.jpg", jpeg(), Problems(), ()).get("date") == date
+    assert file_fields(tmp_path, f"{name}.jpg", jpeg(), (), Problems().remark).get("date") == date
     (tmp_path / f"{name}.jpg.json").write_text('{"photoTakenTime": {"timestamp": "1560427269"}}')
     assert fields_of(tmp_path, f"{name}.jpg", jpeg(), Problems())["date"] == "2019-06-13T12:01:09"
     local = jpeg(exif=exif(DateTime="2019:06:12 23:30:00"))

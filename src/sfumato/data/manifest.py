@@ -6,10 +6,14 @@ too): captions with one id are one text, of all images that name it. Unusable ro
 left out.
 """
 
+import ast
+import contextlib
 import csv
+import io
 import json
 import os
 import reprlib
+import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +92,9 @@ def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[s
                 continue
             try:
                 values = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                yield location, f"not UTF-8: {error.reason} at byte {error.start}"
+                continue
             except (ValueError, RecursionError) as error:
                 yield location, f"not JSON: {error}"
                 continue
@@ -110,11 +117,13 @@ def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str
             for line, text in enumerate(file, 1):  # noqa: B007
                 yield text
 
-        reader = csv.DictReader(lines(), strict=True)
+        reader = csv.DictReader(lines(), strict=True, skipinitialspace=True)
         try:
-            columns = reader.fieldnames or []
+            reader.fieldnames = columns = [name.strip() for name in reader.fieldnames or ()]
         except csv.Error as error:
             raise UserError(f"{path}:1: not CSV: {error}") from error
+        if not all(map(_is_storable, columns)):
+            raise UserError(f"{path}:1: not UTF-8; save the manifest as UTF-8")
         _check_columns(path, columns, needed)
         while True:
             first = line + 1
@@ -129,6 +138,8 @@ def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str
             location = f"{path}:{line}"
             if None in values:
                 yield location, f"more values than the {len(columns)} columns; quote captions that hold commas"
+            elif not all(map(is_unicode, filter(None, values.values()))):
+                yield location, "not UTF-8; save the manifest as UTF-8"
             else:
                 yield location, {key: _json_list(text) if key in _LISTS else text for key, text in values.items()}
 
@@ -137,14 +148,16 @@ _LISTS = ("captions", "caption_ids")
 
 
 def _json_list(text: str | None) -> str | list[Any] | None:
-    """The JSON list in a CSV cell, else the text itself, because a caption may begin with a bracket."""
+    """The list in a CSV cell, of JSON or Python, else the text itself, because a caption may begin with a bracket."""
     if text and text.lstrip().startswith("["):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             captions = json.loads(text)
-        except (ValueError, RecursionError):
-            return text
-        if isinstance(captions, list):
-            return captions
+            return captions if isinstance(captions, list) else text
+        with contextlib.suppress(tokenize.TokenError, SyntaxError, ValueError):
+            tokens = list(tokenize.generate_tokens(io.StringIO(text.strip()).readline))
+            parts = [one for one in tokens if one.string.strip("[], \n")]  # NumPy writes no commas.
+            if all(one.type == tokenize.STRING or one.string in ("None", "nan") for one in parts):
+                return [ast.literal_eval(one.string) for one in parts if one.type == tokenize.STRING]
     return text
 
 
@@ -168,7 +181,8 @@ def _parquet_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict
 def _check_columns(path: Path, columns: Sequence[str], needed: Sequence[str]) -> None:
     known = {*columns, "captions"} if "caption" in columns else set(columns)
     if lacking := [name for name in needed if name not in known]:
-        raise UserError(f"{path}: {expected_columns(columns, lacking)}")
+        cuts = [f"; {sep!r} separates the columns, save with commas" for sep in ";\t" if any(sep in c for c in columns)]
+        raise UserError(f"{path}: {expected_columns(columns, lacking)}{''.join(cuts)}")
 
 
 def manifest_items(
@@ -184,7 +198,21 @@ def manifest_items(
         except ValueError as error:
             problems.add(location, str(error))
         else:
-            yield item, values
+            strings = [*values, *(one for one in values.values() if isinstance(one, str)), *(t for _, t in item.texts)]
+            if all(map(_is_storable, strings)):
+                yield item, values
+            else:
+                problems.add(location, "a text holds NUL or half a character (a lone surrogate)")
+
+
+def _is_storable(text: str) -> bool:
+    return "\0" not in text and is_unicode(text)
+
+
+def _is_missing(caption: object) -> bool:
+    """Whether a caption is what JSON and pandas write for none."""
+    text = caption.strip().casefold() if isinstance(caption, str) else ""
+    return caption is None or caption != caption or text in ("nan", "none", "null", "<na>")
 
 
 def _item(location: str, values: dict[str, Any], root: Path, problems: Problems, captioned: bool) -> SourceItem:
@@ -195,9 +223,10 @@ def _item(location: str, values: dict[str, Any], root: Path, problems: Problems,
         raise ValueError(f"no image: {found if 'image' in values else expected_columns(list(values), ['image'])}")
     if captioned and captions is None and not {"captions", "caption"} & values.keys():
         raise ValueError(f"no captions: {expected_columns(list(values), ['captions'])}")
-    if not captioned and not captions:
+    if not captioned and (not captions or _is_missing(captions)):
         captions = []
     captions = [captions] if isinstance(captions, str) else captions
+    captions = ["" if _is_missing(one) else one for one in captions] if isinstance(captions, list) else captions
     if not isinstance(captions, list) or not all(isinstance(c, str) for c in captions):
         raise ValueError(f"captions: found {reprlib.repr(captions)}, expected a string or a list of strings")
     ids = _caption_ids(values, len(captions))
@@ -205,7 +234,8 @@ def _item(location: str, values: dict[str, Any], root: Path, problems: Problems,
     split = str(values.get("split") or "")
     if not all(map(is_unicode, (image, identity, split, *captions, *ids))):
         raise ValueError("not valid Unicode; save the manifest as UTF-8")
-    texts = usable_captions(location, captions or ([""] if captioned else []), problems)
+    own = problems if captioned else Problems()  # Without a caption an image is not left out.
+    texts = usable_captions(location, captions or ([""] if captioned else []), own)
     path = root / image
     if (texts or not captioned) and not os.path.isfile(path):  # Unlike Path.is_file, false for no path at all.
         raise ValueError(f"image {reprlib.repr(image) if len(image) > 500 else path} is missing")

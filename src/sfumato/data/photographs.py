@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from xml.etree import ElementTree
 
 from PIL import ExifTags, Image, ImageFile, IptcImagePlugin
@@ -21,9 +21,6 @@ from PIL import ExifTags, Image, ImageFile, IptcImagePlugin
 from sfumato.data.image_decoding import opened_image
 from sfumato.errors import first_line
 from sfumato.files import read_regular
-
-if TYPE_CHECKING:
-    from sfumato.data.images import Problems
 
 LINES, LENGTH = 100, 1000
 """Largest number of lines of a field, and of characters of a line; the rest is cut."""
@@ -141,12 +138,12 @@ def _takeout_names(stem: str, ending: str) -> Iterator[str]:
 
 
 def file_fields(
-    root: Path, relative_path: str, data: bytes, problems: "Problems", beside: Sequence[str]
+    root: Path, relative_path: str, data: bytes, beside: Sequence[str], remark: Callable[[Path, str], None]
 ) -> dict[str, str]:
     """The payload of an image file: its metadata, the texts beside it, the words of its name, and its folder.
 
     ``data`` are its bytes as :func:`~sfumato.data.image_decoding.still_bytes` gives them, ``beside`` its
-    :func:`sidecars`. One that cannot be read is remarked, and stops nothing.
+    :func:`sidecars`. What is wrong with one of these is remarked, and stops nothing.
     """
     below, found = PurePosixPath(relative_path), list[tuple[str, str]]()
     for name in beside:
@@ -154,9 +151,9 @@ def file_fields(
         try:
             found.extend(_SIDECARS[path.suffix.lower()](read_regular(path, MAX_SIDECAR, root)))
         except OSError as error:
-            problems.remark(path, f"{UNREADABLE}{error.strerror}")
+            remark(path, f"{UNREADABLE}{error.strerror}")
         except Exception as error:  # Whatever a parser raises.
-            problems.remark(path, f"not UTF-8: {error}" if isinstance(error, UnicodeError) else first_line(error))
+            remark(path, f"not UTF-8: {error}" if isinstance(error, UnicodeError) else first_line(error))
     own_fields = describe_image(data)
     found += [(field, line) for field in _FIELDS if field in own_fields for line in own_fields[field].split("\n")]
     if date := _NAMED_DATE.search(below.stem):

@@ -28,6 +28,7 @@ from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import is_collection
+from sfumato.search.stores.protocol import is_text
 from sfumato.search.texts import item_texts
 from sfumato.workflows.index import (
     GalleryPart,
@@ -149,6 +150,8 @@ class Filling:
                 payload[STAT] = ""  # So that the next synchronisation reads it again.
             if item.file and item.file != item.id:
                 payload[FILE] = item.file
+            if not all(is_text(text) for pair in payload.items() for text in pair):
+                raise ValueError("a text of it holds NUL or half a character (a lone surrogate)")
             if (known := self.known.get(item.id)) is not None:
                 if POINTER in known or known.get(ROOT, payload[ROOT]) != payload[ROOT]:
                     raise ValueError(f"another image has the id {item.id!r}; rename the file")

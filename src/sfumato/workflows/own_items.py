@@ -95,7 +95,7 @@ class Item:
         """The fields of an image with this content."""
         if self.root is None:
             return {**describe_image(data), **self.given}
-        return {**file_fields(self.root, self.file, data, problems, self.beside), **self.given}
+        return {**file_fields(self.root, self.file, data, self.beside, problems.remark), **self.given}
 
 
 def list_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:

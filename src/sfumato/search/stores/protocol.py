@@ -61,11 +61,11 @@ class Records:
             )
         seen: set[str] = set()
         for i in self.ids:
-            if not i or not _is_text(i) or i in seen:
+            if not i or not is_text(i) or i in seen:
                 raise ValueError(f"Records: ids must be distinct, non-empty Unicode texts without NUL, got {i!r}")
             seen.add(i)
         for i, payload in zip(self.ids, self.payloads, strict=True):
-            if not all(_is_text(text) for pair in payload.items() for text in pair):
+            if not all(is_text(text) for pair in payload.items() for text in pair):
                 raise ValueError(
                     f"Records: the payload of {i!r} must be Unicode texts without NUL by name, got {dict(payload)!r}"
                 )
@@ -94,7 +94,7 @@ class Records:
         return Records((), torch.empty(0, e), torch.empty(0), ())
 
 
-def _is_text(value: object) -> bool:
+def is_text(value: object) -> bool:
     """Whether every store can keep it: a string that UTF-8 can write, so without lone surrogates, and without NUL."""
     try:
         return isinstance(value, str) and b"\0" not in value.encode()
