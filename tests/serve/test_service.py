@@ -475,6 +475,9 @@ def test_a_key_opens_all_but_what_is_open(sources):
 
 def test_other_web_sites_are_kept_out(sources):
     with served(sources, hosts=hosts_of("127.0.0.1", [])) as client:
+        for query, code in (("q=k%FCche", "encoding"), ("q=a&q=b", "twice"), ("&".join("a" * 1001), "encoding")):
+            answer = client.get(f"/v1/search?{query}")
+            assert answer.status_code == 400 and answer.json()["code"] == code
         assert client.get("/v1/info", headers={"Host": "evil.example"}).status_code == 400
         assert client.get("/v1/info", headers={"Host": "localhost:1234"}).status_code == 200
         for origin in ("http://evil.example", "null", "http://["):

@@ -65,14 +65,19 @@ def _tokens(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", spelled_numbers(plain_text(text)).casefold())
 
 
+_MOST_ODD = 8
+"""Unknown words above which no spelling is looked for: each is compared with all words."""
+
+
 def spelling(text: str, there: Callable[[], Mapping[str, int]], known: frozenset[str]) -> str | None:
     """The text with its misspelt words replaced; None without any.
 
     A word is misspelt if neither the items nor the model know it and a word of the items, else of the model, is one
     edit away; two in a word of seven letters or more, of the items or of the same letters. Words of three letters are
-    left alone.
+    left alone, and a text of many words that nobody knows.
     """
     odd = [word for word in dict.fromkeys(words_of(text)) if len(word) > 3 and word not in known] if known else []
+    odd = odd if len(odd) <= _MOST_ODD else []
     counts = there() if odd else {}
     better = {word: found for word in odd if word not in counts and (found := _nearest_word(word, counts, known))}
     if not better:

@@ -12,9 +12,9 @@ import re
 import secrets
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -218,6 +218,7 @@ class Guard:
     async def _answer(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
         headers = Headers(scope=scope)
         self._check_names(scope["method"], headers)
+        _check_query(scope["query_string"])
         method, path = scope["method"], scope["path"]
         if not (path in _OPEN or path.startswith("/page/")):
             scope[RIGHTS] = self._rights(headers)
@@ -361,3 +362,18 @@ def _netloc(origin: str) -> str:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
+
+
+_LISTS = frozenset(("also", "without", "where"))
+"""Parameters of an address that may stand there several times."""
+
+
+def _check_query(query: bytes) -> None:
+    """Refuse an address with letters that are not UTF-8, and with a parameter of which one would be lost."""
+    try:
+        pairs = parse_qsl(query.decode(), keep_blank_values=True, errors="strict", max_num_fields=1000)
+    except ValueError as error:
+        raise Refusal(400, f"The address is not percent-encoded UTF-8: {error}; ü is %C3%BC", code="encoding") from None
+    names = Counter(name for name, _ in pairs if name not in _LISTS)
+    if twice := sorted(name for name, n in names.items() if n > 1):
+        raise Refusal(400, f"The address has {twice[0]!r} more than once; send it once", code="twice")

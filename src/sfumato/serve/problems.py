@@ -48,6 +48,8 @@ class Problem(Model):
 CODES = {
     "bad-request": (400, "the request is not HTTP"),
     "unknown-host": (400, "the request uses a host name that the service does not know"),
+    "encoding": (400, "the address holds letters that are not percent-encoded UTF-8"),
+    "twice": (400, "the address has a parameter twice that it may have once"),
     "no-key": (401, "the key is missing or wrong"),
     "other-site": (403, "the request comes from a page of another web site"),
     "read-only": (403, "it is a write, and the service takes none"),
