@@ -8,15 +8,7 @@ from PIL import Image
 from support.photographs import dng, halves, heic, saved, write_video
 
 from sfumato.data import image_decoding
-from sfumato.data.image_decoding import (
-    IMAGE_ENDINGS,
-    PLAIN_ENDINGS,
-    decode_image,
-    is_cut,
-    needs_extra,
-    spelt,
-    still_bytes,
-)
+from sfumato.data.image_decoding import decode_image, is_cut, needs_extra, still_bytes
 from sfumato.data.images import FileImage, FolderImages, Problems, image_files
 from sfumato.data.photographs import describe_image
 
@@ -112,11 +104,6 @@ def test_a_folder_is_searched_without_hidden_files_and_the_moving_part_of_live_p
     assert "Live Photo" in live and "nas: a link to a folder elsewhere" in link
     assert "6 files with other endings, not looked at: hidden 4, " in others and ".pdf 1" in others
     assert image_files(tmp_path, endings=frozenset({".pdf"})) == ["notes.pdf"]
-
-
-def test_the_endings_of_a_message_are_few():
-    assert len(spelt(IMAGE_ENDINGS)) < 150 and ".jpg" in spelt(IMAGE_ENDINGS) and "HEIC" in spelt(IMAGE_ENDINGS)
-    assert spelt({".npy"}) == ".npy" and "RAW" not in spelt(PLAIN_ENDINGS)
 
 
 def test_a_jpeg_of_several_pictures_is_its_first():

@@ -154,7 +154,7 @@ def test_a_name_is_its_words(path, name, tmp_path):
     assert file_fields(tmp_path, path, b"", (), Problems().remark).get("name") == name
 
 
-LONG = "Screenshot_20230412-093015_Messenger_long_na"
+LONG, PXL = "Screenshot_20230412-093015_Messenger_long_na", "PXL_20230412_093015123.MP"
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,11 @@ LONG = "Screenshot_20230412-093015_Messenger_long_na"
         ("a(1).JPG", "a.JPG.supplemental-metadata(1).json"), ("a(2).jpg", "a.jpg(2).json"), ("a.jpg", "a.json"),
         ("a b.jpg", "a b.supplemental-metadata.json"), (f"{LONG}.jpg", f"{LONG}.s.json"),
         (f"{LONG}me.jpg", f"{LONG}me.json"), (f"{LONG}mes.jpg", f"{LONG}me.json"),
-        (f"{LONG}mes(1).jpg", f"{LONG}me(1).json"), ("a-edited.jpg", "a.jpg.supplemental-met.json"),
+        (f"{LONG}mes(1).jpg", f"{LONG}me(1).json"), (f"{PXL}-edited.jpg", f"{PXL}.jpg.supplemental-met.json"),
         ("a-bearbeitet(1).jpg", "a.jpg.supplemental-metadata(1).json"), ("Mu\u0308ller.jpg", "M\u00fcller.txt"),
     ],
 )  # fmt: skip
 def test_the_files_beside_an_image(image, beside, tmp_path):
-    if beside.endswith("-met.json"):
-        image, beside = f"PXL_20230412_093015123.MP{image[1:]}", f"PXL_20230412_093015123.MP{beside[1:]}"
     for name in (beside, "other.jpg.json", f"{LONG}.txt.bak"):
         (tmp_path / name).touch()
     assert sidecars(image, names_in(tmp_path)) == [beside]
