@@ -37,6 +37,11 @@ def id_error(id: str) -> str:
     return ""
 
 
+def is_text(value: object) -> bool:
+    """Whether every store can keep it: a string that UTF-8 can write, so without lone surrogates, and without NUL."""
+    return isinstance(value, str) and "\0" not in value and not _SURROGATE.search(value)
+
+
 def check_ids(ids: Iterable[str], what: str) -> None:
     """Refuse ids that no gallery takes."""
     for row, id in enumerate(ids):

@@ -132,7 +132,7 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
             8: "no captions: the columns are image; expected captions",
         },
         **{9: "empty caption", 10: "empty caption", 11: f"image {pictures}/gone.png is missing"},
-        **{12: f"image {pictures}/my pictures is missing", 13: "image ", 14: "not valid Unicode", 15: "not JSON"},
+        **{12: f"image {pictures}/my pictures is missing", 13: "not UTF-8", 14: "not UTF-8", 15: "not JSON"},
         **{16: "not JSON", 17: "image 'AAA", 19: "not UTF-8"},
     }.items():
         assert reasons[f":{line}"].startswith(start), (line, reasons[f":{line}"])

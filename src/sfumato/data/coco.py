@@ -15,10 +15,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sfumato.data.images import FileImage, ImageSource, Problems, TarArchive, TarImage
-from sfumato.data.manifest import check_fractions, is_unicode, splits_of_items
+from sfumato.data.manifest import check_fractions, splits_of_items
 from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.errors import UserError
 from sfumato.files import read_json
+from sfumato.ids import is_text
 
 JsonKind = Literal["karpathy", "coco", "instances", ""]
 """What a JSON file of COCO is: Karpathy's splits, COCO's captions, COCO's instances, or something else."""
@@ -135,7 +136,7 @@ def coco_captions(path: str | Path, problems: Problems | None = None) -> CocoCap
     for number, entry in enumerate(loaded["annotations"]):
         at = f"{path}:annotations[{number}]"
         numbers = isinstance(entry, dict) and _is_number(entry.get("id")) and _is_number(entry.get("image_id"))
-        if not numbers or not isinstance(entry.get("caption"), str) or not is_unicode(entry["caption"]):
+        if not numbers or not isinstance(entry.get("caption"), str) or not is_text(entry["caption"]):
             problems.add(at, "malformed entry: expected an object with the numbers id and image_id, and a caption")
         elif str(entry["image_id"]) not in files:
             problems.add(at, f"image {entry['image_id']} is not among the images of the file")
@@ -154,7 +155,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value) and is_unicode(value)
+    return isinstance(value, str) and bool(value) and is_text(value)
 
 
 def read_coco_captions(

@@ -159,10 +159,8 @@ class Problems:
         Args:
             path: the file.
         """
-        lines = (
-            json.dumps(problem.to_json(), ensure_ascii=False) + "\n"
-            for problem in [*self.items, *self.notes, *self.remarks]
-        )
+        found = [*self.items, *self.notes, *self.remarks]
+        lines = (json.dumps(problem.to_json(), ensure_ascii=False) + "\n" for problem in found)
         write_atomically(path, "".join(lines))
 
     def summary(self, most: int = 10) -> str:
@@ -183,9 +181,8 @@ class Problems:
         for reason, (first, *others) in itertools.islice(noted.items(), most):
             lines.append(f"  {first}{f' and {len(others):,} more' if others else ''}: {reason}")
         if n := self.others.total():
-            endings = ", ".join(f"{ending} {k:,}" for ending, k in self.others.most_common(most))
-            further = f", {len(self.others) - most} more endings" if len(self.others) > most else ""
-            lines.append(f"  {counted(n, 'file')} with other endings, not looked at: {endings}{further}")
+            endings = ", ".join(f"{ending} {k:,}" for ending, k in self.others.most_common())
+            lines.append(f"  {counted(n, 'file')} with other endings, not looked at: {endings}")
         return "\n".join(lines) or "  (no item was unusable)"
 
     def check(self, total: int, max_fraction: float, *, setting: str = "data.max_problem_fraction=") -> None:
@@ -247,9 +244,7 @@ def _below(folder: Path, below: str, problems: Problems | None, endings: frozens
             raise
         problems.add(folder / below, f"cannot be read: {error.strerror}")
     split = {name: os.path.splitext(name.lower()) for name in names}
-    stills = {
-        stem for name, (stem, ending) in split.items() if ending in _LIVE and os.path.getsize(folder / below / name)
-    }
+    stills = {split[name][0] for name in names if split[name][1] in _LIVE and os.path.getsize(folder / below / name)}
     there = names_in(folder / below) if problems is not None else {}
     used = {sidecar for name in names for sidecar in sidecars(name, there)}
     own.others.update(os.path.splitext(name)[1].lower() or "no ending" for name in others if name not in used)

@@ -16,10 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from sfumato.data.coco import karpathy_entries
 from sfumato.data.feature_tables import EmbeddingRow, FeatureRow, NamedTable, RegionFile, open_table
 from sfumato.data.images import FileImage, Problems
-from sfumato.data.manifest import canonical_split, check_fractions, hashed_split, is_unicode, usable_rows
+from sfumato.data.manifest import canonical_split, check_fractions, hashed_split, usable_rows
 from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.errors import UserError
 from sfumato.files import read_json
+from sfumato.ids import is_text
 
 TrainPairs = Literal["class", "own"]
 
@@ -326,7 +327,7 @@ def _from_rows(path: Path, tables: _Tables, problems: Problems) -> tuple[_Tables
         own = ["" if values.get(key) is None else str(values[key]).strip() for key in (*_SIDES, "split", "caption")]
         if not (own[0] and own[1]):
             problems.add(location, "image or text is empty; expected an id or a row number")
-        elif not is_unicode("".join(own)):
+        elif not is_text("".join(own)):
             problems.add(location, "not valid Unicode; save the file as UTF-8")
         else:
             locations.append(location)

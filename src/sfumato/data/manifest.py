@@ -9,6 +9,7 @@ left out.
 import ast
 import contextlib
 import csv
+import functools
 import io
 import json
 import os
@@ -22,8 +23,10 @@ from typing import Any
 from sfumato.data.image_decoding import IMAGE_ENDINGS, spelt
 from sfumato.data.images import FileImage, Problems, image_files
 from sfumato.data.pairs import PairData, SourceItem, make_splits
+from sfumato.data.photographs import MAX_SIDECAR, names_in, sidecars
 from sfumato.errors import UserError, expected_columns, first_line, need
-from sfumato.ids import uniform_hash
+from sfumato.files import read_regular
+from sfumato.ids import is_text, uniform_hash
 
 MANIFEST_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Endings of manifests."""
@@ -92,11 +95,8 @@ def _jsonl_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[s
                 continue
             try:
                 values = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                yield location, f"not UTF-8: {error.reason} at byte {error.start}"
-                continue
             except (ValueError, RecursionError) as error:
-                yield location, f"not JSON: {error}"
+                yield location, f"not {'UTF-8' if isinstance(error, UnicodeError) else 'JSON'}: {error}"
                 continue
             if isinstance(values, dict):
                 if first and not any(name in values for name in (*COLUMNS, *needed)):
@@ -122,7 +122,7 @@ def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str
             reader.fieldnames = columns = [name.strip() for name in reader.fieldnames or ()]
         except csv.Error as error:
             raise UserError(f"{path}:1: not CSV: {error}") from error
-        if not all(map(_is_storable, columns)):
+        if not all(map(is_text, columns)):
             raise UserError(f"{path}:1: not UTF-8; save the manifest as UTF-8")
         _check_columns(path, columns, needed)
         while True:
@@ -138,8 +138,6 @@ def _csv_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str
             location = f"{path}:{line}"
             if None in values:
                 yield location, f"more values than the {len(columns)} columns; quote captions that hold commas"
-            elif not all(map(is_unicode, filter(None, values.values()))):
-                yield location, "not UTF-8; save the manifest as UTF-8"
             else:
                 yield location, {key: _json_list(text) if key in _LISTS else text for key, text in values.items()}
 
@@ -198,15 +196,7 @@ def manifest_items(
         except ValueError as error:
             problems.add(location, str(error))
         else:
-            strings = [*values, *(one for one in values.values() if isinstance(one, str)), *(t for _, t in item.texts)]
-            if all(map(_is_storable, strings)):
-                yield item, values
-            else:
-                problems.add(location, "a text holds NUL or half a character (a lone surrogate)")
-
-
-def _is_storable(text: str) -> bool:
-    return "\0" not in text and is_unicode(text)
+            yield item, values
 
 
 def _is_missing(caption: object) -> bool:
@@ -232,8 +222,9 @@ def _item(location: str, values: dict[str, Any], root: Path, problems: Problems,
     ids = _caption_ids(values, len(captions))
     identity = image if values.get("id") in (None, "") else str(values["id"])
     split = str(values.get("split") or "")
-    if not all(map(is_unicode, (image, identity, split, *captions, *ids))):
-        raise ValueError("not valid Unicode; save the manifest as UTF-8")
+    others = (one for one in values.values() if isinstance(one, str))
+    if not all(map(is_text, (identity, split, *captions, *ids, *values, *others))):
+        raise ValueError("not UTF-8, or a text with NUL or half a character; save the manifest as UTF-8")
     own = problems if captioned else Problems()  # Without a caption an image is not left out.
     texts = usable_captions(location, captions or ([""] if captioned else []), own)
     path = root / image
@@ -272,11 +263,6 @@ def canonical_split(name: str) -> str:
     """The canonical name of a split: "valid", "validation" and "dev" become "val", "restval" becomes "train"."""
     name = name.strip().lower()
     return _SPLIT_NAMES.get(name, name)
-
-
-def is_unicode(text: str) -> bool:
-    r"""Whether a text can be written as UTF-8; undecodable bytes and lone surrogates cannot."""
-    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def usable_captions(location: str, captions: Iterable[str], problems: Problems) -> dict[int, str]:
@@ -370,29 +356,31 @@ def read_image_folder(
 def _folder_items(folder: Path, problems: Problems) -> Iterator[SourceItem]:
     tops = {top.name: canonical_split(top.name) for top in folder.iterdir() if top.is_dir()}
     named = {top: split for top, split in tops.items() if split in {"train", "val", "test"}}
+    names_of = functools.cache(names_in)
     for relative in map(Path, image_files(folder, problems)):
         image = folder / relative
-        captions = image.with_suffix(".txt")
-        if not is_unicode(relative.as_posix()):
+        beside = sidecars(image.name, names_of(image.parent))
+        captions = next((image.with_name(n) for n in beside if n.lower().endswith(".txt")), image.with_suffix(".txt"))
+        if not is_text(relative.as_posix()):
             problems.add(image, "the name is not valid UTF-8")
-        elif not captions.is_file():
+        elif not captions.exists():
             problems.add(image, f"no captions: {captions.name} is missing")
         elif named and relative.parts[0] not in named:
             problems.add(image, f"lies outside of the split folders {', '.join(sorted(named))}")
-        elif texts := read_captions(captions, problems):
+        elif texts := _read_captions(captions, folder, problems):
             split = named[relative.parts[0]] if named else ""
             captioned = tuple(("", text) for text in texts)
             yield SourceItem(relative.as_posix(), FileImage(image), captioned, split, str(image))
 
 
-def read_captions(path: Path, problems: Problems) -> list[str]:
+def _read_captions(path: Path, folder: Path, problems: Problems) -> list[str]:
     """The captions of a file; if it cannot be used, an empty list, and the problem is recorded."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_regular(path, MAX_SIDECAR, folder).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         problems.add(path, f"not UTF-8: {error.reason} at byte {error.start}")
         return []
-    except OSError as error:
-        problems.add(path, f"cannot be read: {error.strerror}")
+    except (OSError, ValueError) as error:
+        problems.add(path, f"cannot be read: {getattr(error, 'strerror', error)}")
         return []
     return list(usable_captions(str(path), [line for line in lines if line.strip()] or [""], problems).values())

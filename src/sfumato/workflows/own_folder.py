@@ -23,12 +23,11 @@ from sfumato.encoders.package_weights import has_minilm
 from sfumato.encoders.processors import available_cpus, in_threads
 from sfumato.errors import UserError, progress_bar
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import id_error
+from sfumato.ids import id_error, is_text
 from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import is_collection
-from sfumato.search.stores.protocol import is_text
 from sfumato.search.texts import item_texts
 from sfumato.workflows.index import (
     GalleryPart,

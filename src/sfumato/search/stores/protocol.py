@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from sfumato.errors import UserError
+from sfumato.ids import is_text
 
 Row = TypeVar("Row")
 
@@ -92,14 +93,6 @@ class Records:
     def none(e: int) -> "Records":
         """An empty batch."""
         return Records((), torch.empty(0, e), torch.empty(0), ())
-
-
-def is_text(value: object) -> bool:
-    """Whether every store can keep it: a string that UTF-8 can write, so without lone surrogates, and without NUL."""
-    try:
-        return isinstance(value, str) and b"\0" not in value.encode()
-    except UnicodeEncodeError:
-        return False
 
 
 @dataclass(frozen=True)
