@@ -15,7 +15,7 @@ For every pair (i, t) that the data list, with its distance d and the distances 
     loss'(i, t)  = [soft margin + d - d(i, nearest t')]_+  +  the same over images i'                after the warm-up
 
 Pairs with clean <= 1/2 do not count before noisy_from. With loss.networks=2 the embeddings are those of two networks
-side by side (papers/methods/two_networks.py), and each is divided by the losses of the other, as in the paper. With 1 a
+side by side, and each is divided by the losses of the other, as in the paper; no encoder here makes such. With 1 a
 network divides its own pairs: "NCR, one network".
 
 Read between the lines, or different: both networks see the same batches, in another dropout. A loss does not know which

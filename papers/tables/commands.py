@@ -1,4 +1,4 @@
-"""`python -m papers table` and `list`: the tables and figures of the papers, repeated, and all their rows."""
+"""`python -m papers table`, `figure`, `toy` and `list`: the papers' tables and figures repeated, and all their rows."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from papers.commands import app
+from papers.commands import Seed, app
 from sfumato.cli.common import AsJson, check_out_folder, command, flag, word
 from sfumato.errors import UserError
 
@@ -32,14 +32,16 @@ class RepeatFlags:
     instances: list[Path] | None = flag(None, "COCO's instances_*.json, to add PMRP; may be given several times.")
     published: bool = flag(False, "Show the paper's figures; nothing is trained.", "--published")
     out: Path = flag(Path("tables"), "Folder for the table in JSON, Markdown and LaTeX, or for the figure's images.")
+    latex: bool = flag(False, "Print the table as LaTeX, for the package booktabs.", "--latex")
     as_json: AsJson = False
 
 
 @command(app)
 def table(
     *,
-    name: str = word(..., 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
+    name: str | None = word(None, 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
     overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
+    listed: bool = flag(False, "List all rows of the papers, as `python -m papers list`.", "--list"),
     flags: RepeatFlags,
 ) -> None:
     """Repeat a table or a figure of the papers.
@@ -47,15 +49,61 @@ def table(
     Trains the runs that are missing, evaluates them, and prints ours beside published. The same command goes on where
     it was interrupted.
     """
+    if listed or name is None:
+        return list_rows(flags.as_json)
+    repeat(name, overrides or [], flags)
+
+
+@command(app)
+def figure(
+    *,
+    name: str = word(..., 'Figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
+    overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
+    flags: RepeatFlags,
+) -> None:
+    """Repeat a figure of the papers: the same as `table` with "Fig." before the number."""
+    paper, _, number = name.rpartition(" ")
+    repeat(name if "fig" in name.lower() else f"{paper} Fig. {number}", overrides or [], flags)
+
+
+@command(app)
+def toy(
+    seed: Seed = 0,
+    updates: int = flag(500, "Number of mini-batches that each method is trained on.", min=1),
+    out: Path = flag(Path("tables"), "Folder for the figure."),
+    as_json: AsJson = False,
+) -> None:
+    """Repeat the toy study in two dimensions: PCME++ Fig. A.1.
+
+    Does each method give uncertain samples larger variances than certain ones?
+    """
+    from papers.tables.items import find_item
+
+    flags = RepeatFlags(None, 1, Path(), None, published=False, out=out, latex=False, as_json=as_json)
+    chosen = [f"toy.seed={seed}", f"toy.updates={updates}"]
+    if not as_json:
+        return repeat("PCME++ Fig. A.1", chosen, flags)
+    made, folder = _make(find_item("PCME++ Fig. A.1"), chosen, flags)
+    methods, names = made.numbers["methods"], ("ratio", "published_ratio", "certain", "uncertain")
+    of = {name: {method: found.get(name) for method, found in methods.items()} for name in names}
+    print(json.dumps({"seed": seed, "updates": updates} | of | {"out": str(folder)}))
+
+
+def repeat(name: str, overrides: list[str], flags: RepeatFlags) -> None:
+    """Make, write and print a table or figure."""
     from papers.tables import drawn, printed
     from papers.tables.items import find_item
 
     item = find_item(name)
+    if flags.latex and item.draw:
+        raise UserError(f"{item.id} is a figure; leave --latex out")
     if flags.published:
         return print(json.dumps(item.rows, ensure_ascii=False)) if flags.as_json else printed.print_published(item)
-    made, folder = _make(item, overrides or [], flags)
+    made, folder = _make(item, overrides, flags)
     if flags.as_json:
         return print(json.dumps(made.to_json(), ensure_ascii=False))
+    if flags.latex:
+        return print((folder / "table.tex").read_text(encoding="utf-8"), end="")
     if item.draw:
         drawn.print_figure(made)
     else:
