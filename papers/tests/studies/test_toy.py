@@ -63,3 +63,12 @@ def test_the_figure_is_drawn_and_said(papers, tmp_path, monkeypatch):
     assert (tmp_path / "pcmepp-fig-a-1" / "figure.png").stat().st_size > 10_000
     status, out, err = papers(*arguments[:2], "toy.updates=0")
     assert status == 2 and not out and "toy.updates" in err
+
+
+def test_the_command_prints_the_ratios(papers, tmp_path, monkeypatch):
+    monkeypatch.setattr("papers.tables.drawn.write_drawing", lambda *_: [])
+    found = papers.json("toy", "--seed", 2, "--updates", 2, "--out", tmp_path)
+    figure = papers.json("figure", "PCME++ A.1", "toy.seed=2", "toy.updates=2", "--out", tmp_path)
+    methods = figure["numbers"]["methods"]
+    assert found["ratio"] == {name: one.get("ratio") for name, one in methods.items()}
+    assert found["published_ratio"]["csd"] == 1.82 and found["ratio"]["triplet_sum"] is None
