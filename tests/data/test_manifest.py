@@ -123,18 +123,14 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
     assert splits == {"train": {"a.png": ["fine"], "c.webp": ["fine too"]}}
     reasons = dict(found)
     assert [place for place, _ in found] == [":1", ":1", *(f":{k}" for k in (2, *range(4, 18), 19))]
-    for line, start in {
-        **{1: "empty caption", 2: "not JSON", 4: "expected an object with image and captions, got list"},
-        **{
-            5: "no image: the columns are captions; expected image among them",
-            6: "no image: found 5; expected a path",
-            7: "captions: found ['x', 5]",
-            8: "no captions: the columns are image; expected captions",
-        },
-        **{9: "empty caption", 10: "empty caption", 11: f"image {pictures}/gone.png is missing"},
-        **{12: f"image {pictures}/my pictures is missing", 13: "not UTF-8", 14: "not UTF-8", 15: "not JSON"},
-        **{16: "not JSON", 17: "image 'AAA", 19: "not UTF-8"},
-    }.items():
+    starts = {
+        1: "empty caption", 2: "not JSON", 4: "expected an object with image and captions, got list",
+        5: "no image: the columns are captions; expected image among them", 6: "no image: found 5; expected a path",
+        7: "captions: found ['x', 5]", 8: "no captions: the columns are image; expected captions", 9: "empty caption",
+        10: "empty caption", 11: f"image {pictures}/gone.png is missing", 12: f"image {pictures}/my pictures is miss",
+        13: "not UTF-8", 14: "not UTF-8", 15: "not JSON", 16: "not JSON", 17: "image 'AAA", 19: "not UTF-8",
+    }  # fmt: skip
+    for line, start in starts.items():
         assert reasons[f":{line}"].startswith(start), (line, reasons[f":{line}"])
     assert max(map(len, reasons.values())) < 500
 
@@ -154,18 +150,17 @@ def test_bad_csv_lines(pictures):
         b"my pictures/d.PNG,last\n"
     )
     splits, found = read(path)
-    assert splits["train"] == {
-        **{"a.png": ["fine"], "b.jpg": ["[not JSON"], "c.webp": ["two\nlines"], "my pictures/d.PNG": ["last"]}
-    }
+    own = {"a.png": ["fine"], "b.jpg": ["[not JSON"], "c.webp": ["two\nlines"], "my pictures/d.PNG": ["last"]}
+    assert splits["train"] == own
+    starts = (
+        "more values than the 2 columns",
+        "not CSV",
+        "captions: found None",
+        "not UTF-8",
+        "captions: found ['x', 5]",
+    )
     assert [place for place, _ in found] == [":3", ":4", ":5", ":6", ":8", ":11"]
-    for (_, reason), start in zip(
-        found,
-        [
-            *("more values than the 2 columns", "not CSV", "captions: found None", "not UTF-8"),
-            *("captions: found ['x', 5]", "not CSV: field larger"),
-        ],
-        strict=True,
-    ):
+    for (_, reason), start in zip(found, (*starts, "not CSV: field larger"), strict=True):
         assert reason.startswith(start), reason
 
 
@@ -177,18 +172,6 @@ def test_a_missing_quote_in_csv_swallows_no_row_in_silence(pictures):
     (pictures / "m.csv").write_text('image,captions\nc.webp,fine\na.png,"no end\nb.jpg,x\n')
     splits, found = read(pictures / "m.csv")
     assert splits == {"train": {"c.webp": ["fine"]}} and "from line 3 on" in found[0][1]
-
-
-def test_missing_columns_are_said_once(pictures):
-    for header, lacking in (
-        ("img,caption", "image"),
-        ("image;captions", "image and captions"),
-        ("image,text", "captions"),
-    ):
-        (pictures / "m.csv").write_text(f"{header}\na.png,x\n")
-        with pytest.raises(UserError, match=rf"m\.csv: the columns are .*; expected {lacking} among them") as said:
-            read(pictures / "m.csv")
-        assert "is 'caption'" not in str(said.value), "a column that is right is not asked about"
 
 
 def test_one_id_for_two_images_or_splits_is_a_problem(pictures):
@@ -337,7 +320,8 @@ def test_caption_ids_that_do_not_fit_are_reported(pictures):
         (b"image,captions\na.png,\"['two dogs', 'a \"\"b\"\"']\"\n", ["two dogs", 'a "b"']),
         (b"image,captions\na.png,\"['two dogs'\n 'a' nan]\"\n", ["two dogs", "a"]),
         (b"image,captions\na.png,[dog] 'x'\n", ["[dog] 'x'"]), (b"image,captions\na.png,caf\xe9\n", "not UTF-8"),
-        (b"image;captions\na.png;x\n", "';' separates"), (b"image\tcaptions\na.png\tx\n", "'.t' separates"),
+        (b"img,caption\n", "expected image among them"), (b"image;captions\na.png;x\n", "';' separates"),
+        (b"image\tcaptions\na.png\tx\n", "'.t' separates"),
         ("image,captions\na.png,x\n".encode("utf-16"), "not UTF-8"), (b"image,captions,x\na.png,x,a\0b\n", "NUL"),
         (b'{"image": "a.png", "captions": ["x", null, NaN]}', ["x"]),
         (b'{"image": "a.png", "captions": NaN}', []), (b'{"image": "a.png", "x": "\\ud83d"}', "half a char"),

@@ -131,14 +131,6 @@ def test_the_fields_of_a_file(tmp_path):
     assert fields_of(tmp_path, "IMG_1234.jpg", jpeg(), problems) == {}
 
 
-def test_one_broken_caption_file_is_noted_and_stops_nothing(tmp_path):
-    (tmp_path / "dog.txt").write_bytes(b"\xff\xfe\xff")
-    (tmp_path / "dog.jpg.json").write_text("{")
-    problems = Problems()
-    assert fields_of(tmp_path, "dog.jpg", jpeg(), problems) == {"name": "dog"}
-    assert len(problems) == 0 and "dog.txt: not UTF-8" in problems.summary()
-
-
 @pytest.mark.parametrize(
     ("path", "name"),
     [
@@ -174,21 +166,23 @@ def test_the_files_beside_an_image(image, beside, tmp_path):
     assert sidecars(image, names_in(tmp_path)) == [beside]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "zero", "elsewhere", "cycle", "large"])
-def test_only_regular_files_of_the_folder_are_read(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["pipe", "zero", "elsewhere", "cycle", "large", "not UTF-8"])
+def test_what_cannot_be_read_beside_an_image_is_remarked_and_stops_nothing(kind, tmp_path, monkeypatch):
     (tmp_path / "secret").write_text("private")
     path = tmp_path / "in" / "a.txt"
     path.parent.mkdir()
     monkeypatch.setattr("sfumato.data.photographs.MAX_SIDECAR", 5)
     if kind == "pipe":
         os.mkfifo(path)
-    elif kind == "large":
-        path.write_text("123456")
+    elif kind in ("large", "not UTF-8"):
+        path.write_bytes(b"123456" if kind == "large" else b"\xff\xfe\xff")
     else:
         path.symlink_to({"zero": "/dev/zero", "elsewhere": "../secret", "cycle": "a.txt"}[kind])
     problems = Problems()
-    assert "captions" not in fields_of(path.parent, "a.jpg", jpeg(), problems)
-    assert len(problems.remarks) == 1 and problems.left_out == 0
+    (path.parent / "a.jpg.json").write_text("{")
+    assert fields_of(path.parent, "a.jpg", jpeg(), problems) == {}
+    assert len(problems.remarks) == 2 and problems.left_out == 0
+    assert kind != "not UTF-8" or "a.txt: not UTF-8" in problems.summary()
 
 
 @pytest.mark.parametrize(

