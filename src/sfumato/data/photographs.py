@@ -157,9 +157,8 @@ def file_fields(
     own_fields = describe_image(data)
     found += [(field, line) for field in _FIELDS if field in own_fields for line in own_fields[field].split("\n")]
     if date := _NAMED_DATE.search(below.stem):
-        found.append(
-            ("named", "-".join(date.group(1, 3, 4)) + (f"T{':'.join(date.group(5, 7, 8))}" if date[5] else ""))
-        )
+        time = f"T{':'.join(date.group(5, 7, 8))}" if date[5] else ""
+        found.append(("named", "-".join(date.group(1, 3, 4)) + time))
     folder = unicodedata.normalize("NFC", below.parent.as_posix())
     words = " ".join(_words([*PurePosixPath(folder).parts, unicodedata.normalize("NFC", below.stem)]))
     return _fields(found) | _kept({"name": words, "folder": "" if folder == "." else folder})

@@ -76,9 +76,8 @@ class Filled:
 
     def to_json(self) -> dict[str, Any]:
         """The numbers, the store and the note."""
-        return {name: n for name, n in vars(self).items() if name != "problems"} | {
-            "problems": self.problems.left_out + len(self.problems.remarks)
-        }
+        n_problems = self.problems.left_out + len(self.problems.remarks)
+        return {name: n for name, n in vars(self).items() if name != "problems"} | {"problems": n_problems}
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,16 +120,13 @@ def list_items(source: Source, endings: frozenset[str], problems: Problems) -> l
 def some_items(items: list[Item], source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
     """The items, of which there must be some."""
     if not items and not problems.left_out:
-        others = f":\n{problems.summary()}" if problems.others else ""
-        raise UserError(f"no images in {source.path} (looked for {spelt(endings)}){others}")
+        raise UserError(f"no images in {source.path} (looked for {spelt(endings)}):\n{problems.summary()}")
     return items
 
 
-NamesOf = Callable[[Path], Mapping[str, str]]
-"""The names of the files in a folder, see :func:`~sfumato.data.photographs.names_in`."""
-
-
-def _file_item(source: Source, id: str, name: str, given: Mapping[str, str], names_of: NamesOf) -> Item:
+def _file_item(
+    source: Source, id: str, name: str, given: Mapping[str, str], names_of: Callable[[Path], Mapping[str, str]]
+) -> Item:
     path = Path(source.root, name)
     beside = sidecars(path.name, names_of(path.parent))
     stat = _stat_of(path, *beside)
@@ -148,7 +145,9 @@ def _stat_of(path: Path, *beside: str) -> str:
     return " ".join(parts)
 
 
-def _manifest_items(source: Source, problems: Problems, names_of: NamesOf) -> Iterator[Item]:
+def _manifest_items(
+    source: Source, problems: Problems, names_of: Callable[[Path], Mapping[str, str]]
+) -> Iterator[Item]:
     """The rows of a manifest; rows of one image are joined, and columns that are texts become fields."""
     rows: dict[str, tuple[str, list[str], dict[str, str]]] = {}
     for item, values in manifest_items(Path(source.path), Path(source.root), problems, captioned=False):
