@@ -120,7 +120,8 @@ def list_items(source: Source, endings: frozenset[str], problems: Problems) -> l
 def some_items(items: list[Item], source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
     """The items, of which there must be some."""
     if not items and not problems.left_out:
-        raise UserError(f"no images in {source.path} (looked for {spelt(endings)}):\n{problems.summary()}")
+        others = f":\n{problems.summary()}" if problems.others else ""
+        raise UserError(f"no images in {source.path} (looked for {spelt(endings)}){others}")
     return items
 
 
