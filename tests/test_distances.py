@@ -38,12 +38,10 @@ def seeded(name):
 
 
 @pytest.mark.parametrize("name", CLOSED)
-def test_matrix_is_the_loops_and_no_tempting_formula(name):
+def test_matrix_is_the_loops(name):
     x, y = gaussians(N, 0), gaussians(M, 1)
     expected = loops(getattr(references, name), x, y)
     torch.testing.assert_close(DISTANCES[name].matrix(x, y), expected, rtol=1e-11, atol=1e-11)
-    for wrong in references.WRONG[name]:
-        assert (loops(wrong, x, y) - expected).abs().min() > 1e-3, "a tempting formula"
 
 
 @pytest.mark.parametrize("name", DISTANCES)

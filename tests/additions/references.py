@@ -11,8 +11,4 @@ def mine_total(images, texts, match):
     return sum(pairs) / len(pairs)
 
 
-WRONG["mine"] = [
-    lambda m1, v1, m2, v2: math.sqrt(mine(m1, v1, m2, v2)),
-    lambda m1, v1, m2, v2: sum(abs(a - b) + abs(s - t) for a, s, b, t in zip(m1, v1, m2, v2, strict=True)),
-]
 LOSS_TOTALS["mine"] = mine_total

@@ -55,9 +55,6 @@ def scene(generator, n_queries, n_gallery, *, n_matches=1, shift=1.5):
     return torch.randn(n_queries, n_gallery, generator=generator) + shift * (1 - match), match
 
 
-# ---------------------------------------------------------------- scores of queries
-
-
 def test_scores_by_hand():
     scores = QueryScores.fit(DISTANCE, MATCH)
     np.testing.assert_allclose(scores.closest_match, [0.2, 0.3, 0.5])
@@ -107,9 +104,6 @@ def test_growth_by_hand():
     assert growth_by_halving(np.array([1]), 1) == 0
 
 
-# ---------------------------------------------------------------- probabilities
-
-
 def test_platt_is_fit_logits():
     calibration = Calibration.fit(DISTANCE, MATCH)
     assert (calibration.logit_scale, calibration.logit_bias) == pytest.approx(fit_logits(DISTANCE, MATCH), rel=1e-12)
@@ -141,9 +135,6 @@ def test_an_isotonic_fit_of_an_earlier_version_is_linear_between_its_knots():
     torch.testing.assert_close(found, torch.tensor(expected).double(), rtol=0, atol=1e-6)
 
 
-# ---------------------------------------------------------------- conformal sets
-
-
 def test_radius_by_hand_of_queries_and_of_groups():
     calibration = calibrated(scores_of([0.9, 0.1, 0.5, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6]))
     # Nine scores: the ceil(10 * 0.8) = 8th; the 9th for one in ten; for less the whole gallery.
@@ -158,9 +149,6 @@ def test_radius_by_hand_of_queries_and_of_groups():
     assert conformal_radius(scores, 0.25) == pytest.approx(0.4)
     assert conformal_radius(scores, 0.2) == math.inf
     assert conformal_radius(scores, 0.8) == pytest.approx(0.2)
-
-
-# ---------------------------------------------------------------- thresholds and abstention
 
 
 def test_abstention_by_hand():
@@ -336,9 +324,6 @@ def test_risk_and_precision_are_kept_on_new_queries():
         spoilt += bool(precision.mean() < 0.8)
     assert broken <= 23 and spoilt <= 23
     assert np.mean(answered) > 0.3, "kept, and not by answering nothing"
-
-
-# ---------------------------------------------------------------- on disk
 
 
 def test_there_and_back(tmp_path):

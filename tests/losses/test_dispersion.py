@@ -16,7 +16,7 @@ def partners(n=7, d=5, seed=0):
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
 
 
-def test_dispersion_is_the_loops_and_not_something_like_it():
+def test_dispersion_is_the_loops():
     x = partners()
     dispersion, count = match_dispersion(x, ITEM, PARTNER, 5, whiten=False)
     expected = [
@@ -25,10 +25,6 @@ def test_dispersion_is_the_loops_and_not_something_like_it():
     ]
     assert dispersion.tolist() == pytest.approx(expected, rel=1e-12) and count.tolist() == [3, 2, 0, 3, 0]
     assert dispersion[2] == dispersion[4] == 0
-    without_self = dispersion * count / (count - 1).clamp(min=1)
-    around_the_mean = torch.stack([x[PARTNER[k == ITEM]].var(0, correction=0).sum() for k in (0, 1, 3)])
-    assert (without_self - dispersion)[[0, 1, 3]].abs().min() > 0.05
-    assert (around_the_mean - dispersion[[0, 1, 3]]).abs().min() > 0.05
 
 
 def test_whitened_dispersion_does_not_depend_on_the_axes_or_scales_of_the_space():

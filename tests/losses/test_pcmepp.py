@@ -51,9 +51,6 @@ def test_pseudo_positives_by_hand():
     # Row 0: the truth lies at 3; column 1 is closer, column 2 ties. Row 1: the truth is column 1 at 2.5; everything is
     # closer.
     assert pseudo_positives(distance, match).tolist() == [[1.0, 1.0, 1.0, 0.0], pytest.approx([0.7, 0.7, 0.7, 0.7])]
-    # The slip of the printed pseudo-code, thresholds along the other axis, gives something else.
-    along_columns = pseudo_positives(distance.T, match.T).T
-    assert not torch.equal(along_columns, pseudo_positives(distance, match))
 
 
 def test_pseudo_positives_start_when_they_are_told_to():

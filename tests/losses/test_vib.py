@@ -1,10 +1,9 @@
-"""The bottleneck against torch's own divergence, and the guard around it."""
+"""The bottleneck against loops, and the guard around it."""
 
 import pytest
 import torch
 from support import references
 from support.batches import MATCH, batch
-from torch.distributions import Normal, kl_divergence
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import vib_loss
@@ -21,15 +20,6 @@ def test_vib_by_hand_and_its_guard():
     assert output.stats["vib_ignored"] == 1
     for same in (output, pcmepp_loss(wide, text, MATCH, options, logit_scale=1.0, logit_bias=1.0)):
         assert same.terms["vib"].item() == pytest.approx(vib_loss(text).item())
-
-
-def test_vib_is_the_divergence_to_the_standard_normal_per_dimension():
-    image, _ = batch()
-    exact = kl_divergence(Normal(image.mean, image.var.sqrt()), Normal(0.0, 1.0))
-    torch.testing.assert_close(vib_loss(image), exact.mean())
-    deviations_for_variances = (image.mean.square() + image.var.sqrt() - 1 - image.log_var / 2).mean() / 2
-    for wrong in (exact.sum(), exact.sum(1).mean(), deviations_for_variances):
-        assert (wrong - vib_loss(image)).abs() > 1e-3
 
 
 def test_vib_is_least_at_the_standard_normal_and_precise_near_it():

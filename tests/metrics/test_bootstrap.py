@@ -39,7 +39,7 @@ def scene(seed, n=57, levels=8):
     return uncertainty, (random.random(n) < 0.2 + 0.5 * uncertainty / levels).astype(float)
 
 
-def test_auroc_by_hand_by_pairs_and_by_scipy():
+def test_auroc_by_hand_and_by_pairs():
     assert auroc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([0, 0, 1, 1])) == 0.875
     assert auroc(np.array([1.0, 2.0, 3.0]), np.array([True, False, False])) == 0
     for seed in range(5):
@@ -47,8 +47,6 @@ def test_auroc_by_hand_by_pairs_and_by_scipy():
         pairs = [(p > q) + 0.5 * (p == q) for p, q in itertools.product(score[positive == 1], score[positive == 0])]
         assert auroc(score, positive) == pytest.approx(np.mean(pairs), abs=1e-12)
         assert auroc(-score, positive) == pytest.approx(1 - np.mean(pairs), abs=1e-12)
-    test = scipy.stats.mannwhitneyu(score[positive == 1], score[positive == 0])
-    assert auroc(score, positive) == pytest.approx(test.statistic / (positive.sum() * (1 - positive).sum()), abs=1e-12)
 
 
 def test_infinite_scores_keep_their_place():

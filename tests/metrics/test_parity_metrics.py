@@ -31,9 +31,6 @@ def ranks_both_ways(distance, relevance):
     }
 
 
-# ---------------------------------------------------------------- validation of PCME++
-
-
 @pytest.mark.parametrize("kind", ["csd_sims", "cosine_sims", "matching_prob_sims"])
 def test_parity_pcmepp_validation(kind):
     described, tensors = fixture("pcmepp_eval")
@@ -68,9 +65,6 @@ def test_parity_pcmepp_scores_come_from_our_distances():
     s = samples[0].shape[1]
     summed = match_probability(distance, 2 * scale, 2 * bias).view(len(image), s, len(text), s).sum((1, 3))
     torch.testing.assert_close(summed, tensors["out/matching_prob_sims"], rtol=1e-4, atol=1e-5)
-
-
-# ---------------------------------------------------------------- COCO 1K/5K, CxC, ECCV
 
 
 @cache

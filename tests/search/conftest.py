@@ -1,5 +1,9 @@
 import pytest
 from support import stores_contract
+from support.postgresql import postgresql
+from support.rare_words import quick_vectors
+
+from sfumato.search import texts
 
 
 @pytest.fixture
@@ -12,3 +16,15 @@ def _stores_are_closed():
     yield
     while stores_contract.made:
         stores_contract.made.pop().close()
+
+
+@pytest.fixture
+def quick_texts(monkeypatch):
+    """Texts have vectors without a model."""
+    monkeypatch.setattr(texts, "sentence_vectors", quick_vectors)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with postgresql() as server:
+        yield server

@@ -11,14 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from support.postgresql import postgresql
-from support.rare_words import quick_vectors
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.query_scores import QueryScores
 from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search import texts as texts_module
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.index import copy_gallery
 from sfumato.search.texts import item_texts, text_vectors
@@ -27,10 +24,7 @@ from sfumato.workflows.search import load_index
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "operate.md"
 N, D = 90, 5
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(texts_module, "sentence_vectors", quick_vectors)
+pytestmark = pytest.mark.usefixtures("quick_texts")
 
 
 def version_of(i, step):
@@ -56,12 +50,6 @@ def assert_texts_match(collection, payloads):
     records = collection.texts.store.get(list(kept))
     for id, vector in zip(records.ids, records.vectors, strict=True):
         torch.testing.assert_close(vector, vectors[id], rtol=0, atol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with postgresql() as server:
-        yield server
 
 
 @pytest.mark.parametrize("kind", ["file", pytest.param("postgresql", marks=pytest.mark.engine)])

@@ -21,11 +21,7 @@ from sfumato.search.exact import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.folder import is_collection
 from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.stores.local import LocalStore
-from sfumato.search.stores.protocol import (
-    Filter,
-    StoreInUseError,
-    create_store,
-)
+from sfumato.search.stores.protocol import Filter, StoreInUseError, create_store
 
 D = 11
 

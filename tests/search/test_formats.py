@@ -31,6 +31,8 @@ from sfumato.search.stores.protocol import Records, open_store
 OLD = Path(__file__).with_name("formats_f5d496a8.tar.xz")
 N, D = 12, 5
 
+pytestmark = pytest.mark.usefixtures("quick_texts")
+
 
 def gaussians(n, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -79,23 +81,12 @@ def on_server(server, program, *words):
     return subprocess.run([server.programs / program, *address, *words], check=True, timeout=60, stdout=-1).stdout
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(texts_module, "sentence_vectors", quick_vectors)
-
-
 @pytest.fixture
 def old(tmp_path):
     """The folder of the archive."""
     with tarfile.open(OLD) as tar:
         tar.extractall(tmp_path / "old", filter="data")
     return tmp_path / "old"
-
-
-@pytest.fixture(scope="module")
-def server():
-    with postgresql() as server:
-        yield server
 
 
 def assert_answers(gallery, old, name):

@@ -74,6 +74,11 @@ def made(tmp_path):
         yield collection, gallery
 
 
+def asked(collection, *texts, k=9, **options):
+    """The answers to queries at places of their own with these texts."""
+    return collection.search(gaussians(len(texts), 5), k, SearchOptions(**options), QueryInfo.of_texts(texts))
+
+
 def linear(of, logit, values):
     """The value of a LinearLogit, number by number."""
     inside = [min(max(v, low), high) for v, low, high in zip(values, of["low"], of["high"], strict=True)]
@@ -136,8 +141,7 @@ ASKED = ["a dog", "vehicles in snow", "zebra", "a cat and an animal on a sofa"]
 @pytest.mark.parametrize("text", ASKED)
 def test_order_and_probabilities_are_those_of_the_formula(made, text):
     collection, gallery = made
-    query = gaussians(1, 5)
-    (answer,) = collection.search(query, 20, about=QueryInfo.of_texts([text]))
+    query, (answer,) = gaussians(1, 5), asked(collection, text, k=20)
     _, expected, nothing = by_loops(collection, gallery, query, text)
     assert answer.target == "fits" and [hit.id for hit in answer] == [i for _, i in expected[:20]]
     assert [hit.match_probability for hit in answer] == pytest.approx([p for p, _ in expected[:20]], rel=2e-4)
@@ -155,13 +159,8 @@ def test_the_closest_items_have_the_same_probabilities(made, large):
     collection, gallery = made
     if large:
         collection.n_exact, collection.n_sample = 55, 40
-    query = gaussians(1, 5)
-    both = [
-        collection.search(query, 60, SearchOptions(order=order), QueryInfo.of_texts(["a dog"]))[0]
-        for order in ("fits", "distance")
-    ]
-    fits, closest = both
-    nearest = csd_matrix(query, gallery)[0].argsort().tolist()
+    fits, closest = (asked(collection, "a dog", k=60, order=order)[0] for order in ("fits", "distance"))
+    nearest = csd_matrix(gaussians(1, 5), gallery)[0].argsort().tolist()
     assert [hit.id for hit in closest][:50] == [f"{i:02}.jpg" for i in nearest[:50]]
     assert [hit.id for hit in fits] != [hit.id for hit in closest]
     assert {h.id: h.match_probability for h in fits} == {h.id: h.match_probability for h in closest}
@@ -171,10 +170,10 @@ def test_the_closest_items_have_the_same_probabilities(made, large):
 
 def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
     collection, gallery = made
-    query, asked = gaussians(1, 5), TextQuery("a photo", ("day",), ("dog", "snow"))
-    (answer,) = collection.search(query, 60, about=[QueryInfo(asked.name, asked, native=False)])
+    query, text_query = gaussians(1, 5), TextQuery("a photo", ("day",), ("dog", "snow"))
+    (answer,) = collection.search(query, 60, about=[QueryInfo(text_query.name, text_query, native=False)])
     wanted = {i: p for p, i in by_loops(collection, gallery, query, "a photo day")[1]}
-    for text in asked.without:
+    for text in text_query.without:
         pairs = by_loops(collection, gallery, query, text, neutral=True)[0]
         for i, payload in enumerate(payloads(60)):
             wanted[f"{i:02}.jpg"] *= 1 / (1 + math.exp(pairs[i])) if item_texts(payload) else 1
@@ -185,10 +184,10 @@ def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
 
 def test_a_large_gallery_compares_the_closest_of_both_searches(made):
     collection, _ = made
-    whole = collection.search(gaussians(3, 5), 5, about=QueryInfo.of_texts(["a dog", "tent", "harbour"]))
+    whole = asked(collection, "a dog", "tent", "harbour", k=5)
     collection.n_exact, collection.n_sample = 55, 40
     collection._sampler._last = None
-    part = collection.search(gaussians(3, 5), 5, about=QueryInfo.of_texts(["a dog", "tent", "harbour"]))
+    part = asked(collection, "a dog", "tent", "harbour", k=5)
     for a, b in zip(whole, part, strict=True):
         assert {hit.id for hit in a} & {hit.id for hit in b} >= {a[0].id}  # Rarity is that of the sample.
         assert b.expected_matches == pytest.approx(a.expected_matches, rel=0.5)
@@ -200,10 +199,7 @@ def test_queries_without_a_text_and_guarantees_go_by_distance(made):
     mixed = collection.search(queries, 5, about=[*QueryInfo.of_texts(["a dog"]), QueryInfo("an image")])
     plain = collection.search(queries, 5)
     assert [a.target for a in mixed] == ["fits", "listed"] and mixed[1].hits == plain[1].hits
-    assert (
-        collection.search(queries, 5, SearchOptions(coverage=0.9), QueryInfo.of_texts(["a dog", "tent"]))[0].target
-        == "listed"
-    )
+    assert asked(collection, "a dog", "tent", k=5, coverage=0.9)[0].target == "listed"
     assert mixed[0][0].best_text and "best_text" not in plain[0].to_json()["hits"][0]
 
 
@@ -214,27 +210,25 @@ def test_both_stores_stay_in_step(made, tmp_path):
     collection.upsert(gallery[1:2], ["01.jpg"], payloads=[{}])  # Its texts are gone.
     assert collection.delete(["02.jpg", "none"]) == 1
     assert collection.texts.store.count() == with_texts - 2
-    (filtered,) = collection.search(
-        gaussians(1, 5), 60, SearchOptions(filter=Filter({"date": ("2024-03",)})), QueryInfo.of_texts(["dog"])
-    )
+    (filtered,) = asked(collection, "dog", k=60, filter=Filter({"date": ("2024-03",)}))
     assert {hit.payload["date"] for hit in filtered} == {"2024-03"} and filtered.target == "fits"
     with copy_gallery(collection, tmp_path / "copy") as copied:
         assert copied.texts.store.count() == with_texts - 2
-        a, b = (g.search(gaussians(1, 5), 9, about=QueryInfo.of_texts(["cake"])) for g in (copied, collection))
-        assert a[0].hits == b[0].hits
+        ((a,), (b,)) = (asked(one, "cake") for one in (copied, collection))
+        assert a.hits == b.hits
     collection.close()
     with GaussianCollection.open(tmp_path / "c") as opened:
-        assert opened.search(gaussians(1, 5), 9, about=QueryInfo.of_texts(["cake"]))[0].hits == b[0].hits
+        assert asked(opened, "cake")[0].hits == b.hits
 
 
 def test_what_another_process_has_changed_is_found(made, tmp_path):
     collection, _ = made
     collection.close()
     with GaussianCollection.open(tmp_path / "c") as reader, GaussianCollection.open(tmp_path / "c") as writer:
-        assert reader.search(gaussians(1, 5), 1, about=QueryInfo.of_texts(["lighthouse"]))[0][0].id != "new.jpg"
+        assert asked(reader, "lighthouse", k=1)[0][0].id != "new.jpg"
         writer.rename("05.jpg", "new.jpg", {"captions": "a lighthouse"})
         object.__setattr__(reader._sampler._last, "good_until", 0)  # Some seconds later.
-        (hit,) = reader.search(gaussians(1, 5), 1, about=QueryInfo.of_texts(["lighthouse"]))[0]
+        (hit,) = asked(reader, "lighthouse", k=1)[0]
         assert hit.id == "new.jpg" and writer.get(["05.jpg"]).ids == ()
         writer.keep({"a": 1})
         reader.keep(lambda now: {"b": now["a"] + 1})

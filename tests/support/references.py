@@ -59,34 +59,6 @@ def nearest(m1, v1, m2, v2, k):
     return min(math.dist(a, b) ** 2 for a in parts[0] for b in parts[1])
 
 
-# Formulas that are easily taken for the right ones; a test asserts that each differs.
-WRONG = {
-    "csd": [
-        # Sigma for sigma squared, mean for sum, means taken for unit vectors.
-        lambda m1, v1, m2, v2: csd(m1, list(map(math.sqrt, v1)), m2, list(map(math.sqrt, v2))),
-        lambda m1, v1, m2, v2: csd(m1, v1, m2, v2) / len(m1),
-        lambda m1, v1, m2, v2: 2 - 2 * sum(a * b for a, b in zip(m1, m2, strict=True)) + sum(v1) + sum(v2),
-        wasserstein2,
-    ],
-    "squared_l2": [lambda m1, v1, m2, v2: math.sqrt(squared_l2(m1, v1, m2, v2))],
-    "wasserstein2": [
-        lambda m1, v1, m2, v2: squared_l2(m1, v1, m2, v2) + sum((s - t) ** 2 for s, t in zip(v1, v2, strict=True)),
-        lambda m1, v1, m2, v2: math.sqrt(wasserstein2(m1, v1, m2, v2)),
-    ],
-    "wasserstein2_root": [wasserstein2, wasserstein2_printed],
-    "wasserstein2_printed": [wasserstein2, wasserstein2_root],
-    "kl": [lambda m1, v1, m2, v2: kl(m2, v2, m1, v1), lambda m1, v1, m2, v2: kl(m1, v1, m2, v2) / len(m1)],
-    "kl_reversed": [kl],
-    "min_kl": [js],
-    "js": [lambda m1, v1, m2, v2: 2 * js(m1, v1, m2, v2)],
-    "elk": [lambda m1, v1, m2, v2: elk(m1, v1, m2, v2) - len(m1) / 2 * math.log(2 * math.pi)],
-    "bhattacharyya": [
-        lambda m1, v1, m2, v2: bhattacharyya(m1, v1, m2, v2) - squared_l2(m1, v1, m2, v2) / 8,
-        lambda m1, v1, m2, v2: 2 * bhattacharyya(m1, v1, m2, v2),
-    ],
-}
-
-
 def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
