@@ -358,7 +358,7 @@ BAD_INPUTS = {
     "index {run} --images {data} --split test --out {new}": "give one of --data FOLDER",
     "search {data} x": "holds no collection",
     "search {data}": "nothing to search for",
-    "search {data} ' '": "a text to search for is empty",
+    "search {data} ' '": "a text to search for has no words: ' '",
     "search {stored} x --abstain 0.0001": "no limit has a risk of at most 0.0001",
     "search {stored} --image {data}/000.png --coverage 0.9": "works only with queries by text",
     "evaluate run {bare}": "tokenizer.json is missing",

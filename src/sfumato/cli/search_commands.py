@@ -286,18 +286,13 @@ def search(
 
     if not asked.query and not asked.image and not asked.item:
         raise UserError("nothing to search for: give a text, --image FILE or --id ITEM")
-    texts = [text for text in asked.query or [] if text.strip()]
-    if len(texts) < len(asked.query or []):
-        if not texts:
-            raise UserError("a text to search for is empty; leave it out")
-        say("an empty text to search for is left out")
     if (asked.also or asked.without) and (asked.image or asked.item):
         raise UserError("--also and --without stand beside a text to search for; leave out --image and --id")
     if asked.order == "fits" and asked.target == "listed":
         raise UserError("--target listed orders by distance; leave out --order fits, or take --target fits")
     answers = search_index(
         folder,
-        [TextQuery(text, tuple(asked.also or ()), tuple(asked.without or ())) for text in texts],
+        [TextQuery(text, tuple(asked.also or ()), tuple(asked.without or ())) for text in asked.query or []],
         asked.image or [],
         asked.item or [],
         asked.k,

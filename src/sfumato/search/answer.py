@@ -116,10 +116,8 @@ class TextQuery:
 
     def __post_init__(self) -> None:
         for text in (self.text, *self.also, *self.without):
-            if not text.strip():
-                raise UserError("a text to search for is empty; leave it out")
             if not any(letter.isalnum() for letter in plain_text(text)):
-                raise UserError(f"a text to search for has no words: {text!r}; write what should be seen in words")
+                raise UserError(f"a text to search for has no words: {text!r}; write words, or leave it out")
 
     @property
     def name(self) -> str:

@@ -214,10 +214,8 @@ class GaussianCollection(Gallery):
     def filling(self, way_out: str) -> Iterator[None]:
         """Mark a new collection as incomplete while the block runs; :meth:`open` refuses it if the block never ended.
 
-        One that was whole stays open to others, before, during and after; they find what has arrived.
-
         Args:
-            way_out: advice to the user for an incomplete collection.
+            way_out: advice to the user for an incomplete collection; one that was whole stays open to all.
 
         Yields:
             Nothing.
