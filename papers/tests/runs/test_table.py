@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from dataclasses import replace
 from statistics import mean, stdev
 
@@ -162,22 +161,6 @@ def test_best_needs_to_differ_from_every_other_row(by_hand):
     differs, level = (by_hand.best[name].others[1] for name in by_hand.columns)
     assert Best(0, {1: differs, 2: differs}).differs and not Best(0, {1: differs, 2: level}).differs
     assert not Best(0, {}).differs
-
-
-@pytest.mark.skipif(not shutil.which("pdflatex"), reason="needs pdflatex")
-def test_latex_compiles(by_hand, tmp_path):
-    (tmp_path / "t.tex").write_text(
-        "\\documentclass{article}\n\\usepackage{booktabs}\n\\begin{document}\n"
-        + runs_latex(by_hand)
-        + "\\end{document}\n"
-    )
-    done = subprocess.run(
-        ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "t.tex"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_a_grid_is_trained_once_and_ranked_by_several_distances(work, papers, tmp_path, monkeypatch):

@@ -12,9 +12,7 @@ from support.raising import raises
 from support.toy import COLOURS, SHAPES, make_toy
 from support.words import folded, too_wide
 
-from papers.studies.analyse import AnalysisOptions, analyse_model
 from papers.studies.labelled import Labelled, data_labelled, emoji_labelled, read_class_folder, read_class_names
-from papers.studies.pages import write_analyses
 from papers.studies.prompts import (
     Classifier,
     LabelledEmbeddings,
@@ -27,10 +25,9 @@ from papers.studies.prompts import (
     read_templates,
     verdict,
 )
-from papers.studies.zeroshot import ZeroShotOptions, evaluate_zeroshot
+from papers.studies.zeroshot import evaluate_zeroshot
 from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, load_emoji
 from sfumato.errors import UserError
-from sfumato.models.run import load_model
 
 
 def gaussians(n, d, seed, dtype=torch.float64):
@@ -444,10 +441,6 @@ def test_the_study_of_folders(work, papers, tmp_path):
     assert report["total_variance"][0][1] > 0 and written["split"] == "test" and written["settings"]["style"]
     page = (tmp_path / "out" / "analysis.html").read_text()
     assert page.count("<svg") == 4 and "oracle, K most certain, per class" in page and "#zeroshot" in page
-    # The page keeps it beside another study of the same model and data.
-    status, out, err = papers("analyse", work / "run", "--only", "words", "--bins", 2, "--out", tmp_path / "out")
-    page = (tmp_path / "out" / "analysis.html").read_text()
-    assert status == 0 and "#zeroshot" in page and "#words" in page, err
 
 
 def test_the_study_of_emoji_and_of_a_split(work, papers, tmp_path):
@@ -470,13 +463,6 @@ def test_the_study_of_emoji_and_of_a_split(work, papers, tmp_path):
     assert status == 0, err
     result = json.loads(out)["zeroshot"]["report"]
     assert result["classes"] == ["a flag", *groups] and result["n_chosen_on"] == 0
-    # A model without data of its own.
-    settings = ZeroShotOptions.read(f"zeroshot.{setting}" for setting in emoji)
-    options = AnalysisOptions(n_resamples=0, zeroshot=settings)
-    found = analyse_model(load_model(work / "run"), None, "", studies=("zeroshot",), options=options)
-    assert found.studies["zeroshot"]["report"]["methods"] == result["methods"]
-    write_analyses(found, tmp_path / "new", "1")
-    assert " images, 0 texts" not in (tmp_path / "new" / "analysis.html").read_text()
 
 
 def test_the_study_leaves_out_what_it_cannot_read(work, papers, tmp_path):
