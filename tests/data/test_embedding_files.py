@@ -96,9 +96,6 @@ def test_ids_from_arrays(tmp_path):
     assert read_ids(tmp_path / "i.npy") == ["a", "üb"]
 
 
-# ---------------------------------------------------------------- what is refused
-
-
 class Bomb:
     """Un-pickling it would make a test fail."""
 

@@ -55,9 +55,6 @@ def matches(ground_truth):
     return rows["i2t"], rows["t2i"]
 
 
-# ---------------------------------------------------------------- what a ground truth is
-
-
 def test_pairs_make_both_directions():
     ground_truth = ground_truth_from_pairs("mine", ["b", "a"], [7, "x", 8], [("a", 7), ("b", "x"), ("a", 8), ("a", 7)])
     assert matches(ground_truth) == ({"b": {"x"}, "a": {"7", "8"}}, {"7": {"a"}, "x": {"b"}, "8": {"a"}})
@@ -101,9 +98,6 @@ def test_emoji_and_any_split_of_pairs():
         )
     assert len(emoji("style").image_ids) > len(data.images)
     raises(ValueError, "unknown split 'dev'; known: train, val, test, style", emoji, "dev")
-
-
-# ---------------------------------------------------------------- COCO, CxC, ECCV Caption
 
 
 @cache
@@ -259,9 +253,6 @@ def test_damaged_files_are_named(tmp_path, changes, message):
     raises(UserError, r"coco_test_ids\.npy", eccv_caption, tmp_path / "elsewhere")
 
 
-# ---------------------------------------------------------------- Karpathy's files
-
-
 def karpathy(path, images):
     path.write_text(json.dumps({"images": images, "dataset": "x"}))
     return path
@@ -313,8 +304,6 @@ def test_coco_names():
     assert coco_image_id("1000268201_693b08cb0e.jpg") == "1000268201_693b08cb0e.jpg"
 
 
-# ---------------------------------------------------------------- PMRP
-
 CAPTIONS = ground_truth_from_pairs(
     "captions",
     ["COCO_val2014_000000000001.jpg", "2", "3", "4"],
@@ -363,9 +352,6 @@ def test_pmrp_refuses_what_it_cannot_know(tmp_path):
     )
     path.write_text('{"images": []}')
     raises(UserError, "not COCO's instance annotations", pmrp, [path], CAPTIONS, CAPTIONS)
-
-
-# ---------------------------------------------------------------- CUB Captions
 
 
 @pytest.fixture
@@ -424,9 +410,6 @@ def test_birds_by_the_public_lists(birds, tmp_path):
     ):
         raises(UserError, message, read_ground_truths, "cub", annotations=birds, **arguments)
     raises(UserError, "classes belongs to the benchmark cub", read_ground_truths, "emoji", classes=lists)
-
-
-# ---------------------------------------------------------------- a user's own
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def loaded_mlp(tensors, prefix):
     return loaded(mlp(shapes[0][1], [s[0] for s in shapes[:-1]], shapes[-1][0]), tensors, prefix)
 
 
-# ---------------------------------------------------------------- AsymVLM
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
 def test_parity_asymvlm_likelihood_and_loss(name, dtype, rtol):
@@ -130,7 +129,6 @@ def test_asymvlm_loss_shares_several_matches():
     close(asymvlm_loss(ll, match, 1.0), (torch.stack(rows).mean() + torch.stack(columns).mean()) / 2)
 
 
-# ---------------------------------------------------------------- ProbVLM
 def found_inputs(t, dtype=torch.float64):
     names = ("mean", "one_over_alpha", "beta")
     return GeneralisedGaussian(*(t[f"inputs/{name}"].to(dtype).clone().requires_grad_() for name in names))
@@ -222,9 +220,6 @@ def test_parity_probvlm_variance():
     close(generalised_gaussian_variance(clipped), t["var/official"])
 
 
-# ---------------------------------------------------------------- PFE, PCME++, ProLIP
-
-
 def gaussians(t, shift):
     means = [functional.normalize(t[f"inputs/mean_{s}"], dim=1) for s in "it"]
     log_vars = [(t[f"inputs/head_{s}"] + shift).requires_grad_() for s in "it"]
@@ -287,7 +282,6 @@ def test_parity_adapter_networks():
     close(PCMEPPAdapter.log_variance(network(mean)), t["net/pcmepp_log_var"])
 
 
-# ---------------------------------------------------------------- training
 def toy_pairs(n=600, d=8, seed=0, dtype=torch.float32):
     """Pairs whose noise depends on the first entry of the image, which both embeddings show."""
     g = torch.Generator().manual_seed(seed)

@@ -38,7 +38,6 @@ def uclip(direction):
     return described, t, *((text, image) if direction == "t2i" else (image, text))
 
 
-# ---------------------------------------------------------------- parity
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
 def test_parity_top1_and_margins(direction, dtype, rtol):
@@ -95,7 +94,6 @@ def test_parity_whitening_of_correlated_features():
     torch.testing.assert_close(found, t["ours/corr/mahalanobis_sq"], rtol=1e-9, atol=0)
 
 
-# ---------------------------------------------------------------- independent checks
 @pytest.mark.parametrize("m", [2, 3, 31, 32, 33, 700])
 def test_the_shortest_change_is_that_of_all_items(m):
     queries, gallery = (functional.normalize(items(n, 5, s), dim=1) for n, s in ((50, 3), (m, 4)))

@@ -24,7 +24,6 @@ def normal(*shape, seed, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-# ---------------------------------------------------------------- curvature
 def dense_curvature(sources, targets, scale, bias):
     """Source by source from the Jacobian that autograd finds."""
     y = functional.normalize(targets, dim=1)
@@ -115,7 +114,6 @@ def test_parity_damped_inverses():
             close(posterior.variance(hidden), wanted)
 
 
-# ---------------------------------------------------------------- evidence
 @pytest.mark.parametrize("tag", ["img", "txt"])
 @pytest.mark.parametrize("n", [1, 10])
 def test_parity_evidence(tag, n):
@@ -130,7 +128,6 @@ def test_parity_evidence(tag, n):
     assert best == pytest.approx(float(t[f"ours/{tag}/n{n}/lambda_opt"]), rel=1e-10)
 
 
-# ---------------------------------------------------------------- predictions
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_parity_predictions(kind):
     """Variances of the raw embeddings, and csd of the Gaussians = 2 - 2 expected cosine."""
@@ -152,7 +149,6 @@ def test_parity_predictions(kind):
     close(csd_matrix(*found), 2 - 2 * t[f"{kind}/mean"] / float(t[f"inputs/{prefix}logit_scale"].exp()))
 
 
-# ---------------------------------------------------------------- independent checks
 def small_pairs(*, siglip=False, n=60, d=4, widths=(6, 5), dtype=torch.float64):
     """A small two-tower model whose pairs share a latent; hidden features of different widths."""
     latent = normal(n, 3, seed=10, dtype=dtype)

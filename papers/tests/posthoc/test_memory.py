@@ -54,7 +54,6 @@ def contrast_by_loops(pairs, side, query, gallery, k):
     return -math.log(softmax([pairs.logit_scale * dot(proxy, g) for g in gallery])[first])
 
 
-# ---------------------------------------------------------------- formulas
 @pytest.mark.parametrize("side", OTHER)
 def test_the_memory_is_that_of_loops(side):
     pairs, queries, gallery = some_pairs(), items(300, 5, 7), items(6, 5, 8)  # More queries than a block has.
@@ -89,7 +88,6 @@ def test_a_ratio_of_densities_by_hand():
     assert float(BayesianBM25().uncertainty("text", torch.tensor([[3.0, 0.0]]).double(), more)) != float(found)
 
 
-# ---------------------------------------------------------------- hard cases
 @pytest.mark.parametrize("method", MEMORY)
 def test_one_training_pair_is_a_memory(method):
     pairs = FrozenPairs(items(1, 5, 1), items(1, 5, 2), torch.zeros(1, 2, dtype=torch.long), logit_scale=3.0)

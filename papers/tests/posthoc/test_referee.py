@@ -123,7 +123,6 @@ def auroc_by_loops(low, high):
     return sum((b > a) + 0.5 * (b == a) for a, b in pairs) / len(pairs)
 
 
-# ---------------------------------------------------------------- figures
 def test_every_contestant_is_there_for_every_direction(report):
     assert list(report["methods"]) == list(contestants()) == [*BASELINES, *METHODS]
     for name, method in report["methods"].items():
@@ -242,7 +241,6 @@ def test_ambiguity_where_texts_have_many_matches(report):
     assert -1 <= values["top1"]["low"] <= values["top1"]["high"] <= 1 and values["constant"]["value"] is None
 
 
-# ---------------------------------------------------------------- galleries and splits
 def test_a_large_split_is_dealt_into_galleries_of_the_size_of_validation(model):
     large = FrozenModel("tiny", model.train, split_of(20, 11), {"test": model.tests["test"]}, PROJECTIONS)
     options = RefereeOptions(methods=("top1",), n_resamples=5, n_absent=9, seed=4)
@@ -285,7 +283,6 @@ def test_other_queries_keep_the_gallery_and_their_matches():
         assert len(part.groups) == len(part.images)
 
 
-# ---------------------------------------------------------------- corruptions and costs
 def noisier(split, side, index, strength):
     """Queries with noise on the inputs of the last layer."""
     rows, (matrix, bias) = torch.from_numpy(index), PROJECTIONS[side]
@@ -342,7 +339,6 @@ def test_peak_memory_sees_what_is_freed_again_and_not_what_was_there(monkeypatch
     assert unknown.megabytes is None
 
 
-# ---------------------------------------------------------------- files
 def test_finished_contestants_are_not_computed_again(model, tmp_path, monkeypatch):
     path = tmp_path / "tiny.json"
     whole = referee_model(model, RefereeOptions(methods=("constant", "top1", "margin"), n_resamples=5, n_absent=5))
@@ -366,7 +362,6 @@ def test_finished_contestants_are_not_computed_again(model, tmp_path, monkeypatc
     assert len(asked) == 5
 
 
-# ---------------------------------------------------------------- tables
 def made(values, seed=0):
     interval = lambda v: {"value": v, "low": v - 0.1, "high": v + 0.1}
     figures = {
@@ -431,7 +426,6 @@ def test_a_summary_by_hand():
     assert chosen.startswith("| method | ECE | log loss |\n")
 
 
-# ---------------------------------------------------------------- runs and the command
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Heads on made-up embeddings: 60 images for training, 30 each for validation and test, two texts an image."""

@@ -72,7 +72,6 @@ def figures_of(report, name, *without):
     }
 
 
-# ---------------------------------------------------------------- figures
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("method", ["top1", "margin"])
 def test_the_numbers_of_a_built_in_method_give_its_figures(tmp_path, method, many):
@@ -121,9 +120,6 @@ def test_added_methods_are_measured_anew_and_the_others_are_kept(tmp_path):
     assert list(json.loads(path.read_text())["methods"]) == ["constant"]
 
 
-# ---------------------------------------------------------------- bad files
-
-
 def test_rows_that_do_not_fit_the_data_are_named_before_anything_is_fitted(tmp_path, monkeypatch):
     model = model_of()
     monkeypatch.setattr("papers.posthoc.referee.fit_contestant", None)
@@ -168,7 +164,6 @@ def test_ids_are_one_for_each_item_or_none():
     assert other.text_ids == ("t, 21", "t, 35") and other.image_ids == split.image_ids
 
 
-# ---------------------------------------------------------------- the guide, the command and the schema
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("added")

@@ -92,9 +92,6 @@ def test_a_positive_outside_of_the_gallery_stands_alone_and_infinitely_far(tmp_p
         assert read_per_query(tmp_path / f"x.{ending}").figures["best_rank"][:3].tolist() == [0, np.inf, np.inf]
 
 
-# ---------------------------------------------------------------- files
-
-
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_there_and_back(ending, tmp_path):
     """Every bit of every number, ids with commas, quotes and line breaks, and undefined figures."""
@@ -124,9 +121,6 @@ def test_a_csv_is_readable_by_others(tmp_path):
         "truth,direction,query,group,recall@1,recall@5,recall@10,r_precision,map@r,best_rank,uncertainty"
     )
     assert lines[1] == "hand,i2t,a,a,1.0,1.0,1.0,0.5,0.5,0.0,0.5" and lines[6].endswith(",1.0,")
-
-
-# ---------------------------------------------------------------- two runs
 
 
 def runs(n=60, seed=0, gain=0.3, n_groups=None):

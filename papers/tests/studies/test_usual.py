@@ -28,7 +28,7 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.errors import UserError
 from sfumato.metrics.relevance import Relevance
 
-# ---------------------------------------------------------------- words
+
 UNCERTAINTY = np.array([0.4, 0.1, 0.3, 0.2])
 CAPTIONS = [["a cat", "A dog sits"], ["a red dog"], ["Dog, dog!"], ["a dog", "the red cat-runs"]]
 
@@ -65,7 +65,6 @@ def test_weights_of_frequent_words_and_bins_of_equal_size():
     assert [b["n_items"] for b in bins] == [4, 4, 3]
 
 
-# ---------------------------------------------------------------- set algebra
 def gaussians(*rows):
     """Each row is (x, y, variance of x, variance of y)."""
     values = torch.tensor(rows, dtype=torch.float64)
@@ -176,7 +175,6 @@ def test_pictures_are_mixed_in_halves_and_a_quarter_is_erased():
     assert boxes == {(0, 223, 0, 111), (0, 223, 112, 223), (0, 111, 0, 223), (112, 223, 0, 223)}
 
 
-# ---------------------------------------------------------------- the plane
 def items(mean, log_var=None):
     return GaussianEmbedding(mean, torch.full_like(mean, -2.0) if log_var is None else log_var)
 
@@ -245,7 +243,6 @@ def test_degenerate_galleries():
             assert not equal or (e["x"], e["y"]) == pytest.approx((0, 0), abs=1e-6)
 
 
-# ---------------------------------------------------------------- the map
 def split(n=30, per=3, d=6, seed=0):
     """n images with texts of their own near them."""
     random = torch.Generator().manual_seed(seed)

@@ -36,9 +36,6 @@ def gaussians(n, d, seed, dtype=torch.float64):
     return GaussianEmbedding(mean, torch.randn(n, d, generator=random, dtype=dtype) - 1)
 
 
-# ---------------------------------------------------------------- pooling
-
-
 def test_pooling_by_hand():
     """N(0, 1) and N(2, 3): mean 1, variance (1 + 3)/2 + 1; a third prompt without weight changes nothing."""
     prompts = GaussianEmbedding(torch.tensor([[0.0], [2.0], [9.0]]), torch.tensor([[1.0], [3.0], [7.0]]).log())
@@ -89,9 +86,6 @@ def test_pooling_is_the_loops():
     alone = pool_prompts(points, torch.ones(2, 1))
     torch.testing.assert_close(alone.mean, points.mean)
     assert torch.isneginf(alone.log_var).all()
-
-
-# ---------------------------------------------------------------- which prompts
 
 
 def test_the_most_certain_are_kept_and_equal_ones_in_their_order():
@@ -178,9 +172,6 @@ def test_halves_share_no_picture_and_every_class_is_in_both():
     assert np.bincount(labels[first], minlength=3).tolist() == [2, 2, 0]
     assert [a.tolist() for a in halves(labels, 3)] == [first.tolist(), second.tolist()]
     assert halves(labels, 4)[0].tolist() != first.tolist()
-
-
-# ---------------------------------------------------------------- the report, by a model that is a table
 
 
 @dataclass
@@ -324,9 +315,6 @@ def test_another_distance_may_decide():
         assert report["methods"][0]["top1"]["value"] == share and report["distance"] == (distance or "csd")
 
 
-# ---------------------------------------------------------------- templates and classes
-
-
 def test_the_templates_of_clip():
     templates = read_templates()
     assert len(templates) == len(set(templates)) == 80 and templates[0] == "a photo of a {}."
@@ -393,9 +381,6 @@ def test_data_whose_only_text_of_a_picture_is_its_class():
     assert found.classes == ("fox", "owl") and found.labels.tolist() == [0, 1, 0]
     two = PairData(("x",), pictures[:1], ("0", "1"), ("fox", "owl"), ("caption",) * 2, np.array([[0, 0], [0, 1]]))
     raises(UserError, "image x has 2 texts; expected one each", data_labelled, two)
-
-
-# ---------------------------------------------------------------- the command
 
 
 @pytest.fixture(scope="module")

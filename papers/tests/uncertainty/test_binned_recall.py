@@ -28,7 +28,6 @@ def queries(n=97, seed=0):
     return u, (rng.random(n) > u / u.max()).astype(float)
 
 
-# ---------------------------------------------------------------- against released code
 def test_bins_and_correlations_of_the_fixture(released):
     _, t = released
     kinds = ("ours/{}/count", "ours/{}/width", "probvlm/{}/spacing", "probvlm/{}/samples")
@@ -75,7 +74,6 @@ def test_the_other_figures_of_the_fixture(released):
     np.testing.assert_allclose(log_loss(of_label, torch.ones_like(of_label)), t["cal/nlpd"], rtol=1e-6)
 
 
-# ---------------------------------------------------------------- by hand and by loops
 def test_a_table_by_hand():
     u = np.array([5.0, 1, 2, 9, 3, 4, 8])
     hit = np.array([0.0, 1, 1, 0, 1, 0, 1])
