@@ -6,14 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from reports.test_report import EVIL
 
-from sfumato.charts import (
-    FIRST,
-    INK,
-    Chart,
-    new_axes,
-    require_matplotlib,
-    write_drawing,
-)
+from sfumato.charts import FIRST, INK, Chart, new_axes, require_matplotlib, write_drawing
 from sfumato.errors import UserError
 
 LINK = "{http://www.w3.org/1999/xlink}href"

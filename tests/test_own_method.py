@@ -128,11 +128,7 @@ class Biased(LossOptions):
         (lambda: register_loss("a b", plain_loss), ValueError, "'a b' is not an identifier"),
         (lambda: register_loss("new", 3), TypeError, "expected a function"),
         (lambda: register_loss("new", plain_loss, dict), TypeError, "expected a dataclass derived from LossOptions"),
-        (
-            lambda: register_loss("new", plain_loss, Undecorated),
-            TypeError,
-            "option 'margin' of Undecorated is none",
-        ),
+        (lambda: register_loss("new", plain_loss, Undecorated), TypeError, "option 'margin' of Undecorated is none"),
         (lambda: register_loss("new", plain_loss, Bare), TypeError, "the option 'margin' of Bare is none"),
         (lambda: register_loss("new", plain_loss, Biased), TypeError, "logit_bias is learnt with logit_scale"),
         (lambda: register_loss("new", LOSSES["pcme"], PlainOptions), TypeError, "needs its options as Options"),

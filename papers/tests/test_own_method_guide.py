@@ -17,10 +17,7 @@ TINY = [
     "train.epochs=2", "train.threads=1", "model.dim=16", "model.image.size=16", "model.image.width=4",
     "model.text.vocabulary=200", "model.text.width=16", "optim.warmup_epochs=0",
 ]  # fmt: skip
-QUICK = {
-    "train": TINY,
-    "referee": ["--absent", "20", "--corrupted", "0", "--bootstrap", "20"],
-}
+QUICK = {"train": TINY, "referee": ["--absent", "20", "--corrupted", "0", "--bootstrap", "20"]}
 NAMES = ((LOSSES, "margin"), (DISTANCES, "l1_means"), (ESTIMATORS, "top2_gap"))
 
 

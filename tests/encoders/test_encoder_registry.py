@@ -180,12 +180,7 @@ def test_a_section_of_the_wrong_kind_or_side_is_refused():
 
 
 KINDS = [(side, kind) for side, kinds in ENCODERS.items() for kind in kinds]
-SMALL = {
-    "clip": {"architecture": "ViT-Ti/16"},
-    "resnet": {"size": 32},
-    "efficientnet": {"size": 32},
-    "frozen": {},
-}
+SMALL = {"clip": {"architecture": "ViT-Ti/16"}, "resnet": {"size": 32}, "efficientnet": {"size": 32}, "frozen": {}}
 DATA = {
     "regions": {"source": "scan", "path": "."},
     "embeddings": {"source": "embeddings", "images": "images.npy", "texts": "texts.npy"},

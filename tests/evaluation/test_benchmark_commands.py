@@ -96,10 +96,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_embedded(work, sfumato,
             (*wanted[:3], work / "other.json"),
             "12 of the 12 images of the benchmark flickr8k are not among the 12 images that were embedded",
         ),
-        (
-            ("--benchmark", "cub", "--annotations", work),
-            "with a further --annotations the folder of the public",
-        ),
+        (("--benchmark", "cub", "--annotations", work), "with a further --annotations the folder of the public"),
         (("--annotations", work), "--annotations belongs to a benchmark; add --benchmark NAME"),
         (("--metrics", "map@r"), "--metrics belongs to a benchmark"),
     ):

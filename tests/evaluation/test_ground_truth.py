@@ -400,10 +400,7 @@ def test_birds_by_the_public_lists(birds, tmp_path):
     (named,) = read_ground_truths("cub", annotations=birds, classes=lists / "trainvalclasses.txt")
     assert len(named.image_ids) == 4
     for arguments, message in (
-        (
-            {},
-            r"the folder of the public lists \(testclasses.txt.*--split chooses \(test, seen, ",
-        ),
+        ({}, r"the folder of the public lists \(testclasses.txt.*--split chooses \(test, seen, "),
         ({"classes": lists, "split": "val"}, "CUB has no split 'val'; known: test, seen, train, train1, val1"),
         ({"classes": lists, "split": "val1"}, r"cannot read the list .*valclasses1\.txt"),
         ({"classes": lists / "testclasses.txt", "split": "seen"}, "needs the folder of the class lists"),

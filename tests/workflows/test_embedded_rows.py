@@ -89,11 +89,7 @@ def test_rows_of_another_model_and_damaged_rows_are_refused(toy, embedded, sfuma
     assert "by another model" in refused(table.set_column(names.index("model"), "model", [["x"] * 30]))
     assert "no column id" in refused(table.drop_columns("id"))
     means = table.column("mean").to_pylist()
-    for wrong, message in (
-        ([float("nan")] * 16, "NaN"),
-        ([1.0] * 15, "differ in length"),
-        (None, "some are missing"),
-    ):
+    for wrong, message in (([float("nan")] * 16, "NaN"), ([1.0] * 15, "differ in length"), (None, "some are missing")):
         changed = pyarrow.array([wrong, *means[1:]], pyarrow.list_(pyarrow.float32()))
         assert message in refused(table.set_column(names.index("mean"), "mean", changed))
     assert not out.exists() or not is_collection(out)
