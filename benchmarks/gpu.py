@@ -185,9 +185,8 @@ def losses(bench: Bench, pairs: int) -> dict[str, Any]:
     for name, form in forms.items():
         peaks[name] = bench.peak(form)
         gradients.append(torch.cat([leaf.grad.flatten() for leaf in leaves if leaf.grad is not None]))
-    apart = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
-    ratio = taken["loss"] / taken["naive"]
-    return {"pairs": n, "seconds": taken, "of_naive": ratio, "peak_mb": peaks, "gradients_apart": apart}
+    apart, ratio = (gradients[0] - gradients[1]).norm() / gradients[1].norm(), taken["loss"] / taken["naive"]
+    return {"pairs": n, "seconds": taken, "of_naive": ratio, "peak_mb": peaks, "gradients_apart": float(apart)}
 
 
 def search(bench: Bench, batch: int) -> dict[str, Any]:

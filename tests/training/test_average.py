@@ -202,8 +202,8 @@ def test_a_run_validates_and_keeps_the_mean_of_its_last_epochs(tmp_path):
 def test_the_epoch_that_is_kept(tmp_path, monkeypatch, select, kept):
     """With scores that rise, and then fall; the last one is kept where asked."""
     scores = iter([0.2, 0.6, 0.5, 0.1])
-    validate = loop.validate
-    monkeypatch.setattr(loop, "validate", lambda *args: (validate(*args)[0], next(scores)))
+    validate = after_module.validate
+    monkeypatch.setattr(after_module, "validate", lambda *args: (validate(*args)[0], next(scores)))
     recipe = load_recipe(make_toy(tmp_path), ["train.epochs=4", f"train.select={select}"])
     result, after, _ = spied_run(recipe, tmp_path / "run")
     assert (result["best_epoch"], result["best_score"]) == (kept, {1: 0.6, 3: 0.1}[kept])
@@ -234,7 +234,7 @@ def test_the_moving_average_of_a_run_takes_in_every_step(tmp_path, monkeypatch):
 def test_single_weights_from_before_the_average_do_not_compete_with_it(tmp_path, monkeypatch):
     """Scores that only fall: of six epochs the first would win, and of the two averaged ones the first does."""
     scores = iter([0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
-    true = loop.validate
-    monkeypatch.setattr(loop, "validate", lambda *given: (true(*given)[0], next(scores)))
+    true = after_module.validate
+    monkeypatch.setattr(after_module, "validate", lambda *given: (true(*given)[0], next(scores)))
     recipe = load_recipe(make_toy(tmp_path), ["train.epochs=6", "train.swa_epochs=2"])
     assert loop.fit(recipe, tmp_path / "run")["best_epoch"] == 4
