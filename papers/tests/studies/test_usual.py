@@ -28,7 +28,6 @@ from sfumato.data.image_decoding import decode_image
 from sfumato.errors import UserError
 from sfumato.metrics.relevance import Relevance
 
-
 UNCERTAINTY = np.array([0.4, 0.1, 0.3, 0.2])
 CAPTIONS = [["a cat", "A dog sits"], ["a red dog"], ["Dog, dog!"], ["a dog", "the red cat-runs"]]
 
