@@ -220,6 +220,26 @@ def test_parity_probvlm_variance():
     close(generalised_gaussian_variance(clipped), t["var/official"])
 
 
+def test_the_released_order_of_texts_begins_with_the_most_certain_one():
+    _, t = fixture("probvlm")
+    close(t["sort/u_img"].mean(1).argsort(descending=True), t["sort/img_order"])
+    close(t["sort/u_txt"].mean(1).reciprocal().argsort(descending=True), t["sort/txt_order"])
+
+
+def test_the_dropped_exponent_forgets_the_shape():
+    """At the best alpha the product leaves lgamma(1 / beta) + log E|x|: beta is .684 for any data."""
+    beta = 1 / scipy.optimize.minimize_scalar(scipy.special.gammaln, bounds=(1, 2), method="bounded").x
+    assert beta == pytest.approx(0.684167, abs=1e-5)
+    laplace = torch.distributions.Laplace(0.0, 1.0).icdf((torch.arange(4000).double() + 0.5) / 4000)
+    values = 1 / (beta * float(laplace.abs().mean())), beta
+    own = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in values]
+    found = GeneralisedGaussian(torch.zeros_like(laplace), *own)
+    released_loss(found, laplace).mean().backward()
+    assert all(abs(float(x.grad)) < 1e-3 for x in own)
+    variance = generalised_gaussian_variance(found).detach()
+    assert float(variance / laplace.square().mean()) == pytest.approx(2.62, abs=0.01)
+
+
 def gaussians(t, shift):
     means = [functional.normalize(t[f"inputs/mean_{s}"], dim=1) for s in "it"]
     log_vars = [(t[f"inputs/head_{s}"] + shift).requires_grad_() for s in "it"]
