@@ -198,7 +198,7 @@ def test_queries_of_every_kind(toy, model):
         (["a text", path], TypeError, "mix texts and images"),
         (7, TypeError, "got a int; expected a text"),
         ([], ValueError, "got no queries"),
-        (" ", UserError, "is empty"),
+        (" ", UserError, "has no words"),
     ):
         raises(error, message, index.search, query)
     raises(TypeError, "the queries are texts; leave out modality", index.search, ["a dog"], modality="images")
@@ -226,7 +226,7 @@ def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
     assert [hit.id for hit in without] != [hit.id for hit in index.search("red")]
     for query, options, message in (
         (toy / "data" / "000.png", {"without": ["red"]}, "beside texts to search for"),
-        ("red", {"also": [" "]}, "is empty"),
+        ("red", {"also": [" "]}, "has no words"),
         ("red", {"without": ["blue"], "coverage": 0.9}, "works only with queries by text"),
     ):
         raises(UserError, message, index.search, query, **options)
