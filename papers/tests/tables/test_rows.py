@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from papers.pages import VERDICTS, anchors, with_verdicts
+from papers.studies.toy import PUBLISHED_RATIO
 from papers.tables.items import data_sets, find_item, paper_items
 from papers.tables.rows import STATES, paper_rows
 from sfumato.models.recipe import find_recipe, load_recipe
@@ -84,3 +85,34 @@ def test_a_verdict_is_computed_from_both_columns():
         with_verdicts(f"{page}- **Confirmed** `RSUM: b, c > d`.")
     text = "".join(path.read_text(encoding="utf-8") for path in VERDICTS)
     assert not re.search(r"\*\*(Confirmed|Not confirmed|As published)\*\*(?! `)", text), "a verdict without its claim"
+
+
+def test_a_published_figure_beside_ours_is_of_the_same_method():
+    """Each stands in a row of that method in the published table that its section names; so do those of the list."""
+    checked, wrong = 0, []
+    for path in sorted((ROOT / "papers" / "docs").glob("*.md")):
+        for section in re.split(r"^#+ (?=[A-Z])", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            items = [i for i in ITEMS.values() if i.rows and re.search(rf"(?<!\w){re.escape(i.id)}(?!\w)", section)]
+            columns, method = [], ""
+            for line in re.findall(r"^\|(.*)\|$", section, re.MULTILINE):
+                cells = [cell.strip() for cell in line.split("|")]
+                if "published" in line:
+                    columns = [k for k, cell in enumerate(cells) if cell.startswith("published")]
+                method = cells[0] or method
+                for value in [cells[k].replace("−", "-") for k in columns if re.search(r"\d", cells[k])]:
+                    checked += 1
+                    rows = [(f"match loss with {name}", {"": ratio}) for name, ratio in PUBLISHED_RATIO.items()]
+                    rows += [(i.name_on(label, ""), figures) for i in items for label, figures in i.rows.items()]
+                    same = [f for n, f in rows if n == method] or [f for n, f in rows if _is(n, method)]
+                    if not any(float(value) in figures.values() for figures in same):
+                        wrong.append((path.name, method, value))
+    assert checked > 150 and wrong == []
+    for row in ROWS:
+        if row.id in ITEMS and ITEMS[row.id].rows and row.headline:
+            printed = {value for figures in ITEMS[row.id].rows.values() for value in figures.values()}
+            assert {float(v) for v in re.findall(r"-?\d+\.\d+", row.headline[2].replace("−", "-"))} <= printed, row.id
+
+
+def _is(published: str, ours: str) -> bool:
+    """Whether a published row, `PCME++ (ours), 20% noise`, has the method of ours, `PCME++` or `NCR, one network`."""
+    return re.split(r"[†,]| \(", published)[0] == ours.split(", ")[0]
