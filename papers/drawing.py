@@ -1,15 +1,43 @@
-"""Ellipses of Gaussians on a plane."""
+"""Drawings in files, and ellipses of Gaussians on a plane."""
 
+import io
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sfumato.charts import Chart
+from sfumato.charts import STYLE, Chart, laid_out
+from sfumato.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def write_drawing(figure: "Figure", folder: Path, name: str) -> list[Path]:
+    """Write NAME.png and NAME.svg, equal in every run; the paths."""
+    import matplotlib
+
+    paths = []
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # A character that the font lacks is a box in the PNG alone.
+        with laid_out(figure):
+            for ending in ("png", "svg"):
+                drawn = io.BytesIO()
+                nothing: Any = {"Date": None} if ending == "svg" else None
+                figure.savefig(drawn, format=ending, dpi=150, metadata=nothing)
+                paths.append(path := folder / f"{name}.{ending}")
+                write_atomically(path, drawn.getvalue())
+    return paths
+
+
+def make_plane(axes: "Axes") -> None:
+    """Give both axes one scale, and no ticks."""
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.axis("off")
 
 
 @dataclass(frozen=True)
@@ -45,7 +73,11 @@ def ellipse_chart(
     ellipses: Sequence[Ellipse], label: str, *, times: float, width: int = 720, height: int = 540
 ) -> Chart:
     """Draw ellipses in one scale for both axes."""
-    chart = Chart(label, width=width, height=height, plane=True)
+    chart = Chart(label, width=width, height=height)
+    chart.axes.figure.set_layout_engine("none")
+    chart.axes.set_position((0, 0, 1, 1))
+    chart.axes.grid(visible=False)
+    make_plane(chart.axes)
     for e, patch in zip(ellipses, draw_ellipses(chart.axes, ellipses, times), strict=True):
         if e.title:
             chart.hover(patch, e.title)

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from reports.test_report import EVIL
 
-from sfumato.charts import FIRST, INK, Chart, new_axes, require_matplotlib, write_drawing
+from sfumato.charts import FIRST, INK, Chart, require_matplotlib
 from sfumato.errors import UserError
 
 LINK = "{http://www.w3.org/1999/xlink}href"
@@ -34,20 +34,6 @@ def test_a_chart_is_one_element_without_references_to_elsewhere():
     assert f"stroke: var(--sure, {FIRST})" in svg and f"var(--ink, {INK})" in svg and chart.svg() == svg
     ids = {e.attrib["id"] for e in root.iter() if "id" in e.attrib}
     assert {e.attrib[LINK][1:] for e in root.iter("use")} <= ids
-
-
-def test_writing_a_figure_leaves_it_as_it_was(tmp_path):
-    """Its layout too, which is found once for both files, and leaves room for the label."""
-    from matplotlib import pyplot
-
-    axes = new_axes(3, 2)
-    axes.set_ylabel("label")
-    figure = axes.figure
-    canvas, engine = figure.canvas, figure.get_layout_engine()
-    assert [path.name for path in write_drawing(figure, tmp_path, "drawn")] == ["drawn.png", "drawn.svg"]
-    assert figure.canvas is canvas and figure.get_layout_engine() is engine and engine is not None
-    assert axes.yaxis.label.get_window_extent().x0 >= 0
-    pyplot.close(figure)
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from papers.drawing import write_drawing
 from papers.shown import markdown
 from papers.studies.toy import toy_data, train_toy
-from sfumato.charts import FIRST, INK, SECOND, SOFT, new_axes, require_matplotlib, write_drawing
+from sfumato.charts import FIRST, INK, SECOND, SOFT, new_axes, require_matplotlib
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss

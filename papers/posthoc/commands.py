@@ -5,15 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from papers.commands import Bootstrap, Seed, app
-from sfumato.cli.common import (
-    AsJson,
-    check_out_folder,
-    command,
-    flag,
-    is_run,
-    parse_names,
-    word,
-)
+from sfumato.cli.common import AsJson, check_out_folder, command, flag, is_run, parse_names, word
 from sfumato.errors import UserError
 
 

@@ -20,15 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from papers.posthoc.adapters import (
-    MIN_PAIRS,
-    AdapterMethod,
-    AdapterTraining,
-    Networks,
-    PairBatches,
-    mlp,
-    scaled_inputs,
-)
+from papers.posthoc.adapters import MIN_PAIRS, AdapterMethod, AdapterTraining, Networks, PairBatches, mlp, scaled_inputs
 from papers.posthoc.method import FrozenPairs, unit
 from sfumato.calibration.logits import fit_logits
 from sfumato.distances import squared_l2_matrix

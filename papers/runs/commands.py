@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from papers.commands import app
-from sfumato.cli.common import (
-    AsJson,
-    OnData,
-    check_out_folder,
-    command,
-    flag,
-    parse_names,
-    rare,
-    word,
-)
+from sfumato.cli.common import AsJson, OnData, check_out_folder, command, flag, parse_names, rare, word
 from sfumato.cli.evaluate_commands import BenchmarkFlags
 
 if TYPE_CHECKING:

@@ -6,15 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from papers.commands import Bootstrap, Seed, app
-from sfumato.cli.common import (
-    AsJson,
-    OnData,
-    check_out_folder,
-    command,
-    flag,
-    is_run,
-    parse_names,
-)
+from sfumato.cli.common import AsJson, OnData, check_out_folder, command, flag, is_run, parse_names
 from sfumato.errors import UserError
 
 if TYPE_CHECKING:

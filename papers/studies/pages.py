@@ -10,15 +10,7 @@ from papers.drawing import Ellipse, ellipse_chart, magnification
 from papers.shown import interval
 from papers.studies.analyse import NAMES, Analyses, same_model_and_data
 from papers.studies.prompts import points
-from sfumato.charts import (
-    FAMILIES,
-    FIRST,
-    SECOND,
-    Chart,
-    data_url,
-    draw_curve,
-    render_page,
-)
+from sfumato.charts import FAMILIES, FIRST, SECOND, Chart, data_url, draw_curve, render_page
 from sfumato.errors import UserError, counted
 from sfumato.files import read_json, write_atomically, write_json
 from sfumato.metrics.bootstrap import Interval

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from papers.drawing import draw_ellipses
+from papers.drawing import draw_ellipses, make_plane, write_drawing
 from papers.studies import pages
 from papers.tables import said
 from papers.tables.figure_numbers import Figure
@@ -22,19 +22,11 @@ from sfumato.charts import (
     SOFT,
     STYLE,
     draw_curve,
-    make_plane,
     require_matplotlib,
-    write_drawing,
 )  # fmt: skip
 from sfumato.files import write_json
 from sfumato.reports.report_charts import draw_recall_bins
-from sfumato.reports.tables import (
-    DIRECTIONS,
-    clipped,
-    digits,
-    in_words,
-    print_wrapped,
-)  # fmt: skip
+from sfumato.reports.tables import DIRECTIONS, clipped, digits, in_words, print_wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from papers.drawing import Ellipse, ellipse_chart, letter_positions, magnification
-from sfumato.charts import FIRST
+from papers.drawing import Ellipse, ellipse_chart, letter_positions, magnification, write_drawing
+from sfumato.charts import FIRST, new_axes
 
 
 def corners(path, degrees):
@@ -70,3 +70,17 @@ def test_a_letter_keeps_out_of_the_next_ellipse():
     shapes = (-1, 0, 0.5, 0.5, 0), (-0.45, 0, 0, 0, 0), (2, 0.1, 0.1, 0.1, 0), (2, -0.9, 0.1, 0.1, 0)
     ellipses = [Ellipse(*map(float, shape), FIRST) for shape in shapes]
     assert not inside(ellipses[0], letter_positions(ellipses, 1.0)[1])
+
+
+def test_writing_a_figure_leaves_it_as_it_was(tmp_path):
+    """Its layout too, which is found once for both files, and leaves room for the label."""
+    from matplotlib import pyplot
+
+    axes = new_axes(3, 2)
+    axes.set_ylabel("label")
+    figure = axes.figure
+    canvas, engine = figure.canvas, figure.get_layout_engine()
+    assert [path.name for path in write_drawing(figure, tmp_path, "drawn")] == ["drawn.png", "drawn.svg"]
+    assert figure.canvas is canvas and figure.get_layout_engine() is engine and engine is not None
+    assert axes.yaxis.label.get_window_extent().x0 >= 0
+    pyplot.close(figure)

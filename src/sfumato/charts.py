@@ -5,7 +5,6 @@ import contextlib
 import html
 import io
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from sfumato.errors import need
-from sfumato.files import write_atomically
 
 if TYPE_CHECKING:
     import jinja2
@@ -88,14 +86,8 @@ def draw_intervals(axes: "Axes", x: Any, y: Sequence[float], low: Sequence[float
     axes.errorbar(x, y, yerr=gaps, fmt="o-", color=FIRST, markersize=5, zorder=2)
 
 
-def make_plane(axes: "Axes") -> None:
-    """Give both axes one scale, and no ticks."""
-    axes.set_aspect("equal", adjustable="datalim")
-    axes.axis("off")
-
-
 @contextlib.contextmanager
-def _laid_out(figure: "Figure") -> Iterator[None]:
+def laid_out(figure: "Figure") -> Iterator[None]:
     """Within, the layout stands: matplotlib would draw everything once more for each file to find it."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -111,23 +103,6 @@ def _laid_out(figure: "Figure") -> Iterator[None]:
     finally:
         figure.set_layout_engine(engine)
         figure.set_canvas(canvas)
-
-
-def write_drawing(figure: "Figure", folder: Path, name: str) -> list[Path]:
-    """Write NAME.png and NAME.svg, equal in every run; the paths."""
-    import matplotlib
-
-    paths = []
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # A character that the font lacks is a box in the PNG alone.
-        with _laid_out(figure):
-            for ending in ("png", "svg"):
-                drawn = io.BytesIO()
-                nothing: Any = {"Date": None} if ending == "svg" else None
-                figure.savefig(drawn, format=ending, dpi=150, metadata=nothing)
-                paths.append(path := folder / f"{name}.{ending}")
-                write_atomically(path, drawn.getvalue())
-    return paths
 
 
 def draw_curve(
@@ -150,7 +125,7 @@ def draw_curve(
 class Chart:
     """A matplotlib figure with one pair of axes."""
 
-    def __init__(self, label: str, *, width: int = 380, height: int = 230, plane: bool = False) -> None:
+    def __init__(self, label: str, *, width: int = 380, height: int = 230) -> None:
         require_matplotlib()
         import matplotlib
         from matplotlib.figure import Figure
@@ -158,12 +133,9 @@ class Chart:
         self._label, self._width, self._height = label, width, height
         self._titles: dict[str, str] = {}
         with matplotlib.rc_context(STYLE):
-            self._figure = Figure(figsize=(width / 72, height / 72), layout=None if plane else "constrained")
-            self.axes: Axes = self._figure.add_axes((0, 0, 1, 1)) if plane else self._figure.subplots()
-            if plane:
-                make_plane(self.axes)
-            else:
-                self.axes.grid(axis="y")
+            self._figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
+            self.axes: Axes = self._figure.subplots()
+            self.axes.grid(axis="y")
 
     def hover(self, artist: "Artist", title: str) -> None:
         """Give a shape a title that browsers show under the pointer."""
@@ -185,7 +157,7 @@ class Chart:
         file = io.StringIO()
         with matplotlib.rc_context(STYLE | {"svg.hashsalt": self._label}):
             nothing: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            with _laid_out(self._figure):
+            with laid_out(self._figure):
                 self._figure.savefig(file, format="svg", transparent=True, metadata=nothing)
         text = re.sub(r"\s+", " ", file.getvalue().split("</defs>", 1)[1].rpartition("</svg>")[0])
         text = re.sub(r' clip-path="[^"]*"|; font-family: [^;"]*|<defs> <clipPath.*?</defs>', "", text)

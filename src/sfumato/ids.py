@@ -67,3 +67,8 @@ def spelled_numbers(text: str) -> str:
 def uniform_hash(key: str) -> float:
     """A number that looks random and depends on a string alone."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48
+
+
+def natural_key(name: str) -> list[str | int]:
+    """Sorts a name with its numbers as numbers: 2 before 10."""
+    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))]

@@ -42,14 +42,6 @@ def test_a_large_array_is_mapped_and_its_file_never_written(tmp_path):
     assert embeddings.log_var.untyped_storage().nbytes() == 4
 
 
-def test_log_variances_from_a_second_file(tmp_path):
-    np.save(tmp_path / "a.npy", np.float32(MEAN))
-    np.save(tmp_path / "v.npy", LOG_VAR)
-    embeddings, _ = read_embeddings(tmp_path / "a.npy", log_var=tmp_path / "v.npy")
-    np.testing.assert_array_equal(embeddings.log_var.numpy(), np.float32(LOG_VAR))
-    np.testing.assert_allclose(embeddings.total_variance.numpy(), np.exp(LOG_VAR).sum(1), rtol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["mean", "embeddings"])
 def test_tensors_by_their_usual_names(name, tmp_path):
     mean, log_var = torch.from_numpy(MEAN).bfloat16(), torch.from_numpy(LOG_VAR).bfloat16()
@@ -158,15 +150,10 @@ def test_tensors_that_are_no_embeddings(tmp_path):
 
 def test_files_that_do_not_fit(tmp_path):
     np.save(tmp_path / "a.npy", MEAN)
-    np.save(tmp_path / "v.npy", LOG_VAR[:, :2])
     (tmp_path / "i.txt").write_text("a\nb\n")
-    with pytest.raises(ValueError, match=r"log variances of shape \(5, 2\) for means of shape \(5, 3\)"):
-        read_embeddings(tmp_path / "a.npy", log_var=tmp_path / "v.npy")
     with pytest.raises(ValueError, match=r"i.txt: 2 ids for 5 embeddings in .*a.npy"):
         read_embeddings(tmp_path / "a.npy", ids=tmp_path / "i.txt")
     save_embeddings(tmp_path / "o.safetensors", GaussianEmbedding.point(torch.zeros(1, 2)), ["a"])
-    with pytest.raises(ValueError, match=r"holds log variances already; leave out .*v.npy"):
-        read_embeddings(tmp_path / "o.safetensors", log_var=tmp_path / "v.npy")
     with pytest.raises(ValueError, match="holds one array and no names; leave out :mean"):
         read_embeddings(f"{tmp_path}/a.npy:mean")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "o.safetensors").read_bytes()[:40])
@@ -178,9 +165,8 @@ def test_files_that_do_not_fit(tmp_path):
     for path in ("none.npy", "none.safetensors", "none.safetensors:x"):
         with pytest.raises(FileNotFoundError, match=r"no embeddings at .*none.(npy|safetensors)$"):
             read_embeddings(tmp_path / path)
-    for argument in ("ids", "log_var"):
-        with pytest.raises(FileNotFoundError, match="no (ids|log variances) at"):
-            read_embeddings(tmp_path / "a.npy", **{argument: tmp_path / "nothing"})
+    with pytest.raises(FileNotFoundError, match="no ids at"):
+        read_embeddings(tmp_path / "a.npy", ids=tmp_path / "nothing")
 
 
 def npy(header):

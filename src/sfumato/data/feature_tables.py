@@ -8,7 +8,6 @@ not known here.
 """
 
 import json
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,22 +22,21 @@ from torch import Tensor
 from sfumato.data.image_inputs import FLOATS, load_array, regions_to_bytes
 from sfumato.errors import UserError, first_line, need
 from sfumato.gaussian import GaussianEmbedding, check_finite, is_embeddings_file, load_embeddings
+from sfumato.ids import natural_key
 
 MEAN_NAMES = ("mean", "embeddings")
 """Tensors of a .safetensors file that are taken for the means, the first that is there."""
 
 
-def read_embeddings(
-    path: str | Path, *, ids: str | Path | None = None, log_var: str | Path | None = None
-) -> tuple[GaussianEmbedding, list[str] | None]:
+def read_embeddings(path: str | Path, *, ids: str | Path | None = None) -> tuple[GaussianEmbedding, list[str] | None]:
     """Read embeddings of any model.
 
     Args:
         path: a .npy file of (n, d) means, or a .safetensors file: either written by Sfumato, or with a tensor "mean" or
             "embeddings", (n, d), and optionally "log_var". PATH.safetensors:NAME selects the tensor with that name. Or
-            a .parquet file with a column of vectors, see :func:`open_vectors`.
+            a .parquet file with a column of vectors, see :func:`open_vectors`. Without log variances, vectors are
+            points.
         ids: file of n distinct ids, see :func:`read_ids`; a file of Sfumato contains its ids.
-        log_var: .npy file of (n, d) natural logarithms of variances; without log variances, vectors are points.
 
     Returns:
         (embeddings in the dtype of the file, ids or None if no file contains them). A .npy file is memory-mapped
@@ -50,17 +48,6 @@ def read_embeddings(
     """
     file = _split(path)[0]
     mean, log_variance, own = open_vectors(path, copy_on_write=True)
-    if log_var is not None:
-        if log_variance is not None:
-            raise ValueError(f"{file}: holds log variances already; leave out {log_var}")
-        if not Path(log_var).is_file():
-            raise FileNotFoundError(f"no log variances at {log_var}")
-        log_variance = _read_array(Path(log_var)).to(mean.dtype)
-        if log_variance.shape != mean.shape:
-            raise ValueError(
-                f"{log_var}: log variances of shape {tuple(log_variance.shape)} for means of shape"
-                f" {tuple(mean.shape)} in {file}"
-            )
     # The log variances of points are one number, expanded, so that a memory-mapped file is not read.
     points = torch.full((1, 1), -torch.inf, dtype=mean.dtype).expand_as(mean)
     result = GaussianEmbedding(mean, points if log_variance is None else log_variance)
@@ -401,12 +388,7 @@ def _files(part: str) -> list[str]:
     found = [p for p in folder.iterdir() if p.suffix in (".npy", ".safetensors", ".parquet")]
     if len({p.suffix for p in found}) != 1:
         raise UserError(f"{folder}: expected a folder of .npy files, or of .safetensors or .parquet files alone")
-    return [str(p) for p in sorted(found, key=_numbers)]
-
-
-def _numbers(path: Path) -> list[tuple[int, str]]:
-    """A key by which part_10 comes after part_9."""
-    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", path.name)]
+    return [str(p) for p in sorted(found, key=lambda file: natural_key(file.name))]
 
 
 def _ids_beside(path: Path) -> list[str] | None:
@@ -427,7 +409,7 @@ def _captions_beside(path: Path) -> list[str] | None:
 
 def _metadata(folder: Path) -> tuple[list[str] | None, list[str] | None]:
     """(distinct image_path values, caption values) of the Parquet files of a folder; None where there are none."""
-    files = sorted(folder.glob("*.parquet"), key=_numbers)
+    files = sorted(folder.glob("*.parquet"), key=lambda file: natural_key(file.name))
     if not files:
         return None, None
     with need(

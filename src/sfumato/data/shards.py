@@ -19,6 +19,7 @@ import numpy as np
 from sfumato.data.images import MemoryImage, Problems
 from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.errors import UserError
+from sfumato.ids import natural_key
 
 SHARD_IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
 """Endings of the members that are images."""
@@ -69,7 +70,7 @@ def expand_shards(spec: str) -> list[str]:
             f"shards {spec!r}: found no .tar file; give a folder, a glob, or a pattern such as"
             f" cc3m-{{00000..00331}}.tar"
         )
-    return sorted(set(found), key=lambda name: (_natural(name), name))
+    return sorted(set(found), key=lambda name: (natural_key(name), name))
 
 
 def read_shard(shard: str, mine: slice, bad: Callable[[str, str], None]) -> Iterator[ShardSample]:
@@ -219,11 +220,6 @@ def _between(text: str, pattern: str) -> list[str]:
     if "," in text:
         return text.split(",")
     raise UserError(f"shards {pattern!r}: cannot read {{{text}}}; expected a range {{00..31}} or a list {{a,b}}")
-
-
-def _natural(name: str) -> list[str | int]:
-    """The alternating text and numbers of a name, so that names of one pattern sort by number."""
-    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
 @dataclass(frozen=True)

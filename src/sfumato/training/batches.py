@@ -5,10 +5,9 @@ All random choices depend only on (seed, epoch, step, process), so an interrupte
 
 import hashlib
 import itertools
-import queue
-import sys
-import threading
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from typing import TypeVar
@@ -246,43 +245,20 @@ def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
     The thread starts when the first item is requested. It ends with the source, with an exception of the source, or
     when the consumer closes the generator (leaving a loop does that). On closing, the item in work is finished, the
-    source is closed in its own thread, and then ``close`` returns.
+    source is closed, and then ``close`` returns.
     """
-    made: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
-    room = threading.Semaphore(depth)
-    stop = threading.Event()
-
-    def make() -> None:
-        end: BaseException | None = None
+    items = iter(source)
+    with ThreadPoolExecutor(1, "prefetch") as pool:
+        coming = deque(pool.submit(tuple, itertools.islice(items, 1)) for _ in range(depth))
         try:
-            items = iter(source)
-            try:
-                while room.acquire() and not stop.is_set():
-                    made.put((next(items),))
-            finally:
-                if isinstance(items, Generator):
-                    items.close()
-        except StopIteration:
-            pass
-        except BaseException as error:
-            end = error
-        made.put(end)
-
-    thread = threading.Thread(target=make, name="prefetch", daemon=True)
-    thread.start()
-    try:
-        while isinstance(item := made.get(), tuple):
-            room.release()
-            yield item[0]
-            del item  # Otherwise the thread would run until the next item arrives.
-        if item is not None:
-            raise item
-    finally:
-        stop.set()
-        room.release()
-        # An interpreter that is shutting down may have stopped the thread at any point.
-        if not sys.is_finalizing():
-            thread.join()
+            while found := coming.popleft().result():
+                coming.append(pool.submit(tuple, itertools.islice(items, 1)))
+                yield from found
+                del found  # Else it stays in memory until the next item arrives.
+        finally:
+            pool.shutdown(cancel_futures=True)
+            if isinstance(items, Generator):
+                items.close()
 
 
 def steps(batches: Batches, epoch: int, epochs: int, *, first: int) -> Generator[TrainBatch, None, None]:
