@@ -74,7 +74,7 @@ def ellipse_chart(
 ) -> Chart:
     """Draw ellipses in one scale for both axes."""
     chart = Chart(label, width=width, height=height)
-    chart.axes.figure.set_layout_engine("none")
+    chart.figure.set_layout_engine("none")
     chart.axes.set_position((0, 0, 1, 1))
     chart.axes.grid(visible=False)
     make_plane(chart.axes)

@@ -15,12 +15,9 @@ from sfumato.evaluation.benchmarks import (
     COMPARED,
     KEYS,
     BenchmarkRanks,
-    PerQuery,
     check_per_query_path,
-    from_columns,
     need_pyarrow,
     per_query_table,
-    query_name,
     strings,
 )
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
@@ -30,12 +27,62 @@ _CHUNK = 2**22
 """Number of random signs in memory at once."""
 
 
+@dataclass(frozen=True, eq=False)
+class PerQuery:
+    """Metrics of single queries, one row for each ground truth, direction and query that has a relevant item."""
+
+    ground_truth: np.ndarray  # (r,) names of ground truths; ground truth, direction and query are the key of a row
+    direction: np.ndarray  # (r,) "i2t" or "t2i"
+    query: np.ndarray  # (r,) ids
+    group: np.ndarray
+    figures: dict[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        for name, values in self.columns().items():
+            if values.shape != self.query.shape:
+                raise ValueError(f"PerQuery: column {name} has {len(values)} rows, query has {len(self.query)}")
+        seen = set()
+        for key in self.keys():
+            if key in seen:
+                raise ValueError(f"PerQuery: {query_name(key)} occurs twice")
+            seen.add(key)
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+    def keys(self) -> list[tuple[str, str, str]]:
+        """List the keys. Returns (ground truth, direction, query)."""
+        return list(zip(self.ground_truth.tolist(), self.direction.tolist(), self.query.tolist(), strict=True))
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """List the columns. Returns (r,)."""
+        keys = self.ground_truth, self.direction, self.query, self.group
+        return dict(zip(KEYS, keys, strict=True)) | self.figures
+
+    def select(self, index: np.ndarray) -> "PerQuery":
+        """Choose rows. index (k,)."""
+        columns = self.columns()
+        return from_columns({name: values[index] for name, values in columns.items()})
+
+
+def from_columns(columns: Mapping[str, np.ndarray]) -> PerQuery:
+    """Make a table of columns by their names on disk."""
+    figures = {name: values for name, values in columns.items() if name not in KEYS}
+    truth, direction, query, group = (columns[name] for name in KEYS)
+    return PerQuery(truth, direction, query, group, figures)
+
+
+def query_name(key: tuple[str, str, str]) -> str:
+    """Name a row in a message."""
+    return f"query {key[2]!r} ({key[0]}, {key[1]})"
+
+
 def queries_by_image(ranks: BenchmarkRanks) -> PerQuery:
     """The table of single queries of one ground truth; the queries of an image are one group in both directions.
 
     Images with the same texts are one image. A text of several images goes with the first of them.
     """
-    table = per_query_table(ranks)
+    table = from_columns(per_query_table(ranks))
     (both,) = ranks.values()
     truth = next(iter(both.values())).ground_truth
     images = table.direction == "i2t"

@@ -18,14 +18,16 @@ from papers.runs.paired import (
     BOTH,
     RSUM,
     Difference,
+    PerQuery,
     compare_per_query,
     mean_per_query,
     queries_by_image,
+    query_name,
     read_per_query,
     with_rsum,
 )
 from sfumato.errors import UserError, counted, say
-from sfumato.evaluation.benchmarks import COMPARED, PerQuery, query_name, write_per_query
+from sfumato.evaluation.benchmarks import COMPARED, write_per_query
 from sfumato.evaluation.embedded_input import measure
 from sfumato.files import read_json
 from sfumato.metrics.retrieval import ALL_METRICS
@@ -206,7 +208,7 @@ def _evaluate_missing(
         for distance in missing:
             evaluate_run(loaded, split, distance, embedded=embedded)
             measured = measure(embedded, loaded.ranking_distance(distance))
-            write_per_query(_files(run, split, distance)[1], queries_by_image(measured.ranks))
+            write_per_query(_files(run, split, distance)[1], queries_by_image(measured.ranks).columns())
 
 
 def _figure(found: Mapping[str, Any], metric: str, run: SavedRun) -> float | None:

@@ -133,8 +133,8 @@ class Chart:
         self._label, self._width, self._height = label, width, height
         self._titles: dict[str, str] = {}
         with matplotlib.rc_context(STYLE):
-            self._figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
-            self.axes: Axes = self._figure.subplots()
+            self.figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
+            self.axes: Axes = self.figure.subplots()
             self.axes.grid(axis="y")
 
     def hover(self, artist: "Artist", title: str) -> None:
@@ -148,7 +148,7 @@ class Chart:
         import matplotlib
 
         with matplotlib.rc_context(STYLE):
-            self._figure.legend(loc="outside upper left", ncols=4, handlelength=2.1, columnspacing=1.4)
+            self.figure.legend(loc="outside upper left", ncols=4, handlelength=2.1, columnspacing=1.4)
 
     def svg(self) -> Markup:
         """The chart as an SVG element."""
@@ -157,8 +157,8 @@ class Chart:
         file = io.StringIO()
         with matplotlib.rc_context(STYLE | {"svg.hashsalt": self._label}):
             nothing: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            with laid_out(self._figure):
-                self._figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+            with laid_out(self.figure):
+                self.figure.savefig(file, format="svg", transparent=True, metadata=nothing)
         text = re.sub(r"\s+", " ", file.getvalue().split("</defs>", 1)[1].rpartition("</svg>")[0])
         text = re.sub(r' clip-path="[^"]*"|; font-family: [^;"]*|<defs> <clipPath.*?</defs>', "", text)
         text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)

@@ -107,7 +107,7 @@ def test_lists_are_measured_as_they_are(folder):
     assert found.figures == evaluate_ranked_lists(lists["i2t"], lists["t2i"], images, texts, ground_truths)
     assert found.figures == measure(embedded, "squared_l2").figures and found.score == "lists"
     single = per_query_table(found.ranks)
-    assert np.isnan(single.figures["recall@10"]).all() and not np.isnan(single.figures["r_precision"]).any()
+    assert np.isnan(single["recall@10"]).all() and not np.isnan(single["r_precision"]).any()
     with pytest.raises(ValueError, match="recall@5 needs 5"):
         measure_lists(
             folder / "lists.json", read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@5"])

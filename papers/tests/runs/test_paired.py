@@ -8,9 +8,9 @@ import scipy
 import torch
 from support.raising import raises
 
-from papers.runs.paired import compare_per_query, read_per_query, swap_test
+from papers.runs.paired import PerQuery, compare_per_query, from_columns, read_per_query, swap_test
 from papers.runs.strategies import STRATEGIES, FaissRanker
-from sfumato.evaluation.benchmarks import COMPARED, PerQuery, per_query_table, rank, write_per_query
+from sfumato.evaluation.benchmarks import COMPARED, per_query_table, rank, write_per_query
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.protocols import Embeddings, Lists
 from sfumato.gaussian import GaussianEmbedding
@@ -28,7 +28,8 @@ def ground_truth(metrics=("recall@1", "r_precision", "map@r")):
 
 def table():
     ranks = rank(Embeddings(IMAGES, TEXTS, "squared_l2"), IMAGE_IDS, TEXT_IDS, [ground_truth()])
-    return per_query_table(ranks, {"i2t": dict(zip(IMAGE_IDS, (0.5, 0.25, 1.0), strict=True)), "t2i": {"t1": 7.0}})
+    uncertainty = {"i2t": dict(zip(IMAGE_IDS, (0.5, 0.25, 1.0), strict=True)), "t2i": {"t1": 7.0}}
+    return from_columns(per_query_table(ranks, uncertainty))
 
 
 def test_a_table_worked_by_hand():
@@ -57,7 +58,7 @@ def test_a_table_worked_by_hand():
 
 def test_lists_give_what_they_determine():
     lists = {"a": ["t1", "t2"], "b": ["t2"], "c": ["t4", "t3"]}, {"t1": ["b", "a"], "t2": ["b"], "t3": ["b", "a"]}
-    found = per_query_table(rank(Lists(*lists), IMAGE_IDS, TEXT_IDS, [ground_truth()]))
+    found = from_columns(per_query_table(rank(Lists(*lists), IMAGE_IDS, TEXT_IDS, [ground_truth()])))
     whole = table()
     for name in ("recall@1", "r_precision", "map@r"):
         np.testing.assert_array_equal(found.figures[name], whole.figures[name])
@@ -72,7 +73,7 @@ def test_ranks_beyond_a_list_of_faiss_are_undefined_not_huge():
     line, ids = GaussianEmbedding.point(mean), [str(i) for i in range(40)]
     far = ground_truth_from_pairs("far", ids, ids, [(i, str((int(i) + 30) % 40)) for i in ids], metrics=("recall@1",))
     ranker = FaissRanker(STRATEGIES["faiss_mean"], "exact")
-    found = per_query_table(rank(Embeddings(line, line, "squared_l2", ranker), ids, ids, [far]))
+    found = from_columns(per_query_table(rank(Embeddings(line, line, "squared_l2", ranker), ids, ids, [far])))
     assert np.isnan(found.figures["best_rank"]).all() and (found.figures["recall@10"] == 0).all()
 
 
@@ -82,13 +83,13 @@ def test_a_positive_outside_of_the_gallery_stands_alone_and_infinitely_far(tmp_p
     own = ground_truth()
     i2t = Relevance.from_lists([[0], [], []], n_gallery=4, n_outside=np.array([0, 1, 1]))
     outside = type(own)("out", own.image_ids, own.text_ids, i2t, own.t2i, ("map@r",))
-    found = per_query_table(rank(Embeddings(IMAGES, TEXTS), IMAGE_IDS, TEXT_IDS, [outside]))
+    found = from_columns(per_query_table(rank(Embeddings(IMAGES, TEXTS), IMAGE_IDS, TEXT_IDS, [outside])))
     assert found.group[:3].tolist() == ["a", "b", "c"]
     assert found.figures["best_rank"][:3].tolist() == [0, np.inf, np.inf]
     for ending in ("csv", "parquet"):
         if ending == "parquet":
             pytest.importorskip("pyarrow", reason="needs the extra parquet")
-        write_per_query(tmp_path / f"x.{ending}", found)
+        write_per_query(tmp_path / f"x.{ending}", found.columns())
         assert read_per_query(tmp_path / f"x.{ending}").figures["best_rank"][:3].tolist() == [0, np.inf, np.inf]
 
 
@@ -103,19 +104,19 @@ def test_there_and_back(ending, tmp_path):
     figures["uncertainty"] = np.array([np.nan, 0.1, 1 / 3, np.inf, 5e-324, -0.0])
     given = PerQuery(np.full(6, "t"), np.full(6, "i2t"), ids, ids[::-1].copy(), figures)
     path = tmp_path / f"x.{ending}"
-    write_per_query(path, given)
+    write_per_query(path, given.columns())
     again = read_per_query(path)
     assert again.keys() == given.keys() and again.group.tolist() == given.group.tolist()
     assert set(again.figures) == set(figures)
     for name, values in figures.items():
         assert again.figures[name].tobytes() == values.tobytes(), name
     before = path.read_bytes()
-    write_per_query(path, given)
+    write_per_query(path, given.columns())
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_csv_is_readable_by_others(tmp_path):
-    write_per_query(tmp_path / "x.csv", table())
+    write_per_query(tmp_path / "x.csv", table().columns())
     lines = (tmp_path / "x.csv").read_text().splitlines()
     assert lines[0] == (
         "truth,direction,query,group,recall@1,recall@5,recall@10,r_precision,map@r,best_rank,uncertainty"

@@ -11,10 +11,18 @@ from support.toy import make_two_methods
 from support.words import folded
 
 from papers.runs.grid import read_vary
-from papers.runs.paired import BOTH, compare_per_query, mean_per_query, queries_by_image, read_per_query, with_rsum
+from papers.runs.paired import (
+    BOTH,
+    PerQuery,
+    compare_per_query,
+    mean_per_query,
+    queries_by_image,
+    read_per_query,
+    with_rsum,
+)
 from papers.runs.printed import runs_latex, runs_table, write_runs_table
 from papers.runs.table import Best, RunsTable, TableOptions, table_of_runs
-from sfumato.evaluation.benchmarks import COMPARED, PerQuery, per_query_table
+from sfumato.evaluation.benchmarks import COMPARED, per_query_table
 from sfumato.evaluation.embedded_input import measure
 from sfumato.models.embed import embed_for_evaluation, evaluate_run
 from sfumato.models.recipe import load_recipe

@@ -299,63 +299,19 @@ COMPARED = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
 PER_QUERY_ENDINGS = (".parquet", ".csv")
 """Endings of the files of single queries."""
 
-KEYS = {"truth": "ground_truth", "direction": "direction", "query": "query", "group": "group"}
-"""Attribute of :class:`PerQuery` by name of the column on disk."""
+KEYS = ("truth", "direction", "query", "group")
+"""Columns of texts: ground truth, direction and query are the key of a row."""
 _METRICS = (*COMPARED, "best_rank")
 
 
-@dataclass(frozen=True, eq=False)
-class PerQuery:
-    """Metrics of single queries, one row for each ground truth, direction and query that has a relevant item."""
+def per_query_table(
+    ranks: BenchmarkRanks, uncertainty: Mapping[str, Mapping[str, float]] | None = None
+) -> dict[str, np.ndarray]:
+    """The columns of the table of single queries, a row for each ground truth, direction and query with a match.
 
-    ground_truth: np.ndarray  # (r,) names of ground truths; ground truth, direction and query are the key of a row
-    direction: np.ndarray  # (r,) "i2t" or "t2i"
-    query: np.ndarray  # (r,) ids
-    group: np.ndarray
-    figures: dict[str, np.ndarray]
-
-    def __post_init__(self) -> None:
-        for name, values in self.columns().items():
-            if values.shape != self.query.shape:
-                raise ValueError(f"PerQuery: column {name} has {len(values)} rows, query has {len(self.query)}")
-        seen = set()
-        for key in self.keys():
-            if key in seen:
-                raise ValueError(f"PerQuery: {query_name(key)} occurs twice")
-            seen.add(key)
-
-    def __len__(self) -> int:
-        return len(self.query)
-
-    def keys(self) -> list[tuple[str, str, str]]:
-        """List the keys. Returns (ground truth, direction, query)."""
-        return list(zip(self.ground_truth.tolist(), self.direction.tolist(), self.query.tolist(), strict=True))
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """List the columns. Returns (r,)."""
-        return {name: getattr(self, attribute) for name, attribute in KEYS.items()} | self.figures
-
-    def select(self, index: np.ndarray) -> "PerQuery":
-        """Choose rows. index (k,)."""
-        columns = self.columns()
-        return from_columns({name: values[index] for name, values in columns.items()})
-
-
-def from_columns(columns: Mapping[str, np.ndarray]) -> PerQuery:
-    """Make a table of columns by their names on disk."""
-    keys = {attribute: columns[name] for name, attribute in KEYS.items()}
-    figures = {name: values for name, values in columns.items() if name not in KEYS}
-    return PerQuery(**keys, figures=figures)
-
-
-def query_name(key: tuple[str, str, str]) -> str:
-    """Name a row in a message."""
-    return f"query {key[2]!r} ({key[0]}, {key[1]})"
-
-
-def per_query_table(ranks: BenchmarkRanks, uncertainty: Mapping[str, Mapping[str, float]] | None = None) -> PerQuery:
-    """Make the table of single queries of one evaluation."""
-    parts: list[PerQuery] = []
+    Returns (r,).
+    """
+    parts: list[dict[str, np.ndarray]] = []
     for name, both in ranks.items():
         for direction, of in both.items():
             ids, single = of.per_query(_METRICS if all(p.depth is None for p in of.parts) else None)
@@ -365,19 +321,17 @@ def per_query_table(ranks: BenchmarkRanks, uncertainty: Mapping[str, Mapping[str
             missing = np.full(len(ids), np.nan)
             own = (uncertainty or {}).get(direction)
             values = missing if own is None else np.array([own.get(i, math.nan) for i in ids], float)
-            columns = {metric: single.get(metric, missing) for metric in _METRICS} | {"uncertainty": values}
             groups = [group for part in of.parts for group in _groups(part.relevance, part.queries)]
-            names = of.ground_truth.image_ids if direction == "i2t" else of.ground_truth.text_ids
-            parts.append(
-                PerQuery(
-                    np.full(len(ids), name), np.full(len(ids), direction), strings(ids),
-                    strings([names[g] for g in groups]), columns,
-                )
-            )  # fmt: skip
+            columns = {
+                "truth": np.full(len(ids), name),
+                "direction": np.full(len(ids), direction),
+                "query": strings(ids),
+                "group": strings([of.query_ids[g] for g in groups]),
+            }
+            parts.append(columns | {m: single.get(m, missing) for m in _METRICS} | {"uncertainty": values})
     if not parts:
         raise ValueError("per_query_table: there is no ground truth")
-    columns_of = [part.columns() for part in parts]
-    return from_columns({name: np.concatenate([c[name] for c in columns_of]) for name in columns_of[0]})
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def strings(values: Sequence[str]) -> np.ndarray:
@@ -398,11 +352,10 @@ def _groups(relevance: Relevance, queries: np.ndarray) -> list[int]:
     return groups
 
 
-def write_per_query(path: str | Path, table: PerQuery) -> None:
+def write_per_query(path: str | Path, columns: Mapping[str, np.ndarray]) -> None:
     """Write a table atomically as Parquet or CSV. Undefined metrics are empty."""
     path = Path(path)
     check_per_query_path(path)
-    columns = table.columns()
     if path.suffix == ".parquet":
         arrow, parquet = need_pyarrow()
         arrays = {
