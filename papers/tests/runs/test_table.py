@@ -90,7 +90,7 @@ def test_queries_of_an_image_are_one_group_in_both_directions(work):
         for text in truth.i2t.indices[truth.i2t.indptr[i] : truth.i2t.indptr[i + 1]]:
             theirs = table.group[(table.query == truth.text_ids[text]) & (table.direction == "t2i")]
             assert theirs.tolist() == own.tolist()
-    assert len(set(table.group)) < len(set(plain.group)) and table.query.tolist() == plain.query.tolist()
+    assert len(set(table.group)) < len(set(plain["group"])) and table.query.tolist() == plain["query"].tolist()
 
 
 def test_figures_are_those_of_evaluate_and_tests_those_of_compare(work, papers):
