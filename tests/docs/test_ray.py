@@ -19,7 +19,6 @@ from sfumato.workflows.index import embed_source
 pytestmark = pytest.mark.engine
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'ray[data]'")
-pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "ingest.md"
 

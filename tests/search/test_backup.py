@@ -109,7 +109,6 @@ def commands_of_the_guide():
 @pytest.mark.slow
 def test_the_commands_of_the_guide_as_printed(tmp_path, server, sfumato, monkeypatch):
     """Only the address of the server is another one."""
-    pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
     server.execute("CREATE DATABASE sfumato", "CREATE ROLE sfumato LOGIN SUPERUSER")
     monkeypatch.chdir(tmp_path)
     for name, value in {"PGHOST": "127.0.0.1", "PGPORT": server.port, "PGUSER": "sfumato"}.items():

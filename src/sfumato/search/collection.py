@@ -117,8 +117,8 @@ class GaussianCollection(Gallery):
             calibration: calibration of the model for the same distance; replaces the logits.
             direction: "t2i" for texts that search among images, "i2t" for images that search among texts.
             metadata: JSON values to keep with the collection.
-            texts: whether captions, title, tags and name in the payloads are evidence for searches by text (extra
-                `offline`); their vectors are in a second store beside the first.
+            texts: whether captions, title, tags and name in the payloads are evidence for searches by text;
+                their vectors are in a second store beside the first.
 
         Returns:
             The collection, open.

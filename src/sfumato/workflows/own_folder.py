@@ -19,7 +19,6 @@ from typing import Any
 from sfumato.data.image_decoding import is_cut, needs_extra
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
 from sfumato.data.photographs import UNREADABLE
-from sfumato.encoders.package_weights import has_minilm
 from sfumato.encoders.processors import available_cpus, in_threads
 from sfumato.errors import UserError, progress_bar
 from sfumato.gaussian import GaussianEmbedding
@@ -216,7 +215,7 @@ def index_data(model: Model, data: str, out: Path, store: str = "file:") -> tupl
                 [item.id for item in items],
                 images={"folder": source.root} if source.kind == "folder" else {},
             )
-            collection = create_collection(model, like, out, own_or_anchored(store), texts=has_minilm())
+            collection = create_collection(model, like, out, own_or_anchored(store), texts=True)
             stack.callback(collection.close)
             collection.keep({"sources": [vars(source)]})
             stack.enter_context(collection.filling(_GO_ON))
