@@ -1,29 +1,22 @@
 """What an earlier version has written is opened and answers as it did; what a later one has written is refused.
 
-The archive beside this file was made by commit f5d496a8 with
-
-    PYTHONPATH=src:tests python tests/search/test_formats.py tests/search/formats_f5d496a8.tar.xz
-
-which writes the same with any version: folders, rows of PostgreSQL, a file of Milvus Lite, and the answers.
+The archive beside this file has folders, rows of PostgreSQL, a file of Milvus Lite, and the answers of commit f5d496a8;
+this file at commit 03c1c196 has the program that wrote it.
 """
 
 import contextlib
 import json
 import sqlite3
 import subprocess
-import sys
 import tarfile
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from support.postgresql import postgresql
 from support.rare_words import quick_vectors
 
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding, load_embeddings, save_embeddings
-from sfumato.search import texts as texts_module
+from sfumato.gaussian import GaussianEmbedding, load_embeddings
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import Records, open_store
@@ -47,33 +40,6 @@ def answers(gallery):
     return [
         [[h.id, h.distance, h.match_probability, h.payload] for h in r.hits] for r in gallery.search(gaussians(3, 1), 4)
     ]
-
-
-def fill(folder, store, texts=False):
-    made = GaussianCollection.create(
-        folder, store, d=D, centre=torch.full((D,), 0.25), metadata={"run": "r"}, texts=texts
-    )
-    made.upsert(gaussians(N, 0), IDS, payloads=PAYLOADS)
-    return made
-
-
-def write_all(folder, server):
-    """Everything that this version writes, in a folder."""
-    found = {}
-    with fill(folder / "collection", "store", texts=True) as made:
-        found["collection"] = answers(made)
-    save_embeddings(folder / "one.safetensors", gaussians(N, 0), IDS)
-    url = server.url(database="postgres", table="images")
-    with fill(folder / "postgresql", url, texts=True) as made:
-        found["postgresql"] = answers(made)
-    (folder / "rows.sql").write_bytes(dumped(server))
-    with fill(folder / "milvus", "milvus:images.db") as made:
-        found["milvus"] = answers(made)
-    (folder / "answers.json").write_text(json.dumps(found))
-
-
-def dumped(server):
-    return on_server(server, "pg_dump", "postgres")
 
 
 def on_server(server, program, *words):
@@ -176,14 +142,3 @@ def test_stores_of_a_later_version_are_refused(old, server, tmp_path):
             store.upsert(Records(("a",), torch.ones(1, 3), torch.ones(1), ({},)))
             store.close()
         refused(lambda url=url: open_store(url), 7, 1)
-
-
-if __name__ == "__main__":
-    texts_module.sentence_vectors = quick_vectors
-    with tempfile.TemporaryDirectory() as temporary, postgresql() as own_server:
-        made = Path(temporary) / "made"
-        made.mkdir()
-        write_all(made, own_server)
-        with tarfile.open(sys.argv[1], "w:xz") as archive:
-            for path in sorted(made.iterdir()):
-                archive.add(path, path.name)

@@ -5,6 +5,7 @@ import os
 import sqlite3
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,6 +100,8 @@ def test_recall_at_the_defaults(tmp_path, needs_faiss):
     store.close()
     store = open_store(url)
     assert recall(store, kept, wanted, 10) >= 0.95 and uses_index(store)
+    if os.path.exists("/proc/self/maps"):  # It is mapped, not read as a whole.
+        assert str(index_files(tmp_path / "store")[0]) in Path("/proc/self/maps").read_text()
 
 
 def test_compressed_vectors_are_candidates_only(tmp_path, needs_faiss):
@@ -293,36 +296,6 @@ def test_damaged_files_are_named(tmp_path, needs_faiss):
     with sqlite3.connect(folder / "records.sqlite") as connection:
         connection.execute("PRAGMA user_version=7")
     raises(UserError, "has format 7", open_store, url)
-
-
-def first_search(url):
-    """Prints by how many MB the first search of a store makes this process grow."""
-
-    def anonymous():
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) // 1024
-
-    store = open_store(url)
-    before = anonymous()
-    store.search(torch.zeros(2, 800), 5)
-    assert store._index is not None
-    print(anonymous() - before)
-
-
-@pytest.mark.slow
-def test_indexes_are_mapped_not_read(tmp_path, needs_faiss):
-    if not os.path.exists("/proc/self/status"):
-        pytest.skip("memory is measured by /proc")
-    n = 5000
-    vectors = torch.randn(n, 800, generator=torch.Generator().manual_seed(0))
-    url = f"{tmp_path}/store?engine=hnsw&exact_below=100&m=4&ef_construction=8&compress=none"
-    store = create_store(url, 800)
-    store.upsert(Records(tuple(map(str, range(n))), vectors, torch.zeros(n), ({},) * n))
-    store.optimise()
-    store.close()
-    status, printed = Started(first_search, url).finish()
-    assert status == 0, printed
-    assert int(printed) < 6, "read as a whole, the vectors in the index would be 16 MB"
 
 
 def test_a_full_disk_takes_nothing_away(tmp_path):

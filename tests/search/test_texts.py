@@ -180,17 +180,6 @@ def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
     assert not answer.calibrated and answer.nothing_probability is None
 
 
-def test_a_large_gallery_compares_the_closest_of_both_searches(made):
-    collection, _ = made
-    whole = asked(collection, "a dog", "tent", "harbour", k=5)
-    collection.n_exact, collection.n_sample = 55, 40
-    collection._sampler._last = None
-    part = asked(collection, "a dog", "tent", "harbour", k=5)
-    for a, b in zip(whole, part, strict=True):
-        assert {hit.id for hit in a} & {hit.id for hit in b} >= {a[0].id}  # Rarity is that of the sample.
-        assert b.expected_matches == pytest.approx(a.expected_matches, rel=0.5)
-
-
 def test_queries_without_a_text_and_guarantees_go_by_distance(made):
     collection, _ = made
     queries = gaussians(2, 5)

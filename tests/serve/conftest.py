@@ -77,10 +77,18 @@ def squares(tmp_path_factory):
     return make_squares(tmp_path_factory.mktemp("squares"))
 
 
-@pytest.fixture
-def judged(squares, tmp_path):
+@pytest.fixture(scope="session")
+def judging(squares, tmp_path_factory):
     """Of a service of that collection, which keeps verdicts."""
-    folder = shutil.copytree(squares, tmp_path / "index")
-    with served(open_sources(folder), judgements=tmp_path / "verdicts.jsonl") as client:
-        client.folder, client.file = folder, tmp_path / "verdicts.jsonl"
+    folder = tmp_path_factory.mktemp("judged")
+    file = folder / "verdicts.jsonl"
+    with served(open_sources(shutil.copytree(squares, folder / "index")), judgements=file) as client:
+        client.file = file
         yield client
+
+
+@pytest.fixture
+def judged(judging):
+    """The same before the first verdict."""
+    judging.file.unlink(missing_ok=True)
+    return judging

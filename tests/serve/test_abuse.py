@@ -3,14 +3,10 @@
 import concurrent.futures
 import contextlib
 import io
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 
 import numpy as np
-import pytest
 from PIL import Image
 from support.raising import raises
 from support.serving import KEY, begun, by_image, guard_of, in_base64, picture, problem, served, until
@@ -20,33 +16,23 @@ from sfumato.serve import guard
 from sfumato.serve.decoding import _Process
 from sfumato.serve.settings import Settings, parse_limits
 
-KNOWN = {"Authorization": f"Bearer {KEY}"}
 
-
-def test_without_a_key_no_body_is_awaited(sources):
-    with served(sources, keys=(KEY,)) as client:
+def test_without_a_key_no_body_is_awaited_and_strangers_take_no_place(sources):
+    with served(sources, keys=(KEY,), max_requests=2) as client, contextlib.ExitStack() as open_ones:
         for line, status in (
             *(("POST /", 405), ("POST /healthz", 405), ("POST /page/page.js", 405), ("PUT /page/nothing", 405)),
-            *(("GET /readyz", 413), ("POST /v1/search", 401), ("POST /metrics", 401)),
+            *(("GET /readyz", 413), ("POST /v1/search", 401), ("POST /metrics", 401), ("GET /docs", 401)),
         ):
-            with begun(client, line) as connection:
-                answer = connection.recv(10_000)
+            answer = open_ones.enter_context(begun(client, line)).recv(10_000)
             assert int(answer.split()[1]) == status and b"application/problem+json" in answer, line
             assert status == 401 or b"connection: close" in answer.lower()
+        assert client.get("/v1/search?q=a").status_code == client.get("/healthz").status_code == 200
         for line, status in (
             *(("GET /v1/info", b"413"), ("DELETE /v1/items/0", b"413"), ("POST /metrics", b"405")),
             ("POST /nothing", b"404"),
         ):
             with begun(client, line, headers=[f"X-API-Key: {KEY}"]) as connection:
                 assert connection.recv(10_000).split()[1] == status
-
-
-def test_strangers_take_no_place_of_those_with_a_key(sources):
-    with served(sources, keys=(KEY,), max_requests=2) as client, contextlib.ExitStack() as open_ones:
-        for line in ("POST /healthz", "POST /v1/search", "GET /docs") * 3:
-            assert open_ones.enter_context(begun(client, line)).recv(10_000)  # An answer, though the body has not come.
-        assert client.get("/v1/search?q=a").status_code == 200
-        assert client.get("/healthz").status_code == 200
 
 
 def test_bodies_that_arrive_slowly_take_no_place(sources):
@@ -119,27 +105,22 @@ class SlowDecoders:
         monkeypatch.setattr(_Process, "do", do)
 
 
-def test_texts_do_not_wait_for_pictures_to_be_decoded(sources, monkeypatch):
+def test_texts_do_not_wait_for_pictures(sources, monkeypatch):
+    """To be decoded, and to be embedded."""
+    encoder, go, embedding = type(sources.model.image.encoder), threading.Event(), threading.Event()
+    forward = encoder.forward
     with served(sources, timeout=8) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
         slow = SlowDecoders(monkeypatch)
+        waits = lambda self, inputs: (embedding.set(), go.wait(20), forward(self, inputs))[-1]
+        monkeypatch.setattr(encoder, "forward", waits)
         asked = [pool.submit(client.post, "/v1/search", **by_image(picture())) for _ in range(4)]
         until(lambda: slow.begun >= 2)
         assert client.get("/v1/search?q=a").status_code == 200
         slow.go.set()
-        assert [one.result().status_code for one in asked] == [200] * 4
-
-
-def test_texts_do_not_wait_for_pictures_to_be_embedded(sources, monkeypatch):
-    encoder, go, begun_one = type(sources.model.image.encoder), threading.Event(), threading.Event()
-    forward = encoder.forward
-    with served(sources, timeout=8) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        slow = lambda self, inputs: (begun_one.set(), go.wait(20), forward(self, inputs))[-1]
-        monkeypatch.setattr(encoder, "forward", slow)
-        asked = pool.submit(client.post, "/v1/search", **by_image(picture()))
-        assert begun_one.wait(20)
+        assert embedding.wait(20)
         assert client.get("/v1/search?q=a").status_code == 200
         go.set()
-        assert asked.result().status_code == 200
+        assert [one.result().status_code for one in asked] == [200] * 4
 
 
 def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
@@ -200,39 +181,6 @@ def test_a_large_image_arrives_whole(client, monkeypatch):
     answer = client.post("/v1/search", **by_image(file.getvalue())).json()["answers"][0]
     limits = client.app.state.service.settings
     assert len(pieces) == 4 and max(pieces) < 2 * guard.PIECE < limits.max_body_bytes and answer["hits"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone keeps memory")
-def test_threads_keep_no_memory_of_large_bodies():
-    program = """
-        import threading
-        from sfumato.serve import guard
-
-        def resident():
-            return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
-
-        def work():
-            together.wait()  # Each thread would have a pool of memory of its own, and keep megabytes.
-            large, small = bytes(8_000_000), [bytes(200_000) for _ in range(60)]
-            del large, small
-            parts = [bytes(range(256)) * 800 for _ in range(40)]
-            del parts
-            together.wait()
-            together.wait()
-
-        guard.share_memory()
-        together, before = threading.Barrier(7), resident()
-        for _ in range(6):
-            threading.Thread(target=work).start()
-        together.wait()
-        together.wait()
-        guard._trim()
-        print(resident() - before)
-        together.wait()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    assert float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) < 3
 
 
 def test_limits_of_the_command_are_checked_by_name_and_kind():

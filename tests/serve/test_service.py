@@ -1,14 +1,12 @@
 """What the service promises: the answers of the library, over HTTP; writes that last; and good order at the end."""
 
 import base64
-import concurrent.futures
 import gzip
 import json
 import os
 import re
 import signal
 import threading
-from dataclasses import replace
 
 import httpx
 import pytest
@@ -17,7 +15,6 @@ from support.raising import raises
 from support.serving import (  # fmt: skip
     KEY,
     Process,
-    SlowModel,
     add,
     begun,
     collected,
@@ -36,13 +33,11 @@ from sfumato.data.images import SplitImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.models.run import load_run
 from sfumato.search.answer import SearchOptions, TextQuery
-from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import writers_lock
-from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.app import PAGE, create_app, route_of
 from sfumato.serve.server import check_host, hosts_of, is_loopback, run_app
-from sfumato.serve.settings import ServedGallery, Settings, Sources, open_sources
+from sfumato.serve.settings import Settings, Sources, open_sources
 from sfumato.workflows.index import GalleryPart, build_index
 
 
@@ -90,7 +85,6 @@ CASES = [
     ({"image": in_base64(picture()), "name": "x.png"}, {"max_results": 3}),
     ({"image": in_base64(picture())}, {"gallery": "texts", "max_results": 4, "coverage": 0.8}),
     ({"image": in_base64(picture())}, {"gallery": "texts", "filter": TWO}),
-    ({"image": in_base64(picture())}, {"gallery": "texts", "filter": {"where": {"text": ["x"]}}}),
     ({"text": "red"}, {"gallery": "texts", "filter": {"ranges": {"text": ["a blue cross", "a blue d"]}}}),
 ]
 
@@ -152,15 +146,13 @@ def test_a_link_searches_as_json_does(client):
     assert "stand beside a text" in refused["detail"]
 
 
-def test_the_risks_that_the_service_names_can_be_asked_for(client):
+def test_promises_are_those_that_the_service_names_and_for_native_queries_only(client):
     told = client.get("/v1/info").json()["galleries"]["images"]
     assert 0.5 in told["risks"] and told["coverages"] == [0.5, 0.8, 0.9, 0.95]
     for risk in told["risks"]:
         search(client, RED, abstain=risk)
     assert "no limit has a risk" in search(client, RED, abstain=0.0001, status=422)["detail"]
-
-
-def test_promises_are_for_native_queries_only(client):
+    assert "a filter may remove" in search(client, RED, coverage=0.5, filter=TWO, status=422)["detail"]
     for promise in ("abstain", "coverage", "min_probability"):
         for query in ({"image": in_base64(picture())}, {"id": "000.png"}):
             refused = search(client, {"text": "fine"}, query, **{promise: 0.5}, status=422)
@@ -168,42 +160,6 @@ def test_promises_are_for_native_queries_only(client):
             assert refused["errors"][0]["where"] == promise
         refused = search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
         assert "works only with queries by image" in refused["detail"]
-
-
-def test_hits_by_distance_and_without_texts(filled, tmp_path):
-    with GaussianCollection.open(filled) as plain, copy_gallery(plain, tmp_path / "own", texts=True) as copied:
-        far = plain.ids_after("", 100)[-1]
-        copied.rename(far, far, {**copied.get([far]).payloads[0], "captions": "a purple zebra"})
-    with served(open_sources(tmp_path / "own")) as own:
-        query = {"text": "a purple zebra"}
-        fits, closest, listed = (search(own, query, **o)[0] for o in ({}, {"order": "distance"}, {"target": "listed"}))
-        ids = [[hit["id"] for hit in one["hits"]] for one in (fits, closest, listed)]
-        assert ids[0][0] == far and ids[1] == ids[2] != ids[0]
-        assert [one["target"] for one in (fits, closest, listed)] == ["fits", "fits", "listed"]
-        link = own.get("/v1/search", params={"q": query["text"], "order": "distance"}).json()["answers"][0]
-        assert link["hits"] == closest["hits"]
-        assert search(own, query, order="date", status=422)["errors"][0]["where"] == "body.order"
-
-
-def test_guarantees_are_about_the_whole_gallery(client):
-    for guarantee in ("abstain", "coverage"):
-        for filter in ({"where": {"text": ["x"]}}, {"max_total_variance": 3.0}):
-            refused = search(client, {"text": "a"}, filter=filter, **{guarantee: 0.5}, status=422)
-            assert "a filter may remove the match; leave out the filter" in refused["detail"]
-        link = {"q": "a", "where": "text:x", guarantee: 0.5}
-        assert client.get("/v1/search", params=link).status_code == 422
-
-
-def test_without_a_calibration_there_are_no_probabilities(sources):
-    gallery = sources.galleries["images"].gallery
-    plain = GaussianIndex.build(gallery.get(gallery.ids).embeddings, gallery.ids)
-    strange = {"unfamiliar_texts": lambda texts: [text == "x" for text in texts]}
-    with served(replace(sources, galleries={"images": ServedGallery(plain)}, **strange)) as client:
-        known, strange = search(client, {"text": "a red circle"}, {"text": "x"})
-        refused = search(client, {"text": "a"}, min_probability=0.5, status=422)
-    assert not known["calibrated"] and known["verdict"] is known["expected_matches"] is None
-    assert {hit["match_probability"] for hit in known["hits"]} == {None} and strange["verdict"]["kind"] == "unfamiliar"
-    assert "min_probability needs a calibration" in refused["detail"]
 
 
 def test_pictures_are_the_files(client, data):
@@ -293,28 +249,6 @@ def test_galleries_must_fit_together(sources, run):
     queries = loaded.model.embed_texts(["a"])
     other = build_index(loaded, GalleryPart(type(queries)(queries.mean[:, :5], queries.log_var[:, :5]), ["a"], ["a"]))
     raises(UserError, "differ in d", Sources, loaded.model, "run", {"images": images, "texts": type(texts)(other)})
-
-
-def test_concurrent_texts_are_embedded_together_and_answered_alike(sources):
-    model = SlowModel(sources.model)
-    texts = [f"a {c} {s}" for c in ("red", "green", "blue", "black") for s in ("circle", "bar", "cross")]
-    with served(Sources(model, "slow", sources.galleries), batch_size=8, batch_window_ms=50, threads=2) as client:
-        alone = [search(client, {"text": text})[0] for text in texts]
-        model.go.clear()
-        with concurrent.futures.ThreadPoolExecutor(len(texts) + 1) as pool:
-            first = pool.submit(search, client, {"text": "keeps the model busy while the others arrive"})
-            until(lambda: model.waiting and not len(client.app.state.service.embedder.texts))
-            asked = [pool.submit(search, client, {"text": text}) for text in texts]
-            until(lambda: len(client.app.state.service.embedder.texts) == len(texts))
-            model.sizes.clear()
-            model.go.set()
-            together = [one.result()[0] for one in asked]
-            first.result()
-    assert model.sizes == [1, 8, 4]
-    for a, b in zip(alone, together, strict=True):
-        assert a["query"] == b["query"] and [h["id"] for h in a["hits"]] == [h["id"] for h in b["hits"]]
-        for ours, theirs in zip(a["hits"], b["hits"], strict=True):
-            assert ours["distance"] == pytest.approx(theirs["distance"], abs=1e-5)
 
 
 def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
@@ -498,23 +432,6 @@ def test_a_network_needs_a_key():
     assert hosts_of("0.0.0.0", []) == () and hosts_of("0.0.0.0", ["a.example"])[-1] == "a.example"
     assert "127.0.0.2" in hosts_of("127.0.0.2", []) and "192.0.2.1" in hosts_of("192.0.2.1", ["a.example"])
     assert hosts_of("::1", []) == hosts_of("localhost", []) == ("127.0.0.1", "localhost", "[::1]")
-
-
-@pytest.mark.slow
-def test_sigterm_lets_requests_finish(collection):
-    process = Process(collection, "--set", "batch_window_ms=1500")
-    until(lambda: ready(process.client))
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(process.client.post, "/v1/search", json={"queries": [{"text": "a red bar"}]})
-        until(lambda: 'sfumato_waiting{kind="text"} 1.0' in process.client.get("/metrics").text)
-        process.send_signal(signal.SIGTERM)
-        with pytest.raises(httpx.ConnectError):
-            while not asked.done():
-                httpx.get(f"{process.client.base_url}/healthz", trust_env=False)
-        answer = asked.result()
-    assert answer.status_code == 200 and answer.json()["answers"][0]["hits"]
-    status, err = process.finish()
-    assert status == 0 and "Traceback" not in err
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from serve.test_service import same
 from support.serving import (
     by_image,
@@ -21,7 +20,6 @@ from support.serving import (
 )
 from support.toy import make_toy
 
-from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.answer import QueryInfo
@@ -73,23 +71,6 @@ def test_a_vector_finds_what_the_library_and_the_command_find(vectors, adopted, 
     for ours, theirs in zip(answer["hits"], command["hits"], strict=True):
         assert ours["id"] == theirs["id"]
         assert ours["match_probability"] == pytest.approx(theirs["match_probability"], abs=1e-6)
-
-
-def test_the_distances_are_those_of_the_towers_by_hand(vectors, adopted, images, texts):
-    def mean(tower, row):
-        with torch.no_grad():
-            found = tower.head(tower.encoder(Inputs(torch.from_numpy(row).view(1, 1, -1)))).mean[0].double()
-        assert found.norm() == pytest.approx(1, abs=1e-6)
-        return found
-
-    own = mean(adopted.model.text, texts[11])
-    by_hand = [float(((own - mean(adopted.model.image, row)) ** 2).sum()) for row in images]
-    (answer,) = search(vectors, query(texts[11]), max_results=4)
-    nearest = np.argsort(by_hand)[:4]
-    assert [hit["id"] for hit in answer["hits"]] == [f"photo-{i}" for i in nearest]
-    assert [hit["distance"] for hit in answer["hits"]] == pytest.approx([by_hand[i] for i in nearest], abs=1e-5)
-    (scaled,) = search(vectors, query(2 * texts[11]), max_results=1)  # The tower sees the vector as it came.
-    assert scaled["hits"][0]["distance"] != pytest.approx(answer["hits"][0]["distance"], abs=1e-4)
 
 
 def test_modalities_may_be_mixed_and_keep_their_order(vectors, adopted, images, texts):
