@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from support.lazy import Lazy
 from support.raising import raises
@@ -184,19 +183,6 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for drawn in (answer(), sfumato.Reliability.of(np.array([0.5]), np.array([1]))):
         raises(UserError, r"pip install 'sfumato\[report\]'", drawn.plot)
-
-
-def test_public_objects_are_one_short_line():
-    embeddings = sfumato.GaussianEmbedding(torch.zeros(300, 4), torch.zeros(300, 4))
-    distance = torch.tensor([[0.2, 1.0, 0.9], [1.1, 0.4, 0.3]])
-    match = torch.tensor([[1, 0, 0], [0, 1, 0]])
-    scores = sfumato.QueryScores.fit(distance, match)
-    index = sfumato.GaussianIndex.build(embeddings, [str(i) for i in range(300)])
-    result = index.search(embeddings[:1], 20)[0]
-    data = sfumato.load_emoji()["test"]
-    calibration = sfumato.Calibration.fit(distance, match, t2i=scores)
-    for thing in (embeddings, index, result[0], scores, calibration, data, data.relevance(), sfumato.Problems()):
-        assert re.match(rf"{type(thing).__name__}\(.+\)$", repr(thing)) and len(repr(thing)) < 160
 
 
 def test_verdicts_at_both_sides_of_every_border():

@@ -136,16 +136,6 @@ def test_with_avx2_alone(request):
     assert done.returncode == 0, done.stdout.decode()[-3000:]
 
 
-@pytest.mark.parametrize("k", [1, 10, 640])
-def test_the_first_reach_is_no_less_than_the_distance_of_the_k_th(k):
-    gallery, queries = items("two tight clusters far apart", 1500, 1), items("random", 9, 2)
-    screen, true = screen_of(gallery), true_distances(queries, gallery, "csd")
-    compared = screen.comparison(queries)
-    reach = screen._reach(k, compared.vectors) + compared.constant
-    assert len(screen.blocks) > 1 and (reach >= true.sort(1).values[:, k - 1]).all()
-    assert (reach < true.amax(1)).all() or k > 1
-
-
 def test_no_queries_no_items_and_distances_that_do_not_lift():
     screen = screen_of(items("random", 30, 1))
     assert [t.shape for t in screen.closest(items("random", 0, 2), 3)] == [(0, 3)] * 2

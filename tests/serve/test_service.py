@@ -289,31 +289,18 @@ def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writabl
     assert caplog.text.count("writes to it; wait until it closes the store") == 2
 
 
-class Entered:
-    """A lock that notes that somebody has come to it."""
-
-    def __init__(self, lock):
-        self.lock, self.come = lock, threading.Event()
-
-    def __enter__(self):
-        self.come.set()
-        return self.lock.__enter__()
-
-    def __exit__(self, *error):
-        return self.lock.__exit__(*error)
-
-
 @pytest.mark.parametrize("path", ["/v1/items", "/v1/items/delete"])
 def test_a_write_that_waits_for_another_service_is_not_made_once_its_caller_has_gone(writable, path, monkeypatch):
     """Meanwhile the caller may have sent something newer to the other service, which was acknowledged."""
     assert add(writable, "kept").status_code == 201
     images = writable.app.state.service.sources.galleries["images"].writable
-    elsewhere, ours = writers_lock(images.folder, 5), Entered(writers_lock(images.folder, 20))
-    monkeypatch.setattr("sfumato.serve.writing.writers_lock", lambda folder, timeout: ours)
+    come = threading.Event()
+    noted = lambda folder, timeout: (come.set(), writers_lock(folder, 20))[1]
+    monkeypatch.setattr("sfumato.serve.writing.writers_lock", noted)
     body = json.dumps({"ids": ["kept"]} if path.endswith("delete") else {"items": [new_item("late")]}).encode()
-    with elsewhere:
+    with writers_lock(images.folder, 5):
         with begun(writable, f"POST {path}", body, len(body)):
-            assert ours.come.wait(20)
+            assert come.wait(20)
         until(lambda: 'status="499"' in writable.get("/metrics").text)
     monkeypatch.undo()
     assert add(writable, "next").status_code == 201  # Made after what waited.

@@ -111,6 +111,22 @@ def assert_nearest(store, kept, wanted, k, filter=None):
         np.testing.assert_allclose(distance, ground_truth[i, : len(found)], rtol=1e-5, atol=1e-6)
 
 
+def assert_candidates_only(store, opened=None, n=300):
+    """By their codes two items are the same, and most are nearly the same, but results are in their true order."""
+    dim = store.dim
+    batch, wanted = records(n, dim, 21), queries(6, dim, 22)
+    farther = (wanted[0] + 0.1).half().float()
+    twins = torch.stack([farther, farther + 1e-5 * (wanted[0] - farther)])
+    batch = Records(batch.ids, torch.cat([twins, batch.vectors[2:]]), batch.uncertainty, batch.payloads)
+    assert torch.equal(*batch.vectors[:2].half())
+    store.upsert(batch)
+    store.optimise()
+    store = opened(store) if opened else store
+    assert_nearest(store, by_id(batch), wanted, 5)
+    assert store.search(wanted[:1], 2)[0].ids == ("item-1", "item-0")
+    assert len(store.search(wanted, n)[5]) == n
+
+
 class StoreBasics:
     """What is written is found, for the variants of a store. Subclasses define `create`."""
 
@@ -384,25 +400,3 @@ def assert_survives_kills(url, runs):
         for at in range(0, 500, 50):
             assert_nearest(store, kept, torch.tensor([[float(at), run, 3.0]]), 5)
         store.close()
-
-
-def assert_others_read(url):
-    """While a process writes, another one finds what was acknowledged, each item once and of one write."""
-    child = Started(write_at_random, url, 1, piped=True)
-    assert child.stdout.readline() == "open\n"
-    store, acknowledged, step = open_store(url), {}, 0
-    while int(step) < 14:
-        kind, _, step, *ids = child.stdout.readline().split()
-        acknowledged |= {f"i{i}": int(step) if kind == "put" else None for i in ids}
-        there = [key for key, at in acknowledged.items() if at is not None]
-        found = store.get(there)
-        for key, payload, vector in zip(found.ids, found.payloads, found.vectors.tolist(), strict=True):
-            assert int(payload["step"]) >= acknowledged[key] and vector == [float(key[1:]), 1.0, float(payload["step"])]
-        for some in store.search(torch.tensor([[250.0, 1.0, int(step)], [7.0, 1.0, 0.0]]), 9, Filter({"run": ("1",)})):
-            assert len(set(some.ids)) == len(some) == min(9, len(there)) or len(there) < 60
-        scanned = [key for part in store.scan(batch=50) for key in part.ids]
-        assert len(scanned) == len(set(scanned))
-    assert child.running
-    child.kill()
-    child.finish()
-    child.stdout.close()
