@@ -17,6 +17,7 @@ from support.stores_contract import (
     FINGERPRINT,
     StoreBasics,
     StoreContract,
+    assert_a_killed_server_loses_nothing,
     assert_candidates_only,
     assert_holds,
     assert_nearest,
@@ -306,19 +307,7 @@ def test_a_server_that_hangs_is_given_up(milvus_server):
 
 def test_a_killed_server_loses_nothing(milvus_server):
     store = create_store(milvus_server.url(index="HNSW"), 3)
-    process = Started(write_at_random, store.url, 0, False, piped=True)
-    said = said_by(process, milvus_server.kill, least=7)
-    began = time.monotonic()
-    status, errors = process.finish(60)
-    assert status == 1 and "UserError: store milvus+http://" in errors, errors
-    with pytest.raises(UserError):
-        store.search(queries(1, 3, 0), 3)
-    assert time.monotonic() - began < 30
-    milvus_server.start()
-    assert_nothing_lost(store, said)
-    assert len(store.search(queries(1, 3, 0), 7)[0]) == 7
-    store.close()
-    assert_nothing_lost(open_store(store.url), said)
+    assert_a_killed_server_loses_nothing(store, milvus_server.kill, milvus_server.start, False)
 
 
 def test_a_killed_process_loses_nothing_of_its_embedded_file(tmp_path):

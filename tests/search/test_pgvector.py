@@ -8,15 +8,14 @@ import time
 
 import pytest
 from support.postgresql import postgresql
-from support.processes import Started
 from support.raising import raises
 from support.stores_contract import (
     StoreBasics,
     StoreContract,
+    assert_a_killed_server_loses_nothing,
     assert_candidates_only,
     assert_holds,
     assert_nearest,
-    assert_nothing_lost,
     assert_survives_kills,
     by_id,
     create_store,
@@ -24,8 +23,6 @@ from support.stores_contract import (
     open_store,
     queries,
     records,
-    said_by,
-    write_at_random,
 )
 
 from sfumato.errors import UserError
@@ -324,18 +321,14 @@ def test_a_killed_server_loses_nothing_and_fails_no_call_that_comes_after_it(ser
     assert len(server.execute(f"SELECT 1 FROM pg_stat_activity WHERE {OTHERS}")) >= 3
     store.optimise()
     assert store.count() == 0
-    process = Started(write_at_random, store.url, 0, piped=True)
-    said = said_by(process, server.stop)
-    status, errors = process.finish(30)
-    assert status == 1 and "UserError: store postgresql://" in errors
-    with pytest.raises(UserError):
-        store.count()
-    raises(UserError, "connection failed", store.search, queries(1, 3, 0), 3)
-    server.start()
-    assert idle.count() == 5
-    idle.search(queries(1, 3, 0), 3)
-    assert_nothing_lost(store, said)
-    assert len(store.search(queries(1, 3, 0), 7)[0]) == 7
+
+    def start():
+        raises(UserError, "connection failed", store.count)
+        server.start()
+        assert idle.count() == 5
+        idle.search(queries(1, 3, 0), 3)
+
+    assert_a_killed_server_loses_nothing(store, server.stop, start)
     parts = idle.scan(2)
     next(parts)
     server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {OTHERS}")

@@ -1,10 +1,11 @@
 """Two services on one PostgreSQL behind the nginx of deploy/: upgrades and kills lose nothing."""
 
+import contextlib
+import itertools
 import re
 import shutil
 import signal
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -83,59 +84,45 @@ def proxy(services, tmp_path):
     nginx.kill()
 
 
-class Load:
-    """Clients that search and add without a pause, and what they were answered."""
+@contextlib.contextmanager
+def load(url):
+    """Clients that search and add without a pause: how often each succeeded, what was acknowledged, what failed."""
+    done, acknowledged, failures, over = Counter(), [], [], threading.Event()
+    both = {"queries": [{"text": "a blue bar"}, {"id": "000.png"}]}
+    asks = {
+        "get": lambda client, n: client.get("/v1/search", params={"q": f"red {n % 7}"}),
+        "post": lambda client, n: client.post("/v1/search", json=both),
+        "add": lambda client, n: client.post("/v1/items", json={"items": [new_item(f"new/{n}.png")]}),
+    }
 
-    def __init__(self, url):
-        self.url, self.failures, self.acknowledged, self.answers = url, [], [], Counter()
-        self._over = threading.Event()
-        work = self._get, self._post, self._add
-        self._threads = [threading.Thread(target=self._run, args=(one, i)) for i, one in enumerate(work)]
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *error):
-        self._over.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def _run(self, send, i):
-        with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as client:
-            n = 0
-            while not self._over.is_set():
+    def run(kind):
+        with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
+            for n in itertools.takewhile(lambda _: not over.wait(0.01), itertools.count()):
                 try:
-                    answer = send(client, n)
+                    answer = asks[kind](client, n)
                 except httpx.HTTPError as error:
-                    self.failures.append((send.__name__, repr(error), ""))
-                else:
-                    self.answers[send.__name__, answer.status_code] += 1
-                    if not answer.is_success:
-                        self.failures.append((send.__name__, answer.status_code, answer.text))
-                n += 1
-                time.sleep(0.01)
+                    failures.append((kind, repr(error)))
+                    continue
+                if not answer.is_success:
+                    failures.append((kind, answer.status_code, answer.text))
+                    continue
+                done[kind] += 1
+                if kind == "add":
+                    acknowledged.append(f"new/{n}.png")
 
-    def _get(self, client, n):
-        return client.get("/v1/search", params={"q": f"red {n % 7}"})
+    with ThreadPoolExecutor(3) as pool:
+        for kind in asks:
+            pool.submit(run, kind)
+        try:
+            yield done, acknowledged, failures
+        finally:
+            over.set()
 
-    def _post(self, client, n):
-        return client.post("/v1/search", json={"queries": [{"text": "a blue bar"}, {"id": "000.png"}]})
 
-    def _add(self, client, n):
-        id = f"new/{n}.png"
-        answer = client.post("/v1/items", json={"items": [new_item(id)]})
-        if answer.is_success:
-            self.acknowledged.append(id)
-        return answer
-
-    def more(self, n=15):
-        """Wait for that many further additions and searches."""
-        before = self.answers.copy()
-        until(lambda: all(self.answers[kind] >= before[kind] + n for kind in (("_get", 200), ("_post", 200))))
-        wanted = len(self.acknowledged) + n
-        until(lambda: len(self.acknowledged) >= wanted)
+def more(done):
+    """Wait for 15 further searches and additions of each kind."""
+    before = done.copy()
+    until(lambda: all(done[kind] >= before[kind] + 15 for kind in ("get", "post", "add")))
 
 
 def test_an_image_that_another_service_writes_anew_is_not_removed(shared):
@@ -156,21 +143,21 @@ def test_an_image_that_another_service_writes_anew_is_not_removed(shared):
 
 
 def test_two_services_behind_a_proxy(services, proxy):
-    with Load(proxy) as load:
-        load.more()
+    with load(proxy) as (done, acknowledged, failures):
+        more(done)
         for i in (0, 1):  # A rolling upgrade: one stops as soon as the other is ready.
             assert services.end(i, signal.SIGTERM)[0] == 0
             services.start(i)
-        assert load.failures == []
+        assert failures == []
         services.asked(1)
         assert services.end(0, signal.SIGKILL)[0] == -signal.SIGKILL
-        load.more()
-    assert load.failures == []
+        more(done)
+    assert failures == []
     with httpx.Client(base_url=proxy, timeout=30, trust_env=False) as client:
         found = listed(client, 1000)
-        assert len(set(found)) == len(found) and len(load.acknowledged) > 20
-        assert set(load.acknowledged) <= set(found)
-        assert len(found) - 48 - len(load.acknowledged) <= 1  # An addition that was on its way when a service went.
-        for id in load.acknowledged[::5]:
+        assert len(set(found)) == len(found) and len(acknowledged) > 20
+        assert set(acknowledged) <= set(found)
+        assert len(found) - 48 - len(acknowledged) <= 1  # An addition that was on its way when a service went.
+        for id in acknowledged[::5]:
             assert client.get(f"/v1/pictures/{id}").status_code == 200
     assert re.search(r'"status":200,.*"statuses":"502, 200"', (services.folder.parent / "access.log").read_text())

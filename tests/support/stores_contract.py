@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from sfumato.errors import UserError
 from sfumato.search.stores import protocol as stores
 from sfumato.search.stores.protocol import WORDS, Filter, Records, WordStore
 from support.processes import Started
@@ -400,3 +401,20 @@ def assert_survives_kills(url, runs):
         for at in range(0, 500, 50):
             assert_nearest(store, kept, torch.tensor([[float(at), run, 3.0]]), 5)
         store.close()
+
+
+def assert_a_killed_server_loses_nothing(store, kill, start, *written):
+    """A server is killed while a process writes: whoever calls is told so, and finds everything after the start."""
+    process = Started(write_at_random, store.url, 0, *written, piped=True)
+    said = said_by(process, kill, 7)
+    began = time.monotonic()
+    status, errors = process.finish(60)
+    assert status == 1 and "UserError: store " in errors, errors
+    with pytest.raises(UserError):
+        store.search(queries(1, 3, 0), 3)
+    assert time.monotonic() - began < 30
+    start()
+    assert_nothing_lost(store, said)
+    assert len(store.search(queries(1, 3, 0), 7)[0]) == 7
+    store.close()
+    assert_nothing_lost(open_store(store.url), said)
