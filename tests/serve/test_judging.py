@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.serving import KEY, SQUARES, problem, search, served
 
-from sfumato import load_index
 from sfumato.evaluation.judgements import Judgement, ShownHit, judged_figures, read_judgements, write_judgements
 from sfumato.serve.settings import open_sources
 from sfumato.workflows.judgements import refine_index
@@ -123,8 +122,8 @@ def test_nothing_is_lost_when_many_judge_at_once(judged):
 @pytest.mark.slow
 def test_using_the_verdicts_changes_the_next_search_as_the_command_does(squares, tmp_path):
     """Someone to whom everything fits: the probabilities rise."""
-    folder, copied = (shutil.copytree(squares, tmp_path / name) for name in ("index", "copy"))
-    file, texts = tmp_path / "verdicts.jsonl", [f"a plain {colour} square" for colour in SQUARES]
+    folder, file = shutil.copytree(squares, tmp_path / "index"), tmp_path / "verdicts.jsonl"
+    texts = [f"a plain {colour} square" for colour in SQUARES]
     with served(open_sources(folder), judgements=file) as judged:
         assert "judge some results" in problem(use(judged), 422)["detail"]
         before = fitting(judged, texts[0])
@@ -140,18 +139,13 @@ def test_using_the_verdicts_changes_the_next_search_as_the_command_does(squares,
         after = fitting(judged, texts[0])
         assert sum(hit["match_probability"] for hit in after) > sum(hit["match_probability"] for hit in before)
         assert use(judged).json()["used"] == done, "it starts at the packaged constants"
-    assert refine_index(copied, file).after.calibration_error.value == pytest.approx(done["after"]["value"])
-    with load_index(folder) as one, load_index(copied) as other:
-        (one, other) = (searcher.search("a red square", 24) for searcher in (one, other))
-    assert [hit.match_probability for hit in one] == pytest.approx([hit.match_probability for hit in other], abs=1e-6)
+    assert refine_index(folder, file).after.calibration_error.value == pytest.approx(done["after"]["value"])
 
 
 def test_who_may_judge(judged, squares, client, tmp_path):
     assert judged.get("/v1/info").json()["judgements"] and not client.get("/v1/info").json()["judgements"]
     body = {"json": {"judgements": [{"query": "a", "id": "000.png", "yes": True}]}}
-    for method, options in (
-        ("GET", {}), ("POST", body), ("POST", {"json": {"use": True}}),
-    ):  # fmt: skip
+    for method, options in (("GET", {}), ("POST", body), ("POST", {"json": {"use": True}})):
         told = problem(client.request(method, "/v1/judgements", **options), 409)
         assert told["code"] == "no-judgements" and "--judgements FILE" in told["detail"]
     settings = {"keys": (KEY,), "reading_keys": (READER,), "judgements": tmp_path / "others.jsonl"}
@@ -166,9 +160,8 @@ def test_an_index_is_judged_and_not_refined(sources, tmp_path):
     with served(sources, judgements=tmp_path / "v.jsonl") as client:
         give(client, ("a red circle", "000.png", True, 0.5))
         (one,) = read_judgements(tmp_path / "v.jsonl")
-        assert one.target == "listed" and client.get("/v1/judgements").json()["n"] == 1
-        told = problem(use(client), 422)
-        assert told["detail"].startswith('this service has no probabilities of target "fits"')
+        assert one.target == "listed"
+        assert problem(use(client), 422)["detail"].startswith('this service has no probabilities of target "fits"')
 
 
 def test_some_hits_of_an_answer_are_drawn_to_be_judged(judged, client):

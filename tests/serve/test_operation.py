@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from support.serving import KEY, Process, in_base64, picture, ready, served, until
 
-from sfumato.serve.server import JsonFormatter, Server, log_to_stderr
+from sfumato.serve.server import Server, log_to_stderr
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
 
@@ -50,13 +50,13 @@ def test_a_second_signal_ends_the_draining(client):
 
 
 @contextlib.contextmanager
-def logged(format, *, access_log):
-    """The log of the service on standard error, without the handlers of pytest."""
+def logged():
+    """The log of the service in JSON on standard error, without the handlers of pytest."""
     root, service = logging.getLogger(), logging.getLogger("sfumato.serve")
     before = root.handlers[:], root.level, service.level
     root.handlers[:] = []
     try:
-        log_to_stderr(format, access_log=access_log)
+        log_to_stderr("json", access_log=True)
         yield
     finally:
         root.handlers[:] = before[0]
@@ -65,7 +65,7 @@ def logged(format, *, access_log):
 
 
 def test_a_log_of_json_has_a_line_a_request_without_what_was_asked(sources, capsys):
-    with logged("json", access_log=True), served(sources, keys=(KEY,)) as client:
+    with logged(), served(sources, keys=(KEY,)) as client:
         given = client.get("/v1/search", params={"q": SECRET}, headers={"X-Request-ID": "from-a-proxy.1"})
         made = client.post("/v1/search", json={"queries": [{"image": in_base64(picture()), "name": SECRET}]})
         odd = client.get(f"/v1/items/{SECRET}", headers={"X-Request-ID": 'no "id"'})
@@ -84,11 +84,3 @@ def test_a_log_of_json_has_a_line_a_request_without_what_was_asked(sources, caps
     assert [by_id[id]["status"] for id in ids] == [200, 404, 500] and by_id[ids[1]]["path"] == "/v1/items/{id:path}"
     (error,) = [line for line in lines if line["level"] == "error"]
     assert error["request_id"] == ids[2] and "TypeError" in error["exception"]
-
-
-def test_lines_for_people_stay(capsys):
-    with logged("text", access_log=False):
-        logging.getLogger("sfumato.serve").info("two words")
-    assert capsys.readouterr().err.endswith(" INFO sfumato.serve: two words\n")
-    record = logging.LogRecord("a", logging.INFO, "", 0, "two\nlines %d", (1,), None)
-    assert json.loads(JsonFormatter().format(record))["message"] == "two\nlines 1"
