@@ -224,12 +224,13 @@ def test_malformed_requests_never_make_it_stumble(client, monkeypatch):
     sys.modules.pop("service_world", None)
 
 
-def slow(sources, seconds=0.0):
-    return Sources(SlowModel(sources.model, seconds), "slow", sources.galleries)
+@pytest.fixture
+def slowly(sources):
+    """The same whose model waits for a signal."""
+    return Sources(SlowModel(sources.model), "slow", sources.galleries)
 
 
-def test_a_full_queue_sends_clients_away_and_recovers(sources):
-    slowly = slow(sources)
+def test_a_full_queue_sends_clients_away_and_recovers(slowly):
     with (
         served(slowly, batch_size=1, queue=3, max_batch=3, batch_window_ms=0) as client,
         concurrent.futures.ThreadPoolExecutor(10) as pool,
@@ -247,8 +248,7 @@ def test_a_full_queue_sends_clients_away_and_recovers(sources):
         assert client.get("/v1/search?q=a").status_code == 200
 
 
-def test_too_many_requests_at_work(sources):
-    slowly = slow(sources)
+def test_too_many_requests_at_work(slowly):
     with served(slowly, max_requests=2) as client, concurrent.futures.ThreadPoolExecutor(2) as pool:
         slowly.model.go.clear()
         asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(2)]
@@ -259,8 +259,7 @@ def test_too_many_requests_at_work(sources):
         assert [one.result().status_code for one in asked] == [200, 200]
 
 
-def test_what_takes_too_long_is_504_and_the_next_is_answered(sources):
-    slowly = slow(sources)
+def test_what_takes_too_long_is_504_and_the_next_is_answered(slowly):
     with served(slowly, timeout=0.5) as client:
         slowly.model.go.clear()
         told = problem(client.get("/v1/search?q=a"), 504)
@@ -271,8 +270,7 @@ def test_what_takes_too_long_is_504_and_the_next_is_answered(sources):
             assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
 
-def test_clients_that_leave_take_their_queries_along(sources):
-    slowly = slow(sources)
+def test_clients_that_leave_take_their_queries_along(slowly):
     with served(slowly, batch_size=4) as client:
         slowly.model.go.clear()
         for _ in range(6):
@@ -287,8 +285,7 @@ def test_clients_that_leave_take_their_queries_along(sources):
         until(lambda: 'route="/v1/search",status="499"} 6.0' in client.get("/metrics").text)
 
 
-def test_a_model_that_fails_is_a_500_without_particulars(sources, caplog):
-    slowly = slow(sources)
+def test_a_model_that_fails_is_a_500_without_particulars(slowly, caplog):
     with served(slowly) as client:
         slowly.model.embed_texts = lambda texts: 1 / 0
         client.app.state.service.embedder.model = slowly.model
@@ -297,8 +294,7 @@ def test_a_model_that_fails_is_a_500_without_particulars(sources, caplog):
         assert told["detail"].split()[-1] in caplog.text and "ZeroDivisionError" in caplog.text
 
 
-def test_not_ready_before_and_after(sources):
-    slowly = slow(sources)
+def test_not_ready_before_and_after(slowly):
     slowly.model.go.clear()
     app = create_app(slowly)
 

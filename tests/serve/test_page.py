@@ -10,7 +10,7 @@ import pytest
 from serve.test_judging import fitting
 from support.lazy import Lazy
 from support.processes import short_folder
-from support.serving import KEY, make_collection, picture, search, served
+from support.serving import KEY, picture, search, served
 
 from sfumato.evaluation.judgements import read_judgements
 from sfumato.search.answer import verdict
@@ -50,16 +50,6 @@ DROP = """(names) => {
 def service(sources):
     """A read-only service of pictures and texts."""
     with served(sources, max_upload_mb=0.02) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def uncalibrated(run, data, tmp_path_factory):
-    """A service of a collection whose model has no calibration."""
-    folder = tmp_path_factory.mktemp("uncalibrated")
-    shutil.copytree(run, folder / "run")
-    (folder / "run" / "calibration.json").unlink()
-    with served(open_sources(make_collection(folder / "run", data, folder / "collection"))) as client:
         yield client
 
 
@@ -710,8 +700,16 @@ def test_two_answers_are_announced_at_once(visit, service):
     assert page.url.endswith("/?q=a+red+square")
 
 
-def test_options_are_folded_unless_they_are_in_use(visit, uncalibrated):
-    page = visit(uncalibrated, "/?q=a+red+circle&q2=some+bar", width=390, height=844)
+def test_options_are_folded_unless_they_are_in_use(visit, service):
+    """Of a model without a calibration."""
+    info, answer = service.get("/v1/info").json(), ask(service, {"text": "a red circle"})
+    info["galleries"]["images"] |= {"calibrated": False, "risks": [], "coverages": []}
+    hits = [hit | {"match_probability": None} for hit in answer["hits"]]
+    answer |= {"calibrated": False, "verdict": None, "expected_matches": None, "hits": hits}
+    page = visit(service, width=390, height=844)
+    page.route("**/v1/info", lambda route: route.fulfill(json=info))
+    page.route("**/v1/search", lambda route: route.fulfill(json={"answers": [answer]}))
+    page.goto("/?q=a+red+circle&q2=some+bar")
     slider, options = page.get_by_role("slider"), page.get_by_text("For experts")
     expect(panel(page, 1).locator(".hit").first).to_be_visible()
     expect(slider).to_be_hidden()
