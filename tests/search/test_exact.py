@@ -102,13 +102,6 @@ def test_top_k_by_loops_with_ties(k):
         assert distance[i].tolist() == sorted(loops)[:k]
 
 
-def test_top_k_of_nothing():
-    x, none = grid(3, 2, 0), GaussianEmbedding.point(torch.zeros(0, 2))
-    assert [t.shape for t in top_k(none, x, 2)] == [(0, 2)] * 2
-    assert [t.shape for t in top_k(x, none, 2)] == [(3, 0)] * 2
-    raises(ValueError, "k must be at least 1, got 0", top_k, x, x, 0)
-
-
 def test_rank_relevant_by_loops_with_ties():
     x, y = grid(31, 3, 4), grid(64, 3, 5)
     ground_truths = [np.flatnonzero(row).tolist() for row in np.random.default_rng(0).random((31, 64)) < 0.2]
@@ -139,13 +132,17 @@ def test_candidates_in_their_true_order(name, direction):
         assert torch.isposinf(found[i][len(own) :]).all()
 
 
-def test_no_candidates():
+def test_of_nothing():
     queries, gallery = gaussians(2, 3, 0), gaussians(4, 3, 1)
+    none = queries[:0]
+    assert [t.shape for t in top_k(none, gallery, 2)] == [(0, 2)] * 2
+    assert [t.shape for t in top_k(queries, none, 2)] == [(2, 0)] * 2
+    raises(ValueError, "k must be at least 1, got 0", top_k, queries, queries, 0)
     with pytest.raises(ValueError, match="average_l2 is sampled"):
         closest_candidates(queries, gallery, torch.zeros(2, 1, dtype=torch.long), "average_l2")
-    assert closest_candidates(queries[:0], gallery, torch.empty(0, 5, dtype=torch.long))[1].shape == (0, 5)
+    assert closest_candidates(none, gallery, torch.empty(0, 5, dtype=torch.long))[1].shape == (0, 5)
     assert closest_candidates(queries, gallery, torch.empty(2, 0, dtype=torch.long))[0].shape == (2, 0)
-    found, order = closest_candidates(queries, gallery[:0], torch.full((2, 3), -1))
+    found, order = closest_candidates(queries, none, torch.full((2, 3), -1))
     assert torch.isposinf(found).all() and (order == -1).all()
 
 
