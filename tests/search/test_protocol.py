@@ -59,24 +59,6 @@ def test_every_store_has_a_row():
         assert named and all(pinned[name] == version for name, version in named), scheme
 
 
-INDEXES = {"file": "engine=hnsw", "postgresql": "index=hnsw"}
-
-
-@pytest.mark.parametrize("scheme", CLASSES)
-@pytest.mark.parametrize("compress", ["int8", "half", "binary"])
-def test_the_stores_take_the_compressions_of_their_row_and_refuse_others(scheme, compress, tmp_path, needs_faiss):
-    index = INDEXES.get(scheme, "index=IVF_FLAT")
-    url = re.sub("//h/", "//127.0.0.1:1/", URLS[scheme]).replace("none", f"{tmp_path}/none")
-    url = f"{url}{'&' if '?' in url else '?'}{index}&compress={compress}"
-    known = re.findall("`([a-z0-9]+)`", table()[scheme]["compressed vectors"].partition(";")[0])
-    if compress not in known:
-        said = f"compress must be .*{known[0]}.*, got '{compress}'"
-        return raises(UserError, said, create_store, url, 3, "f")
-    if scheme in ("file", "milvus"):
-        return create_store(url, 3, "f").close()
-    raises(UserError, "refused|unavailable", create_store, url, 3, "f")  # There is no server.
-
-
 OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfetch"
 
 
@@ -86,6 +68,7 @@ OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfet
         ("file:?engine=flat", "names no folder"),
         ("store?engine=ivf", "engine must be flat or hnsw, got 'ivf'"),
         ("store?engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe'; it has {OF_HNSW}"),
+        ("store?engine=hnsw&compress=half", "compress must be none or int8, got 'half'"),
         ("store?engine=hnsw&m=1", "m must be a whole number from 2, got '1'"),
         ("store?m=9", "engine flat has no option 'm'; it has memory, exact_below"),
         ("store?memory=-5", "memory must be a whole number from 0, got '-5'"),
@@ -96,6 +79,7 @@ OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfet
         ("milvus+http://h:1/n?consistency=bounded", "consistency must be strong or session, got 'bounded'"),
         ("milvus:a.db?index=HNSW&compress=int8", "compress=int8 goes with index=IVF_FLAT, got index=HNSW"),
         ("postgresql://h/x?index=flat", "index must be none, hnsw or ivfflat, got 'flat'"),
+        ("postgresql://h/x?index=hnsw&compress=int8", "compress must be none, half or binary, got 'int8'"),
         ("postgresql://h/x?compress=half", "compress=half is of an index; add index=hnsw or index=ivfflat"),
         ("postgresql://h/x?statement_timeout=-1", "statement_timeout must be a whole number from 0, got '-1'"),
         ("postgresql://h/x?table=a%25s", "table must be a name or schema.name, without %"),

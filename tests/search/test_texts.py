@@ -1,12 +1,10 @@
 """Texts of items as evidence: the order and the probabilities against loops, and that both stores stay in step."""
 
 import functools
-import json
 import math
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import files
 
 import pytest
 import snowballstemmer
@@ -24,7 +22,6 @@ from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 from sfumato.search.texts import (
-    FUNCTION_WORDS,
     is_close,
     item_texts,
     item_words,
@@ -234,14 +231,6 @@ def test_a_text_says_kinds_and_the_same_in_other_words_close_together():
     assert not any(saying(word_stems(word)[0]) & set(word_stems(text)) for word, text in not_said.items())
     assert is_close(["two", "anim"], "Two poodles") and not is_close(["two", "anim"], "three poodles")
     assert is_close(["two", "women"], "two young women") and not is_close(["two", "women"], "a woman behind two dogs")
-
-
-def test_the_table_of_words_has_stems_that_are_not_their_own():
-    table = json.loads(files("sfumato.search").joinpath("kinds.json").read_text("utf-8"))
-    rows = {stem: others.split() for stem, others in table.items()}
-    assert len(rows) > 2000 and all(others == sorted(set(others) - {stem}) for stem, others in rows.items())
-    assert all(re.fullmatch("[a-z]+", one) for others in rows.values() for one in others)
-    assert not FUNCTION_WORDS & {one for stem, others in rows.items() for one in (stem, *others)}
 
 
 FORMS = {

@@ -661,16 +661,6 @@ def test_contrast():
         assert ratio(light["on"], light["sure"]) >= 4.5, rule
 
 
-def test_it_is_small_asks_nobody_else_and_says_what_it_needs(service):
-    told = re.search("<noscript>(.*)</noscript>", service.get("/").text).group(1)
-    assert "needs JavaScript" in told and 'href="docs"' in told
-    files = {path.name: path.read_text() for path in PAGE.iterdir()}
-    assert set(files) == {"index.html", "page.css", "page.js", "service.js", "words.js", "add.js", "judge.js"}
-    assert sum(len(text) for name, text in files.items() if name.endswith(".js")) < 56_000
-    for name, text in files.items():
-        assert "https://" not in text and "innerHTML" not in text and "eval(" not in text, name
-
-
 def test_two_answers_are_announced_at_once(visit, service):
     page = visit(service, allowed=["status of 404"])
     slow = []
