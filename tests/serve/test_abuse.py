@@ -137,7 +137,7 @@ def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
         assert slow.begun == 2 and embedder.decoding == 0 and client.app.state.service.embedder.pixels.used == 0
 
 
-def test_lists_are_bounded(client):
+def test_lists_and_json_beside_pictures_are_bounded(client):
     for path, body, where in (
         ("/v1/search", {"queries": [{"text": "a"}] * 1025}, "body.queries"),
         ("/v1/items", {"items": [{"id": "a", "text": "a"}] * 1025}, "body.items"),
@@ -146,8 +146,6 @@ def test_lists_are_bounded(client):
         told = problem(client.post(path, json=body), 422)
         assert told["errors"][0]["where"] == where and "at most 1024" in told["errors"][0]["message"]
 
-
-def test_json_beside_pictures_is_small(client):
     def send(body, path="/v1/search"):
         return client.post(path, content=body, headers={"Content-Type": "application/json"})
 

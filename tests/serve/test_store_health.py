@@ -72,11 +72,7 @@ def test_a_store_that_hangs_shows_and_darkens_nothing(fickle):
         assert [search.result().status_code for search in searches] == [200] * 6
     until(lambda: ready(client))
     assert metrics(client)["sfumato_ready"] == "1.0"
-
-
-def test_a_store_that_hangs_while_it_counts_shows(fickle):
-    client, store = fickle
-    store.slow = threading.Event()
+    store.slow = threading.Event()  # Now it hangs while it counts.
     until(store.slow.is_set)
     until(lambda: not ready(client))
     store.go.set()
@@ -97,7 +93,7 @@ def test_a_store_that_fails_shows_and_is_logged_once(fickle, caplog):
     assert caplog.text.count("the store of the images answers again") == 1
 
 
-def test_no_request_counts(fickle):
+def test_no_request_counts_and_items_of_other_processes_are_counted_in_time(fickle):
     client, store = fickle
     store.counting.clear()
     new = {"items": [new_item(id) for id in ("a", "b", "000.png")]}
@@ -109,9 +105,5 @@ def test_no_request_counts(fickle):
         assert client.get(path).status_code == 200
     assert metrics(client)['sfumato_items{gallery="images"}'] == "49.0"
     assert store.counting <= {"store of images"}
-
-
-def test_items_of_other_processes_are_counted_in_time(fickle):
-    client, store = fickle
     store._store.delete(["000.png", "001.png"])
-    until(lambda: client.get("/v1/info").json()["galleries"]["images"]["n"] == 46)
+    until(lambda: client.get("/v1/info").json()["galleries"]["images"]["n"] == 47)

@@ -101,14 +101,8 @@ def test_a_model_of_points_takes_its_own_embeddings(points):
         assert [h["id"] for h in answer["hits"]] == [h["id"] for h in written["answers"][0]["hits"]]
         ours, theirs = ([h["distance"] for h in one["hits"]] for one in (answer, written["answers"][0]))
         assert ours == pytest.approx(theirs, abs=1e-5)
-
-
-def test_a_model_without_unit_length_keeps_the_length(points):
-    points.model.text.head.normalize = False
-    try:
-        (side,) = [side for side in vector_sides(points.model, 16).values() if side.modality == "text"]
-    finally:
-        points.model.text.head.normalize = True
+    points.model.text.head.normalize = False  # A model without unit length keeps the length.
+    (side,) = [side for side in vector_sides(points.model, 16).values() if side.modality == "text"]
     assert side.points([np.full(16, 2.0, np.float32)]).mean.norm() == pytest.approx(8)
 
 
