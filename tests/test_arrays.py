@@ -48,21 +48,16 @@ def test_public_functions_give_the_same_from_arrays_as_from_tensors():
     distance, match = torch.rand(4, 6, generator=generator), torch.zeros(4, 6)
     match[range(4), range(4)] = 1
     distance[range(4), range(4)] /= 4
-    arrays = distance.numpy(), match.numpy()
-    assert fit_logits(*arrays) == fit_logits(distance, match)
-    assert sfumato.QueryScores.fit(*arrays) == sfumato.QueryScores.fit(distance, match)
-    calibration = sfumato.Calibration.fit(*arrays)
-    assert calibration == sfumato.Calibration.fit(distance, match)
-    assert torch.equal(calibration.probability(arrays[0]), calibration.probability(distance))
-    some = distance.sort(1).values
-    fit = sfumato.Calibration.fit(*arrays, t2i=sfumato.QueryScores.fit(*arrays)).t2i
-    hits = fit.hit_probability(some[:, :2], some, n_gallery=6)
-    assert torch.equal(fit.hit_probability(some[:, :2].numpy(), some.numpy(), n_gallery=6), hits)
-    p = sfumato.match_probability(arrays[0], 5.0, 5.0)
-    assert torch.equal(p, sfumato.match_probability(distance, 5.0, 5.0))
-    flat = p.flatten(), match.flatten()
-    for measure in (reliability_curve, expected_calibration_error, brier_score, log_loss):
-        assert measure(*(value.numpy() for value in flat)) == measure(*flat)
+    fit = sfumato.Calibration.fit(distance, match, t2i=sfumato.QueryScores.fit(distance, match)).t2i
+    flat, nearest = (distance.flatten(), match.flatten()), distance.sort(1).values
+    for function, *given in (
+        *((name, distance, match) for name in (fit_logits, sfumato.QueryScores.fit, sfumato.Calibration.fit)),
+        *((name, *flat) for name in (reliability_curve, expected_calibration_error, brier_score, log_loss)),
+        (lambda d: fit.probability(d, n_gallery=6).tolist(), distance),
+        (lambda d, n: fit.hit_probability(d, n, n_gallery=6).tolist(), nearest[:, :2], nearest),
+        (lambda d: sfumato.match_probability(d, 5.0, 5.0).tolist(), distance),
+    ):
+        assert function(*(value.numpy() for value in given)) == function(*given)
     images, texts = x, sfumato.GaussianEmbedding(mean + 0.1, log_var)
     labels = torch.eye(5)
     for name, entry in sfumato.LOSSES.items():

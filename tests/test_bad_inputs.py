@@ -1,12 +1,8 @@
 """A hundred bad inputs at every entrance, see benchmarks/bad_inputs.py: refused in a clear line, or taken."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from support.scripts import benchmark
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
 ENTRANCES = ("manifest", "shards", "embeddings", "recipe", "collection", "run", "checkpoint")
 
 
@@ -14,16 +10,7 @@ ENTRANCES = ("manifest", "shards", "embeddings", "recipe", "collection", "run", 
 def bad_inputs():
     """The benchmark as a module."""
     pytest.importorskip("fastapi")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        spec = importlib.util.spec_from_file_location("bad_inputs", FOLDER / "bad_inputs.py")
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, "bad_inputs", module)
-        spec.loader.exec_module(module)
-        yield module
-    for name in ("service_world", "spoiling"):
-        sys.modules.pop(name, None)
+    return benchmark("bad_inputs")
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 import re
 import xml.etree.ElementTree as ET
 
-import pytest
 from reports.test_report import EVIL
+from support.raising import raises
 
 from sfumato.charts import FIRST, INK, Chart, require_matplotlib
 from sfumato.errors import UserError
@@ -38,5 +38,4 @@ def test_a_chart_is_one_element_without_references_to_elsewhere():
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"pip install 'sfumato\[report\]'"):
-        require_matplotlib()
+    raises(UserError, r"pip install 'sfumato\[report\]'", require_matplotlib)

@@ -82,6 +82,8 @@ def test_a_run_its_export_and_the_recipe_of_its_data_give_the_same_figures(work,
         assert sfumato.json("evaluate", "run", *model) == of_run
     more = sfumato.json("evaluate", "run", tmp_path / "out", *data, "data.val_fraction=0", "data.test_fraction=0.5")
     assert more["n_images"] > 1.5 * of_run["n_images"]
+    shutil.copytree(work / "data", tmp_path / "elsewhere")
+    assert sfumato.json("evaluate", "run", work / "run", f"data.path={tmp_path / 'elsewhere'}") == of_run
 
 
 @pytest.mark.slow
@@ -103,26 +105,6 @@ def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
         moved = sfumato.json("report", tmp_path / "moved", *data, "--out", out_file)
         assert moved["evaluation"] == result["evaluation"]
         assert "moved on “test”" in out_file.read_text() and "warmup_epochs" not in out_file.read_text()
-
-
-def test_a_run_is_evaluated_where_its_data_are_now(work, sfumato):
-    (work / "data").rename(work / "elsewhere")
-    try:
-        sfumato.refused("evaluate", "run", work / "run", "--json")
-        found = sfumato.json("evaluate", "run", work / "run", f"data.path={work / 'elsewhere'}")
-    finally:
-        (work / "elsewhere").rename(work / "data")
-    assert found["i2t"] == sfumato.json("evaluate", "run", work / "run")["i2t"]
-
-
-def test_evaluate_a_run_with_its_single_queries(work, sfumato, tmp_path):
-    run = ("evaluate", "run", work / "run")
-    plain, table = sfumato.json(*run), tmp_path / "q.csv"
-    result = sfumato.json(*run, "--per-query", table)
-    assert result.pop("per_query") == str(table) and result == plain
-    assert len(table.read_text().splitlines()) == 1 + plain["n_images"] + plain["n_texts"]
-    words = folded(sfumato.printed(*run, "--per-query", table))
-    assert "single queries written to" in words and "image -> text" in words
 
 
 @pytest.fixture
@@ -337,7 +319,6 @@ def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
 
 BAD_INPUTS = {
     "train nowhere.toml": "no recipe 'nowhere.toml'",
-    "train {recipe} train.epoch=3": "unknown key 'train.epoch'; did you mean 'train.epochs'?",
     "train {recipe} train.device=abacus --out {tried}": "device 'abacus' is not available here",
     "train {recipe} data.path=nowhere --out {tried}": "there is no nowhere",
     "evaluate run {data}": "is not a run folder",
@@ -347,7 +328,6 @@ BAD_INPUTS = {
     "evaluate run {run} --per-query x.txt": "must be a .parquet or .csv file",
     "evaluate run {run} train.epochs=3": "'train.epochs=3' does not change the data of",
     "evaluate run {run} --split dev": "has no split 'dev'; it has",
-    "report {run} --split none": "has no split 'none'",
     "report {run} --out {new}/page.html": "does not exist; create it first",
     "index {run} --images {data} --store file: --out {stored}": "holds a collection already; add to it with --add",
     "index {run} --images {data} --add --store file: --out {stored}": "leave --store out",
@@ -356,11 +336,8 @@ BAD_INPUTS = {
     "search {index} x": "index again: sfumato index RUN --images FOLDER --out NEW",
     "index {run} --images {data} --store file:?compress=int8 --out {new}": "has no option 'compress'",
     "index {run} --images {data} --split test --out {new}": "give one of --data FOLDER",
-    "search {data} x": "holds no collection",
     "search {data}": "nothing to search for",
-    "search {data} ' '": "a text to search for has no words: ' '",
     "search {stored} x --abstain 0.0001": "no limit has a risk of at most 0.0001",
-    "search {stored} --image {data}/000.png --coverage 0.9": "works only with queries by text",
     "evaluate run {bare}": "tokenizer.json is missing",
 }
 
@@ -386,8 +363,6 @@ def test_the_environment_chooses_the_device(run, sfumato, monkeypatch):
     monkeypatch.setenv("SFUMATO_DEVICE", "abacus")
     err = sfumato.refused("evaluate", "run", run)
     assert "device 'abacus' is not available here" in err and "SFUMATO_DEVICE=cpu" in err
-    monkeypatch.setenv("SFUMATO_DEVICE", "cpu")
-    sfumato.json("evaluate", "run", run)
 
 
 def test_threads_start_sensibly(tmp_path):
@@ -399,11 +374,7 @@ def test_threads_start_sensibly(tmp_path):
         assert cli.available_cores(limit) == cores
     own, many = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}, os.cpu_count() or 1
     busy = {"OMP_NUM_THREADS": str(many - 1), "OMP_WAIT_POLICY": "PASSIVE"}
-    for before, cores, busyness, after in (
-        ({}, many, 0.1, {}),
-        ({}, many - 1, 9.0, busy),
-        (dict(own), many - 1, 9.0, own),
-    ):
+    for before, cores, busyness, after in (({}, many, 0.1, {}), ({}, many - 1, 9.0, busy), (dict(own), 1, 9.0, own)):
         cli.set_threads(before, cores, busyness)
         assert before == after
 

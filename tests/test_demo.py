@@ -57,5 +57,4 @@ def test_examples_are_drawn_and_are_what_the_page_says():
     for vague, precise in pairs:
         assert len(matches[vague]) >= MANY and len(matches[precise]) == 1 and matches[precise] <= matches[vague]
     assert len(set(pictures)) == 4 and draw_examples(data) == (pairs, pictures)
-    drawn = {draw_examples(data, seed=seed)[0][0][0] for seed in range(20)}
-    assert len(drawn) > 15, "another seed draws other queries"
+    assert len({draw_examples(data, seed=seed)[0][0][0] for seed in range(5)}) > 3, "another seed draws other queries"

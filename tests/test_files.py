@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from support.raising import raises
 
 from sfumato.files import write_atomically, write_json
 
@@ -26,8 +27,7 @@ def test_json_is_readable_and_has_no_nan(tmp_path):
     before = path.read_text(encoding="utf-8")
     assert before == '{\n  "a": [\n    1,\n    "é"\n  ]\n}\n'
     for value in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="JSON compliant"):
-            write_json(path, {"a": value})
+        raises(ValueError, "JSON compliant", write_json, path, {"a": value})
     assert path.read_text(encoding="utf-8") == before and list(tmp_path.iterdir()) == [path]
     with pytest.raises(FileNotFoundError, match=r"cannot write .*x: the folder .*no does not exist; create it first"):
         write_atomically(tmp_path / "no" / "x", b"")
@@ -41,8 +41,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="no space"):
-        write_atomically(path, "new")
+    raises(OSError, "no space", write_atomically, path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 

@@ -2,16 +2,12 @@
 
 import ast
 import functools
-import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 
+import house
+
 ROOT = Path(__file__).resolve().parents[1]
-_spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
-house = importlib.util.module_from_spec(_spec)
-sys.modules["house"] = house
-_spec.loader.exec_module(house)
 
 
 @functools.cache
@@ -49,10 +45,9 @@ def test_no_module_assigns_a_name_twice():
     """Functions see the second value only. Mypy finds functions and classes of one name."""
     twice = []
     for path in (ROOT / "src" / "sfumato").rglob("*.py"):
-        body = [
-            n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.Assign | ast.AnnAssign)
-        ]
-        targets = [ast.unparse(target) for node in body for target in getattr(node, "targets", None) or [node.target]]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+        targets = [ast.unparse(one) for node in assigned for one in getattr(node, "targets", None) or [node.target]]
         names = Counter(name for target in targets for name in target.strip("()").split(", "))
         twice += [f"{path.name}: {name}" for name, count in names.items() if count > 1]
     assert not twice

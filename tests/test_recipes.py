@@ -210,15 +210,13 @@ def test_what_stands_beside_a_loss_is_converted_by_the_batch_and_the_dimensions_
 @pytest.mark.parametrize("name", ["vsepp", "vsrn"])
 def test_a_probabilistic_recipe_differs_from_its_point_model_in_what_its_header_says(name):
     """All else of coco-probabilistic-vsepp is that of coco-vsepp, how images are cut included; VSRN likewise."""
-    point, probabilistic = (
-        recipe_files()[f"coco-{kind}{name}"].read_text(encoding="utf-8") for kind in ("", "probabilistic-")
-    )
-    both = [tomllib.loads(text) for text in (point, probabilistic)]
+    paths = [recipe_files()[f"coco-{kind}{name}"] for kind in ("", "probabilistic-")]
+    both = [tomllib.loads(path.read_text(encoding="utf-8")) for path in paths]
     for recipe in both:
         del recipe["name"]
-    assert both[0]["model"]["image"] == {
-        key: value for key, value in both[1]["model"]["image"].items() if key != "variance_layers"
-    }
+    image = dict(both[1]["model"]["image"])
+    image.pop("variance_layers", None)
+    assert both[0]["model"]["image"] == image
     flat = [{(a, b): v for a, section in recipe.items() for b, v in section.items()} for recipe in both]
     assert {key for key in flat[0] | flat[1] if flat[0].get(key) != flat[1].get(key)} - {("model", "image")} == {
         ("model", "text"), ("model", "variance"), ("model", "covariance"), ("model", "variance_bounds"),
@@ -268,9 +266,8 @@ def test_a_run_that_states_keys_of_a_former_version_opens_if_they_had_the_value_
     now = load_recipe(path)
     text = path.read_text()
     former = text.replace("[data]\n", '[data]\nheld_out_style = "fluent3d"\n')
-    former = former.replace("[model]\n", "[model]\nnormalize = true\n").replace(
-        "[loss]\n", "[loss]\nmatch_weight = 2.0\n"
-    )
+    former = former.replace("[model]\n", "[model]\nnormalize = true\n")
+    former = former.replace("[loss]\n", "[loss]\nmatch_weight = 2.0\n")
     path.write_text(former)
     assert load_recipe(path) == now
     path.write_text(former.replace("match_weight = 2.0", "seed = 0"))

@@ -1,10 +1,10 @@
 """COCO's own captions: files of both years, folders of them, what is malformed, and what is told by content."""
 
 import json
-import re
 
 import pytest
 from support.pictures import png
+from support.raising import raises
 
 from sfumato.data.coco import coco_image_id, json_kind, read_coco_captions, read_karpathy
 from sfumato.data.images import Problems
@@ -18,16 +18,9 @@ from sfumato.workflows.own_items import list_items, named_source
 def captions(path, images, annotations):
     """A file of COCO; images {number: file name}, annotations [(id, image, caption)]."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(
-            {
-                "info": {"year": 2017},
-                "images": [{"license": 1, "file_name": name, "id": number} for number, name in images.items()],
-                "licenses": [],
-                "annotations": [{"image_id": i, "id": a, "caption": text} for a, i, text in annotations],
-            }
-        )
-    )
+    images = [{"license": 1, "file_name": name, "id": number} for number, name in images.items()]
+    annotations = [{"image_id": i, "id": a, "caption": text} for a, i, text in annotations]
+    path.write_text(json.dumps({"info": {}, "images": images, "licenses": [], "annotations": annotations}))
     return path
 
 
@@ -36,10 +29,6 @@ def karpathy(path, name, **more):
     of_image = {"filename": name, "split": "test", "sentences": [{"sentid": 1, "raw": "x"}], **more}
     path.write_text(json.dumps({"images": [of_image], "dataset": "coco"}))
     return path
-
-
-def raises(error, message):
-    return pytest.raises(error, match=re.escape(message))
 
 
 def padded(number):
@@ -84,30 +73,20 @@ def test_one_file_is_divided_by_the_fractions_alone(coco):
 def test_years_are_chosen_by_name(coco):
     captions(coco / "annotations" / "captions_val2014.json", {139: "COCO_val2014_000000000139.jpg"}, [(1, 139, "x")])
     message = "captions_val2014.json and captions_val2017.json; choose with data.options.year=2017"
-    with raises(UserError, message):
-        read_coco_captions(coco / "annotations", Problems())
+    raises(UserError, message, read_coco_captions, coco / "annotations", Problems())
     found = read_coco_captions(coco / "annotations", Problems(), year="2014")
     assert found["val"].text_ids == ("1",) and "train" not in found  # With the image under its name of 2017.
     options = DataConfig(source="coco", path=str(coco / "annotations"), options={"year": 2017})
     assert get_source("coco").read(options, Problems())["val"].text_ids == ("13900", "13901")
-    with raises(UserError, "no captions_train*.json or captions_val*.json of 2015"):
-        read_coco_captions(coco / "annotations", Problems(), year="2015")
+    message = r"no captions_train\*.json or captions_val\*.json of 2015"
+    raises(UserError, message, read_coco_captions, coco / "annotations", Problems(), year="2015")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "COCO_val2014_000000000042.jpg", "000000000042.jpg", "000000000042", "val2014/COCO_val2014_000000000042.jpg",
-        "42",
-    ],
-)  # fmt: skip
-def test_the_names_of_an_image_are_one_number(name):
-    assert coco_image_id(name) == "42"
-
-
-@pytest.mark.parametrize("name", ["0042", "0042.jpg", "1000268201_693b08cb0e.jpg", "x000000000042.jpg", "a/42.jpg"])
-def test_other_names_stay(name):
-    assert coco_image_id(name) == name
+def test_the_names_of_an_image_are_one_number_and_other_names_stay():
+    for name in ("COCO_val2014_000000000042.jpg", "000000000042", "val2014/COCO_val2014_000000000042.jpg", "42"):
+        assert coco_image_id(name) == "42"
+    for name in ("0042", "0042.jpg", "1000268201_693b08cb0e.jpg", "x000000000042.jpg", "a/42.jpg"):
+        assert coco_image_id(name) == name
 
 
 def test_karpathys_names_of_2014_find_the_images_of_2017_and_the_other_way_round(coco, tmp_path):
@@ -144,18 +123,14 @@ def test_every_bad_entry_is_named_and_the_rest_is_read(coco):
 
 def test_each_reader_names_the_other_ones_file(coco, tmp_path):
     path = coco / "annotations" / "captions_val2017.json"
-    with raises(
-        UserError, "this is COCO's own captions file, not a Karpathy split file. Read it with data.source=coco"
-    ):
-        read_karpathy(path, coco, Problems())
-    split = karpathy(tmp_path / "dataset.json", "a.jpg")
-    with raises(UserError, "a Karpathy split file; read it with data.source=karpathy"):
-        read_coco_captions(split, Problems())
-    instances = tmp_path / "instances_val2017.json"
+    split, instances = karpathy(tmp_path / "dataset.json", "a.jpg"), tmp_path / "instances_val2017.json"
     instances.write_text(json.dumps({"images": [], "annotations": [{"image_id": 1, "category_id": 2}]}))
+    message = "this is COCO's own captions file, not a Karpathy split file. Read it with data.source=coco"
+    raises(UserError, message, read_karpathy, path, coco, Problems())
+    message = "a Karpathy split file; read it with data.source=karpathy"
+    raises(UserError, message, read_coco_captions, split, Problems())
     for read in (lambda: read_karpathy(instances, coco, Problems()), lambda: read_coco_captions(instances, Problems())):
-        with raises(UserError, "COCO's annotations without captions"):
-            read()
+        raises(UserError, "COCO's annotations without captions", read)
     kinds = [json_kind(json.loads(p.read_text())) for p in (path, split, instances)]
     assert kinds == ["coco", "karpathy", "instances"] and json_kind([]) == ""
 

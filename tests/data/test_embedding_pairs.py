@@ -3,9 +3,11 @@
 import csv
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from support.raising import raises
 
 from sfumato.data.images import Problems
 from sfumato.data.layouts import read_embedding_pairs
@@ -87,8 +89,7 @@ def test_without_splits_a_hash_of_the_image_id_decides(arrays):
 def test_without_a_file_row_i_belongs_to_row_i(arrays):
     found = read_embedding_pairs("images.npy", "images.npy", Problems(), val_fraction=0, test_fraction=0)
     assert matches(found["train"])[0] == {(str(i), str(i)) for i in range(N)}
-    with pytest.raises(UserError, match="images.npy has 30 rows and texts.npy has 70; without pairs row i"):
-        read()
+    raises(UserError, "images.npy has 30 rows and texts.npy has 70; without pairs row i", read)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
@@ -99,8 +100,7 @@ def test_other_files_of_pairs(arrays, ending):
         parquet.write_table(arrow.Table.from_pylist(rows), "pairs.parquet")
     else:
         text = json.dumps(rows) if ending == "json" else "\n".join(map(json.dumps, rows))
-        with open(f"pairs.{ending}", "w") as file:
-            file.write(text)
+        Path(f"pairs.{ending}").write_text(text)
     (data,) = read(pairs=f"pairs.{ending}", val_fraction=0, test_fraction=0).values()
     assert matches(data)[0] == {(str(i), str(t)) for i, t in some_pairs()}
     assert data.texts == tuple(f"words of {t}" for t in data.text_ids)
@@ -126,8 +126,7 @@ def test_bad_rows_are_named_and_left_out_with_their_pairs(arrays):
 
 
 def test_lines_that_cannot_be_used_are_reported(arrays):
-    with open("pairs.csv", "w") as file:
-        file.write("image,text,split\n0,1,train\n,2,train\n1,2,val\n1,3,test\n2,4,train,5\n")
+    Path("pairs.csv").write_text("image,text,split\n0,1,train\n,2,train\n1,2,val\n1,3,test\n2,4,train,5\n")
     problems = Problems()
     found = read(problems, pairs="pairs.csv")
     assert {split: matches(data)[0] for split, data in found.items()} == {"train": {("0", "1")}, "val": {("1", "2")}}
@@ -142,13 +141,11 @@ def test_a_row_outside_is_an_error(arrays):
         *(((i, 0), f"image '{i}' is not a row number") for i in (-1, "cat.jpg", 1.5)),
     ):
         write_csv("pairs.csv", [(0, 0), row], ("image", "text"))
-        with pytest.raises(UserError, match=re.escape(message)):
-            read(pairs="pairs.csv")
+        raises(UserError, re.escape(message), read, pairs="pairs.csv")
 
 
 def test_an_unknown_id_is_an_error_and_ids_of_digits_are_ids(arrays):
-    with open("images_ids.txt", "w") as file:
-        file.write("\n".join(str(100 + i) for i in range(N)))
+    Path("images_ids.txt").write_text("\n".join(str(100 + i) for i in range(N)))
     write_csv("pairs.csv", [(105, 0), (106, 1)], ("image", "text"))
     (data,) = read(pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
     assert data.image_ids == ("105", "106") and [source.row for source in data.images] == [5, 6]
@@ -156,8 +153,7 @@ def test_an_unknown_id_is_an_error_and_ids_of_digits_are_ids(arrays):
     (data,) = read(pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
     assert data.image_ids == ("105", "106")
     write_csv("pairs.csv", [(105, 0), (6, 1)], ("image", "text"))
-    with pytest.raises(UserError, match=re.escape("pairs.csv:3: image '6' is not an id of images.npy")):
-        read(pairs="pairs.csv")
+    raises(UserError, re.escape("pairs.csv:3: image '6' is not an id of images.npy"), read, pairs="pairs.csv")
 
 
 def test_a_karpathy_file_names_rows_and_captions(arrays):
@@ -166,11 +162,9 @@ def test_a_karpathy_file_names_rows_and_captions(arrays):
         own = 3 if i < 10 else 2
         sentences = [{"sentid": 1000 + sentence + k, "raw": f"Caption {sentence + k}"} for k in range(own)]
         sentence += own
-        entries.append(
-            {"filename": f"{i}.jpg", "split": ["train", "val", "restval", ""][i % 4], "sentences": sentences}
-        )
-    with open("dataset.json", "w") as file:
-        json.dump({"images": entries}, file)
+        split = ["train", "val", "restval", ""][i % 4]
+        entries.append({"filename": f"{i}.jpg", "split": split, "sentences": sentences})
+    Path("dataset.json").write_text(json.dumps({"images": entries}))
     found = read(pairs="dataset.json")
     assert set(found) == {"train", "val"}
     expected, row = {"train": set(), "val": set()}, 0
@@ -185,13 +179,10 @@ def test_a_karpathy_file_names_rows_and_captions(arrays):
         assert data.texts == tuple(f"Caption {int(t) - 1000}" for t in data.text_ids)
         assert all((row.numpy() == arrays[0][int(i.removesuffix(".jpg"))]).all() for i, row in images.items())
         assert all((row.numpy() == arrays[1][int(t) - 1000]).all() for t, row in texts.items())
-    with open("dataset.json", "w") as file:
-        json.dump({"images": entries[:-1]}, file)
-    with pytest.raises(UserError, match="dataset.json has 29 images and images.npy has 30 rows"):
-        read(pairs="dataset.json")
+    Path("dataset.json").write_text(json.dumps({"images": entries[:-1]}))
+    raises(UserError, "dataset.json has 29 images and images.npy has 30 rows", read, pairs="dataset.json")
     entries[4]["sentences"] = []
-    with open("dataset.json", "w") as file:
-        json.dump({"images": entries}, file)
+    Path("dataset.json").write_text(json.dumps({"images": entries}))
     with pytest.raises(UserError, match=r"images\[4\]: sentences is missing, empty .* can then not be counted"):
         read(pairs="dataset.json")
 
@@ -213,17 +204,14 @@ def test_the_source_and_its_keys(arrays):
     options = {"source": "embeddings", "images": "images.npy", "val_fraction": 0, "test_fraction": 0}
     config = DataConfig(**options, texts="texts.npy", path="pairs.csv")
     assert load_splits(config, Problems())["train"].image_ids == ("0", "1")
-    with pytest.raises(ValueError, match="needs data.images and data.texts"):
-        DataConfig(**options)
-    with pytest.raises(ValueError, match="data.texts is for data.source=embeddings, not 'emoji'"):
-        DataConfig(texts="texts.npy")
+    raises(ValueError, "needs data.images and data.texts", DataConfig, **options)
+    raises(ValueError, "data.texts is for data.source=embeddings, not 'emoji'", DataConfig, texts="texts.npy")
     with pytest.raises(UserError, match=r"data.path: there is no none.csv"):
         load_splits(DataConfig(**options, texts="texts.npy", path="none.csv"), Problems())
 
 
 def test_a_table_is_not_taken_for_pairs_and_near_columns_are_named(arrays):
-    with pytest.raises(UserError, match="holds embeddings, not pairs; pairs are a .csv"):
-        read(pairs="images.npy")
+    raises(UserError, "holds embeddings, not pairs; pairs are a .csv", read, pairs="images.npy")
     write_csv("near.csv", some_pairs(), ("img", "caption"))
     with pytest.raises(UserError, match=r"the columns are img, caption; .* \(is 'img' image\? is 'caption' text\?\)"):
         read(pairs="near.csv")

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable, open_table
 from sfumato.encoders.feature_rows import regions_from_bytes
@@ -55,12 +56,10 @@ def test_wrong_columns_of_parquet(tmp_path):
     with pytest.raises(UserError, match="2 columns of vectors; lists of floating point numbers are in a, b: choose"):
         open_table(str(path))
     assert open_table(f"{path}:b").table.rows(np.arange(2)).tolist() == [[3], [4]]
-    with pytest.raises(UserError, match="no column 'id' of vectors"):
-        open_table(f"{path}:id")
+    raises(UserError, "no column 'id' of vectors", open_table, f"{path}:id")
     for values in ([[1.0], [2.0, 3.0]], [[1.0], None]):
         parquet.write_table(arrow.table({"a": values}), path)
-        with pytest.raises(UserError, match="of column 'a' differ in length, or some are missing"):
-            open_table(str(path))
+        raises(UserError, "of column 'a' differ in length, or some are missing", open_table, str(path))
 
 
 def test_bad_rows_are_found_in_every_block():
@@ -68,11 +67,8 @@ def test_bad_rows_are_found_in_every_block():
     values[1, 2], values[5000, 0], values[7000] = torch.nan, -torch.inf, 0
     values[9_999] = torch.tensor([0, 0, -1])
     table = EmbeddingTable("t", [[values]])
-    assert table.errors(np.arange(10_000)) == {
-        1: "holds NaN or infinity",
-        5000: "holds NaN or infinity",
-        7000: "holds zeros alone",
-    }
+    infinite = dict.fromkeys((1, 5000), "holds NaN or infinity")
+    assert table.errors(np.arange(10_000)) == infinite | {7000: "holds zeros alone"}
     assert table.errors(np.array([0, 2, 7000])) == {7000: "holds zeros alone"}
     large = EmbeddingTable("t", [[torch.full((1, 2), 1e300, dtype=torch.float64)]])
     assert large.errors(np.arange(1)) == {0: "holds NaN or infinity"}
@@ -83,15 +79,11 @@ def test_sizes_that_do_not_fit_are_named(tmp_path):
         open_table(str(write_shards(tmp_path / "img", numbers(2, 4, np.float32), numbers(2, 5, np.float32))))
     np.save(tmp_path / "a.npy", numbers(3, 2, np.float32))
     np.save(tmp_path / "b.npy", numbers(4, 2, np.float32))
-    with pytest.raises(UserError, match=re.escape("3 and 4 rows side by side")):
-        open_table(f"{tmp_path / 'a.npy'}+{tmp_path / 'b.npy'}")
+    raises(UserError, re.escape("3 and 4 rows side by side"), open_table, f"{tmp_path / 'a.npy'}+{tmp_path / 'b.npy'}")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="expected a folder of .npy files"):
-        open_table(str(tmp_path / "empty"))
-    with pytest.raises(UserError, match="no embeddings at"):
-        open_table(str(tmp_path / "none.npy"))
-    with pytest.raises(ValueError, match="holds no array"):
-        EmbeddingTable("t", [[]])
+    raises(UserError, "expected a folder of .npy files", open_table, str(tmp_path / "empty"))
+    raises(UserError, "no embeddings at", open_table, str(tmp_path / "none.npy"))
+    raises(ValueError, "holds no array", EmbeddingTable, "t", [[]])
 
 
 def test_ids_and_captions_stand_beside_the_table(tmp_path):
@@ -102,16 +94,14 @@ def test_ids_and_captions_stand_beside_the_table(tmp_path):
     found = open_table(str(tmp_path / "a.npy"))
     assert found.ids == ["x", "y", "z"] and found.captions == ["a dog", "", "the cat"]
     (tmp_path / "a_ids.txt").write_text("x\ny\n")
-    with pytest.raises(UserError, match=r"a.npy: 2 ids for 3 rows"):
-        open_table(str(tmp_path / "a.npy"))
+    raises(UserError, r"a.npy: 2 ids for 3 rows", open_table, str(tmp_path / "a.npy"))
 
 
 def test_the_folders_of_clip_retrieval(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    images = write_shards(
-        tmp_path / "img_emb", *(numbers(2, 3, np.float16, k) for k in range(11)), name="img_emb_{}.npy"
-    )
-    write_shards(tmp_path / "text_emb", *(numbers(2, 3, np.float16, 50 + k) for k in range(11)), name="text_emb_{}.npy")
+    shards = [numbers(2, 3, np.float16, k) for k in range(11)]
+    images = write_shards(tmp_path / "img_emb", *shards, name="img_emb_{}.npy")
+    write_shards(tmp_path / "text_emb", *shards, name="text_emb_{}.npy")
     (tmp_path / "metadata").mkdir()
     for k in range(11):
         rows = {"image_path": [f"{k}-0", f"{k}-1"], "caption": [f"caption {k}", None]}

@@ -71,9 +71,7 @@ def test_a_batch_keeps_its_matches_and_grades_the_rest_below_a_half(positives):
 
 
 def test_equal_captions_of_two_images_are_graded_just_below_a_match():
-    data = make_pair_data(
-        [str(i) for i in range(8)], [FileImage("x")] * 8, [[f"word{i // 2} and more"] for i in range(8)]
-    )
+    data = make_pair_data("abcdefgh", [FileImage("x")] * 8, [[f"word{i // 2} and more"] for i in range(8)])
     batch = next(iter(PairSampler(data, 8, 0, grades=Grades(data)).batches(0)))
     twins = (batch.image_index[:, None] // 2 == batch.text_index // 2) & ~np.eye(8, dtype=bool)
     assert ((batch.match >= 0.5) == np.eye(8, dtype=bool)).all()

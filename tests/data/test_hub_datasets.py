@@ -10,6 +10,7 @@ Run with datasets 5.2.0.
 
 import pytest
 from support.pictures import png
+from support.raising import raises
 
 from sfumato import Problems, read_dataset
 from sfumato.data.sources import DataConfig, get_source
@@ -91,23 +92,17 @@ def test_what_cannot_be_used_is_named(datasets, tmp_path):
     datasets.Dataset.from_list(rows, datasets.Features(kinds)).save_to_disk(str(tmp_path / "saved"))
     found, problems = read(tmp_path / "saved", val_fraction=0, test_fraction=0)
     assert found["train"].texts == ("one", "two") and "row 2: empty caption" in problems.summary()
-    with pytest.raises(OSError, match="row 1: no image"):
-        found["train"].images[1].read_bytes()
+    raises(OSError, "row 1: no image", found["train"].images[1].read_bytes)
     both = datasets.load_from_disk(str(tmp_path / "saved")).add_column("n", [1, 2, 3])
     both = both.map(lambda row: {"b": row["a"]}, features=datasets.Features({**both.features, "b": datasets.Image()}))
     both.save_to_disk(str(tmp_path / "both"))
-    with pytest.raises(UserError, match=r"2 columns of images \(a, b\).*data.options.image=COLUMN"):
-        read(tmp_path / "both")
+    raises(UserError, r"2 columns of images \(a, b\).*data.options.image=COLUMN", read, tmp_path / "both")
     assert set(read(tmp_path / "both", image="b", val_fraction=0, test_fraction=0)[0]) == {"train"}
-    with pytest.raises(UserError, match="column n has .*expected images"):
-        read(tmp_path / "both", image="n")
-    with pytest.raises(UserError, match="expected.*words"):
-        read(tmp_path / "both", image="a", captions="words")
+    raises(UserError, "column n has .*expected images", read, tmp_path / "both", image="n")
+    raises(UserError, "expected.*words", read, tmp_path / "both", image="a", captions="words")
     with pytest.raises(UserError, match="n has 1, expected a string or a list of strings"):
         read(tmp_path / "both", image="a", captions="n")
     datasets.Dataset.from_dict({"n": [1]}).save_to_disk(str(tmp_path / "none"))
-    with pytest.raises(UserError, match="no column of images, expected one, among n"):
-        read(tmp_path / "none")
+    raises(UserError, "no column of images, expected one, among n", read, tmp_path / "none")
     for missing in ("absent-folder", "nobody/nothing"):
-        with pytest.raises(UserError, match="cannot read the data set"):
-            read(missing)
+        raises(UserError, "cannot read the data set", read, missing)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.photographs import dng, halves, heic, saved, write_video
+from support.raising import raises
 
 from sfumato.data import image_decoding
 from sfumato.data.image_decoding import decode_image, is_cut, needs_extra, still_bytes
@@ -68,10 +69,8 @@ def test_without_the_extra_a_file_is_named_with_the_extra_to_install(monkeypatch
     for name, extra in (("a.HEIC", "heif"), ("a.Cr2", "raw"), ("clip.mov", "video")):
         assert needs_extra(name) == f"needs the extra {extra}: pip install 'sfumato[{extra}]'"
     (tmp_path / "clip.mov").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"needs the extra video: pip install 'sfumato\[video\]'"):
-        still_bytes(tmp_path / "clip.mov")
-    with pytest.raises(ValueError, match="needs the extra heif"):
-        decode_image(b"\0\0\0\x1cftypheic\0\0\0\0", None)
+    raises(ValueError, r"needs the extra video: pip install 'sfumato\[video\]'", still_bytes, tmp_path / "clip.mov")
+    raises(ValueError, "needs the extra heif", decode_image, b"\0\0\0\x1cftypheic\0\0\0\0", None)
     for name in ("a/1.heic", "a/2.heic", "a/3.heic", "b.jpg", "c.dng"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")

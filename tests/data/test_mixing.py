@@ -109,20 +109,13 @@ def test_the_parts_of_a_batch_share_its_choice_of_mixup_or_cutmix():
     """Otherwise 64 batches in three parts of which some image is mixed would agree with a probability of 2^-128."""
     kinds = set()
     for batch in range(64):
-        parts = [
-            plan_mixing(
-                16,
-                size=(8, 8),
-                fraction=1.0,
-                generator=torch.Generator().manual_seed(1000 * batch + part),
-                choice_generator=torch.Generator().manual_seed(1000 * batch),
-            )
-            for part in range(3)
-        ]
+        seed, parts = 1000 * batch, []
+        for part in range(3):
+            common = torch.Generator().manual_seed(seed)
+            parts.append(plan(16, seed + part, (8, 8), fraction=1.0, choice_generator=common))
         kinds.add(kind := bool(parts[0].cut.any()))
-        for part in parts:
-            assert bool(part.cut.any()) == kind
-        alone = plan_mixing(16, size=(8, 8), fraction=1.0, generator=torch.Generator().manual_seed(1000 * batch))
+        assert [bool(part.cut.any()) for part in parts] == [kind] * 3
+        alone = plan(16, seed, (8, 8), fraction=1.0)
         for name in ("partner", "own_fraction", "box"):
             assert getattr(alone, name).equal(getattr(parts[0], name))  # A single process mixes as before.
         assert not parts[0].own_fraction.equal(parts[1].own_fraction)

@@ -1,12 +1,15 @@
 """Pairs and batches: match matrices against loops over the listed pairs, draws against their stated frequencies."""
 
 import collections
+import dataclasses
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from support.pairs import captions, many_to_many
 from support.pictures import write_tar
+from support.raising import raises
 
 from sfumato.data.images import FileImage, Problem, Problems, TarArchive, TarImage
 from sfumato.data.pairs import PairData, PairSampler, make_pair_data
@@ -20,19 +23,12 @@ def test_match_equals_a_loop_over_the_pairs():
     random = np.random.default_rng(1)
     images, texts = random.integers(0, 23, 11), random.integers(0, 17, 13)
     match = data.match(images, texts)
+    assert data.pairs.tolist() == sorted(map(list, ground_truth)) and data.groups.tolist() == list(range(23))
     assert match.shape == (11, 13) and match.dtype == np.float32
     assert match.tolist() == [[float((i, t) in ground_truth) for t in texts.tolist()] for i in images.tolist()]
     assert 0 < match.mean() < 1
     dense = data.match(np.arange(23), np.arange(17))
     assert np.array_equal(dense.astype(bool), data.relevance().to_dense())
-
-
-def test_pairs_are_sorted_and_merged():
-    data = PairData(
-        ("a", "b"), (FileImage("a"),) * 2, ("x", "y"), ("x", "y"), ("caption",) * 2, [[1, 0], [0, 1], [1, 0]]
-    )
-    assert data.pairs.tolist() == [[0, 1], [1, 0]]
-    assert data.groups.tolist() == [0, 1]
 
 
 def test_bad_pair_data_is_named():
@@ -51,8 +47,7 @@ def test_bad_pair_data_is_named():
         ({"pairs": [[-1, 0]]}, "points outside"),
         ({"groups": np.zeros(3)}, "3 groups for 2 images"),
     ):
-        with pytest.raises(ValueError, match=message):
-            PairData(**(good | change))
+        raises(ValueError, message, PairData, **good | change)
 
 
 def test_keep_images_keeps_the_truth_among_what_is_left():
@@ -98,22 +93,16 @@ def test_an_uneven_last_batch_is_kept_unless_it_is_a_single_pair(n, sizes):
 def test_draws_depend_on_seed_and_epoch_alone():
     data = many_to_many()
 
-    def drawn(seed, epoch):
-        return [(b.image_index.tolist(), b.text_index.tolist()) for b in PairSampler(data, 8, seed).batches(epoch)]
+    def drawn(sampler, epoch):
+        return [(b.image_index.tolist(), b.text_index.tolist()) for b in sampler.batches(epoch)]
 
-    assert drawn(1, 0) == drawn(1, 0)
-    assert drawn(1, 0) != drawn(1, 1) != drawn(2, 1)
-    sampler = PairSampler(data, 8, 1)
-    list(sampler.batches(0))  # Leaves no state behind.
-    assert [(b.image_index.tolist(), b.text_index.tolist()) for b in sampler.batches(1)] == drawn(1, 1)
+    one, same, other = (PairSampler(data, 8, seed) for seed in (1, 1, 2))
+    assert drawn(one, 0) == drawn(same, 0) != drawn(one, 1) != drawn(other, 1)
+    assert drawn(one, 1) == drawn(PairSampler(data, 8, 1), 1), "earlier draws leave no state behind"
 
 
 def test_sampled_positives_are_the_texts_drawn_for_the_group():
-    base = many_to_many()
-    data = PairData(
-        *(base.image_ids, base.images, base.text_ids, base.texts, base.text_kinds, base.pairs),
-        groups=np.arange(23) // 2,
-    )
+    data = dataclasses.replace(many_to_many(), groups=np.arange(23) // 2)
     fewer = 0
     for epoch in range(5):
         for b in PairSampler(data, 12, seed=epoch, positives="sampled").batches(epoch):
@@ -159,8 +148,7 @@ def test_kinds_are_drawn_by_weight_and_uniformly_within():
     ],
 )
 def test_bad_options_of_the_sampler(options, message):
-    with pytest.raises(ValueError, match=message):
-        PairSampler(**({"data": many_to_many(), "batch_size": 4, "seed": 0} | options))
+    raises(ValueError, message, PairSampler, **{"data": many_to_many(), "batch_size": 4, "seed": 0} | options)
 
 
 def test_tar_members_are_read_by_position_from_many_threads(tmp_path):
@@ -179,20 +167,14 @@ def test_tar_files_that_cannot_be_read_by_position(tmp_path):
     (tmp_path / "no.tar").write_bytes(b"not a tar file" * 100)
     (tmp_path / "empty.tar").write_bytes(b"")
     for name in ("a.tar.gz", "no.tar", "empty.tar"):
-        with pytest.raises(ValueError, match=f"{name}: not an uncompressed tar file"):
-            TarArchive(tmp_path / name)
+        raises(ValueError, f"{name}: not an uncompressed tar file", TarArchive, tmp_path / name)
     with pytest.raises(FileNotFoundError):
         TarArchive(tmp_path / "absent.tar")
-
-
-def test_a_tar_file_cut_short_says_so(tmp_path):
     write_tar(tmp_path / "a.tar", {"a": b"1" * 3000, "b": b"2" * 3000})
     archive = TarArchive(tmp_path / "a.tar")
-    with (tmp_path / "a.tar").open("r+b") as file:
-        file.truncate(5000)
+    os.truncate(tmp_path / "a.tar", 5000)
     assert archive.read("a") == b"1" * 3000
-    with pytest.raises(OSError, match=r"a\.tar ends within b"):
-        archive.read("b")
+    raises(OSError, r"a\.tar ends within b", archive.read, "b")
 
 
 def test_problems_are_listed_counted_and_fatal_beyond_their_share(tmp_path):
@@ -205,31 +187,22 @@ def test_problems_are_listed_counted_and_fatal_beyond_their_share(tmp_path):
     problems.check(1188, 0.01)  # 12 of 1,200 are just 1 %.
     with pytest.raises(UserError, match="12 of 1199 items are unusable") as error:
         problems.check(1187, 0.01)
-    assert (
-        "9.png: bad · 9" in str(error.value) and "10.png" not in str(error.value) and "and 2 more" in str(error.value)
-    )
+    told = str(error.value)
+    assert "9.png: bad · 9" in told and "10.png" not in told and "and 2 more" in told
     problems.write(tmp_path / "p.jsonl")
     lines = (tmp_path / "p.jsonl").read_text("utf-8").splitlines()
     assert len(lines) == 12 and lines[3] == f'{{"place": "{tmp_path}/3.png", "reason": "bad · 3"}}'
-
-
-def test_a_problem_with_an_undecodable_name_can_be_written(tmp_path):
-    problems = Problems()
-    problems.add("caf\udce9.png", "missing")
+    problems.add("caf\udce9\n.png", "looks \x1b[31mred")
     problems.write(tmp_path / "p.jsonl")
-    problems.add("a\nb.png", "looks \x1b[31mred")
-    assert problems.items == [Problem("caf\\udce9.png", "missing"), Problem("a\\nb.png", "looks \\x1b[31mred")]
+    assert problems.items[-1] == Problem("caf\\udce9\\n.png", "looks \\x1b[31mred")
 
 
 # Equal texts ----------------------------------------------------------------------------------------------------------
 
 
 def test_equally_worded_texts_become_one_that_matches_all_their_images():
-    data = make_pair_data(
-        ["a", "b", "c"],
-        [FileImage(x) for x in "abc"],
-        [["A red Dog", "one"], ["two", " a  red dog", "two"], ["a red dog.", "ONE"]],
-    )
+    texts = [["A red Dog", "one"], ["two", " a  red dog", "two"], ["a red dog.", "ONE"]]
+    data = make_pair_data("abc", [FileImage(x) for x in "abc"], texts)
     merged = merge_equal_texts(data)
     assert merged.texts == ("A red Dog", "one", "two", "a red dog.")
     assert merged.text_ids == ("a#0", "a#1", "b#0", "c#0") and len(merged.text_kinds) == 4

@@ -77,14 +77,11 @@ def test_the_maker_is_named_once(make, model, expected):
     assert describe_image(jpeg(exif=exif(Make=make, Model=model)))["camera"] == expected
 
 
-@pytest.mark.parametrize("text", ["OLYMPUS DIGITAL CAMERA         ", "SONY DSC", "DSC_0012.JPG", "<Digimax S500>", " "])
-def test_what_cameras_write_into_every_file_is_no_caption(text):
-    assert "captions" not in describe_image(jpeg(exif=exif(ImageDescription=text)))
-
-
-@pytest.mark.parametrize("text", ["0000:00:00 00:00:00", "    :  :     :  :  ", "2024:13:45 00:00:00", "yesterday"])
-def test_what_is_no_date_is_left_out(text):
-    assert "date" not in describe_image(jpeg(exif=exif(DateTime=text)))
+def test_what_cameras_write_into_every_file_is_no_caption_and_what_is_no_date_is_left_out():
+    for text in ("OLYMPUS DIGITAL CAMERA         ", "SONY DSC", "DSC_0012.JPG", "<Digimax S500>", " "):
+        assert "captions" not in describe_image(jpeg(exif=exif(ImageDescription=text)))
+    for text in ("0000:00:00 00:00:00", "    :  :     :  :  ", "2024:13:45 00:00:00", "yesterday"):
+        assert "date" not in describe_image(jpeg(exif=exif(DateTime=text)))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,11 +1,10 @@
 """Region features: SCAN's layout in its variants, what is wrong with files, and how little of them is read."""
 
-import io
-import pickle
 import warnings
 
 import numpy as np
 import pytest
+from support.raising import raises
 
 from sfumato.data.feature_tables import RegionFile
 from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
@@ -57,12 +56,8 @@ def test_a_row_for_each_caption_is_put_together_by_equal_rows_or_by_ids(tmp_path
     write(tmp_path, "train", repeated, "abcdefg")
     write(tmp_path, "test", repeated, "abcdefg", ids=["p", "q", "q", "p", "r", "s", "t"])
     splits = read_scan(tmp_path, Problems())
-    assert captions_of(splits["train"]) == {
-        "train-0": ["a", "b"],
-        "train-2": ["c"],
-        "train-3": ["d", "e", "f"],
-        "train-6": ["g"],
-    }
+    of_rows = {"train-0": ["a", "b"], "train-2": ["c"], "train-3": ["d", "e", "f"], "train-6": ["g"]}
+    assert captions_of(splits["train"]) == of_rows
     assert np.array_equal(features_of(splits["train"]), FEATURES)
     assert captions_of(splits["test"]) == {"p": ["a", "d"], "q": ["b", "c"], "r": ["e"], "s": ["f"], "t": ["g"]}
 
@@ -70,12 +65,13 @@ def test_a_row_for_each_caption_is_put_together_by_equal_rows_or_by_ids(tmp_path
 def test_ids_may_stand_for_every_caption(tmp_path):
     write(tmp_path, "train", FEATURES[:2], "abcd", ids=["x", "x", "y", "y"])
     assert captions_of(read_scan(tmp_path, Problems())["train"]) == {"x": ["a", "b"], "y": ["c", "d"]}
-    write(tmp_path, "train", FEATURES[:2], "abcd", ids=["x", "y", "y", "y"])
-    with pytest.raises(UserError, match=r"train_ids.txt:2: 'y' stands where row 0 was 'x' before"):
-        read_scan(tmp_path, Problems())
-    write(tmp_path, "train", FEATURES[:2], "abcd", ids=["x", "y", "z"])
-    with pytest.raises(UserError, match="has 3 ids; expected one for each of 2 rows or 4 captions"):
-        read_scan(tmp_path, Problems())
+    for ids, message in (
+        (["x", "y", "y", "y"], r"train_ids.txt:2: 'y' stands where row 0 was 'x' before"),
+        (["x", "y", "z"], "has 3 ids; expected one for each of 2 rows or 4 captions"),
+        (["x", " "], r"train_ids.txt:2: a line without an id"),
+    ):
+        write(tmp_path, "train", FEATURES[:2], "abcd", ids=ids)
+        raises(UserError, message, read_scan, tmp_path, Problems())
 
 
 def test_testall_stands_for_test_where_there_is_no_other(tmp_path):
@@ -110,46 +106,22 @@ def test_what_cannot_be_used_is_noted_and_left_out(tmp_path):
     ]
 
 
-class Trap:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('unpickled')",)
-
-
-def spoiled(kind, whole):
-    """The bytes of a file that is no region features."""
-    file = io.BytesIO()
-    if kind == "archive":
-        np.savez(file, a=FEATURES)
-    arrays = {
-        "objects": np.array([Trap()], dtype=object), "integers": np.ones((4, 3, 5), np.int32),
-        "shape": np.ones((4, 3, 5, 1), np.float32), "columns": np.asfortranarray(FEATURES), "no rows": FEATURES[:0],
-    }  # fmt: skip
-    if kind in arrays:
-        np.save(file, arrays[kind], allow_pickle=True)
-    return {"pickle": pickle.dumps(Trap()), "short": whole[:-1], "empty": b""}.get(kind) or file.getvalue()
-
-
 def test_a_bad_file_is_refused_by_its_name(tmp_path):
-    write(tmp_path, "train", FEATURES, "abcd")
+    """What is wrong with any .npy file: test_embedding_files.py."""
     path = tmp_path / "train_ims.npy"
-    whole = path.read_bytes()
-    for kind, message in {
-        "pickle": "holds pickled Python objects",
-        "objects": "holds pickled Python objects",
-        "short": "not a complete .npy file",
-        "empty": "not a complete .npy file",
-        "integers": r"of shape \(4, 3, 5\) and type int32; expected .* float32",
-        "shape": r"shape \(4, 3, 5, 1\) and type float32; expected \(images, regions, channels\)",
-        "columns": "saved row by row",
-        "archive": "archive of several arrays",
-        "no rows": r"shape \(0, 3, 5\)",
-    }.items():
-        path.write_bytes(spoiled(kind, whole))
-        with pytest.raises(UserError, match=rf"train_ims.npy.*{message}|{message}.*train_ims.npy"):
-            read_scan(tmp_path, Problems())
+    for array, message in (
+        (np.ones((4, 3, 5), np.int32), r"of shape \(4, 3, 5\) and type int32; expected .* float32"),
+        (FEATURES[..., None], r"shape \(4, 3, 5, 1\) and type float32; expected \(images, regions, channels\)"),
+        (np.asfortranarray(FEATURES), "saved row by row"),
+        (FEATURES[:0], r"shape \(0, 3, 5\)"),
+        (np.array([None]), "holds pickled Python objects"),
+    ):
+        write(tmp_path, "train", array, "abcd")
+        raises(UserError, rf"train_ims.npy.*{message}|{message}.*train_ims.npy", read_scan, tmp_path, Problems())
+    path.write_bytes(b"\x93NUMPY\x01")
+    raises(UserError, "train_ims.npy: not a complete .npy file", read_scan, tmp_path, Problems())
     path.unlink()
-    with pytest.raises(UserError, match="there is no file .*train_ims.npy"):
-        read_scan(tmp_path, Problems())
+    raises(UserError, "there is no file .*train_ims.npy", read_scan, tmp_path, Problems())
 
 
 def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
@@ -158,8 +130,7 @@ def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
     file = RegionFile(path)
     assert np.array_equal(file.features(3), FEATURES[3])
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(OSError, match="ends within row 3"):
-        file.features(3)
+    raises(OSError, "ends within row 3", file.features, 3)
 
 
 def test_bytes_that_are_no_features_say_why():
@@ -171,35 +142,11 @@ def test_bytes_that_are_no_features_say_why():
         (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),
         (regions_to_bytes(np.ones((2, 5), bool)), r"bool of shape \(2, 5\)"),
         (regions_to_bytes(np.full((2, 5), 1e300)), "NaN or infinity"),
-        (spoiled("objects", b""), "holds pickled Python objects"),
+        (b"\x93NUMPY\x01", "not a complete .npy file"),
     ):
         with warnings.catch_warnings(), pytest.raises(ValueError, match=message):
             warnings.simplefilter("error")
             regions_from_bytes(data, 5)
-
-
-def header(shape, descr="'<f4'"):
-    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
-
-
-def test_no_memory_is_taken_on_the_word_of_a_header(tmp_path):
-    write(tmp_path, "train", FEATURES, "abcd")
-    for start in (
-        header("(1000000000000, 5)"),
-        header("(4611686018427387904, 4, 5)"),
-        header("(-1, 4, 5)"),
-        header("(((((((((("),
-        header("{[]: 1}"),
-        b"\x93NUMPY\x01",
-    ):
-        message = "not a complete .npy file"
-        data = start if len(start) < 20 else start + bytes(80)
-        with pytest.raises(ValueError, match=message):
-            regions_from_bytes(data)
-        (tmp_path / "train_ims.npy").write_bytes(data)
-        with pytest.raises(UserError, match=rf"train_ims.npy: {message}"):
-            read_scan(tmp_path, Problems())
 
 
 def test_of_rows_that_differ_the_beginnings_are_read(tmp_path, monkeypatch):
@@ -221,12 +168,6 @@ def test_of_rows_that_differ_the_beginnings_are_read(tmp_path, monkeypatch):
     read.clear()
     write(tmp_path, "train", rows, "abcdef", ids="pqrsst")
     assert len(read_scan(tmp_path, Problems())["train"].image_ids) == 5 and not read
-
-
-def test_a_blank_line_is_no_id(tmp_path):
-    write(tmp_path, "train", FEATURES, "abcd", ids=["p", "q", " ", "r"])
-    with pytest.raises(UserError, match=r"train_ids.txt:3: a line without an id"):
-        read_scan(tmp_path, Problems())
 
 
 def test_a_manifest_may_name_a_file_for_each_picture(tmp_path):

@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from support.pictures import write_tar
+from support.raising import raises
 
 from sfumato.data.images import Problems
 from sfumato.data.shards import ShardStream, expand_shards
@@ -83,14 +84,10 @@ def test_an_epoch_is_the_same_for_the_same_seed_epoch_and_process(tmp_path):
     shards = make_shards(tmp_path, [7, 9, 5, 8, 6])
     drawn = {}
     for seed, epoch, rank in itertools.product((0, 1), (0, 1), (0, 1)):
-        make = lambda s=seed, r=rank: stream(
-            shards, seed=s, rank=r, n_processes=2, samples_per_epoch=16, shuffle_buffer=5
-        )
-        drawn[seed, epoch, rank] = numbers(make().batches(epoch))
-        again = make()
-        for other in (0, 1, epoch):
-            last = numbers(again.batches(other))
-        assert last == drawn[seed, epoch, rank]
+        options = {"seed": seed, "rank": rank, "n_processes": 2, "samples_per_epoch": 16, "shuffle_buffer": 5}
+        drawn[seed, epoch, rank] = numbers(stream(shards, **options).batches(epoch))
+        again = stream(shards, **options)
+        assert [numbers(again.batches(other)) for other in (0, 1, epoch)][-1] == drawn[seed, epoch, rank]
     assert len({tuple(d) for d in drawn.values()}) == 8
 
 
@@ -150,24 +147,21 @@ def test_the_buffer_mixes_and_its_size_is_kept(tmp_path):
     assert abs(np.corrcoef(order(1000), range(400))[0, 1]) < 0.2
 
 
-def bad_samples():
-    return {
-        "no caption: there is neither .txt nor .json": [("000900.jpg", JPEG)],
-        "no image: there is only .txt, .cls": [("000900.txt", b"a"), ("000900.cls", b"a")],
-        "the caption is empty": [("000900.png", b"p"), ("000900.txt", b" \n")],
-        "the caption is not UTF-8": [("000900.png", b"p"), ("000900.txt", b"\xff\xfe")],
-        "the .json cannot be read": [("000900.png", b"p"), ("000900.json", b"{")],
-        "the .json cannot be read: maximum": [("000900.png", b"p"), ("000900.json", b"[" * 100_000)],
-        'no string "caption" or "text"': [("000900.png", b"p"), ("000900.json", b'{"caption": 3}')],
-        'has no string "caption"': [("000900.png", b"p"), ("000900.json", b"[1]")],
-        "the caption is not valid Unicode": [("000900.png", b"p"), ("000900.json", b'{"caption": "\\ud800"}')],
-        ".jpg occurs twice": [("000900.jpg", b"p"), ("000900.JPG", b"p"), ("000900.txt", b"a")],
-    }
-
-
 def test_bad_samples_are_noted_once_and_passed_over(tmp_path):
-    for reason, members in bad_samples().items():
-        path = pack(tmp_path / "a.tar", sample(1) + members + sample(2) + sample(3))
+    for reason, members in {
+        "no caption: there is neither .txt nor .json": {"jpg": JPEG},
+        "no image: there is only .txt, .cls": {"txt": b"a", "cls": b"a"},
+        "the caption is empty": {"png": b"p", "txt": b" \n"},
+        "the caption is not UTF-8": {"png": b"p", "txt": b"\xff\xfe"},
+        "the .json cannot be read": {"png": b"p", "json": b"{"},
+        "the .json cannot be read: maximum": {"png": b"p", "json": b"[" * 100_000},
+        'no string "caption" or "text"': {"png": b"p", "json": b'{"caption": 3}'},
+        'has no string "caption"': {"png": b"p", "json": b"[1]"},
+        "the caption is not valid Unicode": {"png": b"p", "json": b'{"caption": "\\ud800"}'},
+        ".jpg occurs twice": {"jpg": b"p", "JPG": b"p", "txt": b"a"},
+    }.items():
+        bad = [(f"000900.{ending}", content) for ending, content in members.items()]
+        path = pack(tmp_path / "a.tar", sample(1) + bad + sample(2) + sample(3))
         problems = Problems()
         source = stream([path], problems=problems, samples_per_epoch=40)
         assert set(numbers(source.batches(0))) == {1, 2, 3}
@@ -206,12 +200,8 @@ def test_a_size_that_leads_backwards_does_not_lead_in_a_circle(tmp_path):
 def test_a_shard_cut_short_gives_what_it_has_and_says_so(tmp_path):
     whole = pack_six(tmp_path / "a.tar")
     third = whole.index(b"000003.jpg")
-    for cut, message in (
-        (third, "the end mark is missing"),
-        (third + 100, "damaged at byte"),
-        (third + 700, "ends within 000003.jpg"),
-    ):
-        (tmp_path / "a.tar").write_bytes(whole[:cut])
+    for more, message in ((0, "the end mark is missing"), (100, "damaged at byte"), (700, "ends within 000003.jpg")):
+        (tmp_path / "a.tar").write_bytes(whole[: third + more])
         found, noted = one_pass([tmp_path / "a.tar"])
         assert [int(key) for key in found] == [0, 1, 2] and len(noted) == 1 and message in noted[0].reason
     # Two blocks of zeros are all that the end needs.
@@ -233,11 +223,8 @@ def test_what_is_no_shard_at_all_does_not_end_the_run(tmp_path, content):
 @pytest.mark.parametrize("mended", [False, True])
 def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
     path, whole = tmp_path / "a.tar", []
-    for form, folder in (
-        (tarfile.USTAR_FORMAT, ""),
-        (tarfile.GNU_FORMAT, "long/" * 30),
-        (tarfile.PAX_FORMAT, "lång/" * 30),
-    ):
+    forms = {tarfile.USTAR_FORMAT: "", tarfile.GNU_FORMAT: "long/" * 30, tarfile.PAX_FORMAT: "lång/" * 30}
+    for form, folder in forms.items():
         pack(path, [(f"{folder}{name}", content) for i in range(4) for name, content in sample(i)], form)
         whole.append(path.read_bytes())
     source, counts = random.Random(0), Counter()
@@ -283,10 +270,8 @@ def test_too_many_bad_samples_stop_with_the_list(tmp_path):
 
 def test_a_stream_without_a_usable_sample_ends(tmp_path):
     empty = pack(tmp_path / "a.tar", [("1.cls", b"3"), ("README", b"")])
-    with pytest.raises(
-        UserError, match=r"process 0 of 1 found no usable sample in 1 shards(.|\n)*no image: there is only \.cls"
-    ):
-        next(stream([empty]).batches(0))
+    told = r"process 0 of 1 found no usable sample in 1 shards(.|\n)*no image: there is only \.cls"
+    raises(UserError, told, next, stream([empty]).batches(0))
     one = pack(tmp_path / "b.tar", sample(1))
     outcomes = []
     for rank in range(3):
@@ -357,14 +342,12 @@ def test_braces_are_what_braceexpand_says(tmp_path):
 def test_shards_that_cannot_be_had(tmp_path):
     touch(tmp_path, "a-0.tar", "a-2.tar")
     for spec in ("pipe:cat a.tar", "https://host/a-{0..3}.tar", "s3://bucket/a.tar", "hf://x/a.tar", "FILE:///a.tar"):
-        with pytest.raises(UserError, match="addresses and commands are not opened; download"):
-            expand_shards(spec)
+        raises(UserError, "addresses and commands are not opened; download", expand_shards, spec)
     with pytest.raises(UserError, match=r"2 of 4 do not exist, the first .*a-1\.tar; .* use a glob"):
         expand_shards(f"{tmp_path}/a-{{0..3}}.tar")
     (tmp_path / "empty").mkdir()
     for spec in ("empty", "b-*.tar", "a-{0,2}.*.tar", "*\0.tar", "*\ud800.tar"):
-        with pytest.raises(UserError, match="found no .tar file; give a folder, a glob"):
-            expand_shards(f"{tmp_path}/{spec}")
+        raises(UserError, "found no .tar file; give a folder, a glob", expand_shards, f"{tmp_path}/{spec}")
     for spec, message in (
         ("{3..1}", "must count upwards"),
         ("{1..9999999}", "at most 300000"),
@@ -373,5 +356,4 @@ def test_shards_that_cannot_be_had(tmp_path):
         ("{0.." + "9" * 5000 + "}", "cannot read {0..9"),
         ("{x}", "cannot read {x}"),
     ):
-        with pytest.raises(UserError, match=message):
-            expand_shards(f"{tmp_path}/a-{spec}.tar")
+        raises(UserError, message, expand_shards, f"{tmp_path}/a-{spec}.tar")

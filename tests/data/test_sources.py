@@ -1,11 +1,11 @@
 """The registry of sources: a toy from outside, options of its own, and the keys of version 0.1."""
 
-import io
-
 import numpy as np
 import pytest
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from support.pictures import png
+from support.raising import raises
 from support.toy import make_toy
 
 from sfumato.data.images import MemoryImage, Problems
@@ -27,11 +27,8 @@ class ToyOptions(BaseModel):
 def read_toy(config, problems):
     """n squares of one colour; the last one is damaged."""
     options = ToyOptions(**config.options)
-    images = []
-    for k in range(options.n):
-        buffer = io.BytesIO()
-        Image.new("RGB", (8 + k, 8), options.colour).save(buffer, "PNG")
-        images.append(MemoryImage(f"toy {k}", buffer.getvalue()[: 20 if k == options.n - 1 else None]))
+    files = [png(options.colour, (8 + k, 8))[: 20 if k == options.n - 1 else None] for k in range(options.n)]
+    images = [MemoryImage(f"toy {k}", data) for k, data in enumerate(files)]
     captions = [[f"a {options.colour} square", f"number {k}"] for k in range(options.n)]
     return {"train": make_pair_data([f"toy-{k}" for k in range(options.n)], images, captions)}
 
@@ -77,8 +74,7 @@ def test_a_recipe_names_a_source_from_outside(toy, tmp_path):
     [({"n": 1}, r"data\.options\.n: .*greater than or equal to 2"), ({"size": 3}, r"data\.options\.size: Extra")],
 )
 def test_options_pass_the_model_of_the_source(toy, options, message):
-    with pytest.raises(ValidationError, match=message):
-        DataConfig(source="toy", options=options)
+    raises(ValidationError, message, DataConfig, source="toy", options=options)
 
 
 def test_options_of_a_source_that_has_none():
@@ -87,12 +83,9 @@ def test_options_of_a_source_that_has_none():
 
 
 def test_an_unknown_source_lists_the_known_ones(tmp_path):
-    with pytest.raises(
-        UserError, match=r"unknown source 'emojy'; did you mean 'emoji'\? known: emoji, manifest, folder, "
-    ):
-        load_recipe(make_toy(tmp_path), ["data.source=emojy"])
-    with pytest.raises(ValueError, match="there is a source 'folder' already; known: emoji, "):
-        register_source("folder", read_toy)
+    told = r"unknown source 'emojy'; did you mean 'emoji'\? known: emoji, manifest, folder, "
+    raises(UserError, told, load_recipe, make_toy(tmp_path), ["data.source=emojy"])
+    raises(ValueError, "there is a source 'folder' already; known: emoji, ", register_source, "folder", read_toy)
 
 
 @pytest.mark.parametrize("key", ["noise_rate=0.1", "graded=true", "leave_out=0/2"])

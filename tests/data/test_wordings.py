@@ -1,12 +1,14 @@
 """Which texts training leaves out, and the split that has them."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.raising import raises
 
 from sfumato.data.images import MemoryImage, Problems
-from sfumato.data.pairs import PairData, make_pair_data, normal_wording
+from sfumato.data.pairs import make_pair_data, normal_wording
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS, hold_out_wordings, joined
 from sfumato.errors import UserError
@@ -23,11 +25,8 @@ def five(n):
 
 
 def splits(captions=five):
-    return {
-        "train": photographs(range(40), captions),
-        "val": photographs(range(40, 50), captions),
-        "test": photographs(range(50, 60), captions),
-    }
+    numbers = {"train": range(40), "val": range(40, 50), "test": range(50, 60)}
+    return {name: photographs(own, captions) for name, own in numbers.items()}
 
 
 def test_each_image_has_one_caption_of_five_left_out():
@@ -97,10 +96,7 @@ def test_separate_texts_with_the_words_of_a_trained_one_are_not_left_out():
 
 
 def test_groups_of_the_two_splits_stay_apart():
-    first, second = (
-        PairData(d.image_ids, d.images, d.text_ids, d.texts, d.text_kinds, d.pairs, np.arange(len(d.image_ids)) // 2)
-        for d in (splits()["train"], splits()["val"])
-    )
+    first, second = (replace(data, groups=np.arange(len(data.image_ids)) // 2) for data in list(splits().values())[:2])
     both = joined(first, second)
     assert both.groups.tolist() == [*np.arange(40) // 2, *20 + np.arange(10) // 2]
 
@@ -123,10 +119,8 @@ def test_a_recipe_has_the_split_and_all_images_are_still_each_once(tmp_path):
 
 
 def test_wrong_settings_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected a part I/K"):
-        manifest(tmp_path, held_out_wordings="5/5")
+    raises(ValueError, "expected a part I/K", manifest, tmp_path, held_out_wordings="5/5")
     with pytest.raises(ValueError, match=r"data\.held_out_wordings needs all pairs in memory"):
         DataConfig(source="shards", path="x", held_out_wordings="0/5")
     twice = DataConfig(options={"held_out_wordings": "0/5"}, held_out_wordings="0/5")
-    with pytest.raises(UserError, match="have a split 'wordings' already"):
-        load_splits(twice, Problems())
+    raises(UserError, "have a split 'wordings' already", load_splits, twice, Problems())

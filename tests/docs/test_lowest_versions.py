@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import lowest_versions as lowest
-import pytest
 from packaging.version import Version
+from support.raising import raises
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,5 +23,4 @@ def test_every_dependency_has_a_lower_bound_that_the_pinned_version_reaches():
 
 def test_a_dependency_without_a_lower_bound_is_refused(tmp_path):
     (tmp_path / "p.toml").write_text('[project]\ndependencies = ["torch>=2.6", "numpy"]\noptional-dependencies = {}\n')
-    with pytest.raises(SystemExit, match="'numpy' has no lower bound"):
-        lowest.lower_bounds(tmp_path / "p.toml", [])
+    raises(SystemExit, "'numpy' has no lower bound", lowest.lower_bounds, tmp_path / "p.toml", [])

@@ -54,8 +54,9 @@ def test_every_cell_was_run_in_order_without_an_error_and_shows_no_path_of_a_mac
     )
 
 
-@pytest.mark.slow
-def test_the_cells_run(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where cells work and draw."""
     for package in ("transformers", "matplotlib"):
         pytest.importorskip(package, reason="an extra of the notebook is not installed")
     import matplotlib
@@ -63,6 +64,11 @@ def test_the_cells_run(tmp_path, monkeypatch, capsys):
     matplotlib.use("Agg")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_the_cells_run(capsys):
     small = "n_concepts, epochs = 80, 2"  # Fewer have no concept in the test split.
     sources = [re.sub(r"n_concepts, epochs = \d+, \d+", small, source) for source in code_of("train-search-plot.ipynb")]
     assert small in sources[0]
@@ -78,16 +84,9 @@ def test_the_cells_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_cells_of_a_photo_folder_run(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="an extra of the notebook is not installed")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    sources = [
-        source.replace("n_drawings = None, 300", "n_drawings = None, 60") for source in code_of("photo-folder.ipynb")
-    ]
+@pytest.mark.usefixtures("folder")
+def test_the_cells_of_a_photo_folder_run():
+    sources = [source.replace("= None, 300", "= None, 60") for source in code_of("photo-folder.ipynb")]
     assert "= None, 60" in sources[0]
     names = {}
     values = [run_cell(source, names) for source in sources]

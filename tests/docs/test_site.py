@@ -1,4 +1,4 @@
-"""The site lists every page, every result states its origin and stands once, and nothing is fetched from elsewhere."""
+"""Every result of the site states its origin and stands once, and nothing is fetched from elsewhere."""
 
 import re
 from pathlib import Path
@@ -15,9 +15,8 @@ def read(page):
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def test_the_navigation_lists_every_page_once_and_the_theme_fetches_no_fonts():
-    listed = re.findall(r"^\s+- (?:[\w ,]+: )?([\w/-]+\.md)$", CONFIG, flags=re.MULTILINE)
-    assert sorted(listed) == PAGES
+def test_the_site_fetches_nothing_from_elsewhere():
+    """That the navigation lists every page, and that links lead somewhere: `make docs`."""
     assert re.search(r"^  font: false", CONFIG, flags=re.MULTILINE)
     assert "http" not in re.sub(r"#.*", "", CONFIG)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.raising import raises
 from torch import nn
 
 from sfumato.encoders.processors import train_tokenizer
@@ -65,8 +66,7 @@ def test_what_does_not_fit_is_named(changes, message, checkpoint):
     path, _, _ = checkpoint
     change(path, **changes)
     model, optimiser = fresh()
-    with pytest.raises(UserError, match=message):
-        load_state(path, {"m": model}, optimiser)
+    raises(UserError, message, load_state, path, {"m": model}, optimiser)
 
 
 @pytest.fixture(scope="module")
@@ -86,25 +86,19 @@ def untrained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["run", "exported"])
-def test_weights_of_another_width_are_refused_before_the_model_is_made(kind, untrained, tmp_path, monkeypatch):
-    shutil.copytree(untrained / kind, tmp_path / kind)
-    monkeypatch.chdir(tmp_path)
-    path, width = (kind + "/recipe.toml", "width = 16") if kind == "run" else (kind + "/config.json", '"width": 16')
-    load_model(tmp_path / kind)
-    text = (tmp_path / path).read_text()
+def test_weights_of_another_width_and_ids_beyond_the_tokenizer_are_refused(kind, untrained, tmp_path):
+    folder = tmp_path / kind
+    shutil.copytree(untrained / kind, folder)
+    load_model(folder)
+    path, width = (folder / "recipe.toml", "width = 16") if kind == "run" else (folder / "config.json", '"width": 16')
+    text = path.read_text()
     assert text.count(width) == 1
-    (tmp_path / path).write_text(text.replace(width, width.replace("16", "25666")))  # 8 GB of random numbers.
+    path.write_text(text.replace(width, width.replace("16", "25666")))  # 8 GB of random numbers.
     began = time.process_time()
-    with pytest.raises(UserError, match=r"does not fit .*text.*differs, and \d+ more"):
-        load_model(tmp_path / kind)
-    assert time.process_time() - began < 2
-
-
-@pytest.mark.parametrize("kind", ["run", "exported"])
-def test_a_tokenizer_with_an_id_beyond_its_size_is_refused(kind, untrained, tmp_path):
-    shutil.copytree(untrained / kind, tmp_path / kind)
-    tokenizer = json.loads((tmp_path / kind / run.TOKENIZER).read_text())
+    raises(UserError, r"does not fit .*text.*differs, and \d+ more", load_model, folder)
+    assert time.process_time() - began < 2, "before the model is made"
+    path.write_text(text)
+    tokenizer = json.loads((folder / run.TOKENIZER).read_text())
     tokenizer["model"]["vocab"]["fish"] = 4441
-    (tmp_path / kind / run.TOKENIZER).write_text(json.dumps(tokenizer))
-    with pytest.raises(UserError, match=r"the tokenizer is damaged: of its \d+ tokens, 'fish' has the id 4441"):
-        load_model(tmp_path / kind)
+    (folder / run.TOKENIZER).write_text(json.dumps(tokenizer))
+    raises(UserError, r"the tokenizer is damaged: of its \d+ tokens, 'fish' has the id 4441", load_model, folder)

@@ -11,54 +11,34 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.raising import raises
 
 from sfumato.errors import UserError
 from sfumato.models.pretrained_tensors import read_checkpoint
 
 
-@pytest.fixture
-def foreign_classes(monkeypatch):
-    """munch.Munch and a Lightning AttributeDict, as their packages pickle them; gone again before anything is read."""
-
-    class Munch(dict):
-        def __getstate__(self):
-            return dict(self.items())
-
-        def __setstate__(self, state):
-            raise AssertionError("code of the file's class ran")
-
-    class AttributeDict(dict):
-        pass
-
-    names = {"munch": Munch, "lightning.fabric.utilities.data": AttributeDict}
-    for module, cls in names.items():
-        cls.__module__, cls.__qualname__ = module, cls.__name__
-        parts = module.split(".")
-        for i in range(1, len(parts) + 1):
-            name = ".".join(parts[:i])
-            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        setattr(sys.modules[module], cls.__name__, cls)
-    yield Munch, AttributeDict
+def refuse_to_run(self, state):
+    raise AssertionError("code of the file's class ran")
 
 
-def test_tensors_and_settings(foreign_classes, tmp_path, monkeypatch):
-    munch, attributes = foreign_classes
-    path = tmp_path / "last.ckpt"
-    torch.save(
-        {
-            "state_dict": OrderedDict(a=torch.nn.Parameter(torch.arange(3.0)), b=torch.ones(2, dtype=torch.float16)),
-            "hyper_parameters": attributes(opt=munch(model=munch(embed_size=1024), betas=(0.9, 0.98), steps=[1, 2])),
-            "args": argparse.Namespace(lr=0.1, nested=munch(name="x")),
-            "epoch": 24,
-        },
-        path,
-    )
-    for name in ("munch", "lightning.fabric.utilities.data"):
-        monkeypatch.delitem(sys.modules, name)
-    content = read_checkpoint(path)
-    assert content["hyper_parameters"] == {
-        "opt": {"model": {"embed_size": 1024}, "betas": (0.9, 0.98), "steps": [1, 2]}
-    }
+def test_tensors_and_settings(tmp_path, monkeypatch):
+    """With munch.Munch and a Lightning AttributeDict, as their packages pickle them; gone before anything is read."""
+    own = {"__getstate__": lambda self: dict(self.items()), "__setstate__": refuse_to_run}
+    munch = type("Munch", (dict,), {"__module__": "munch"} | own)
+    attributes = type("AttributeDict", (dict,), {"__module__": "pytorch_lightning.utilities.parsing"})
+    content = {
+        "state_dict": OrderedDict(a=torch.nn.Parameter(torch.arange(3.0)), b=torch.ones(2, dtype=torch.float16)),
+        "hyper_parameters": attributes(opt=munch(model=munch(embed_size=1024), betas=(0.9, 0.98), steps=[1, 2])),
+        "args": argparse.Namespace(lr=0.1, nested=munch(name="x")), "epoch": 24,
+    }  # fmt: skip
+    with monkeypatch.context() as patch:
+        parts = ("pytorch_lightning", "pytorch_lightning.utilities", "pytorch_lightning.utilities.parsing")
+        for name in ("munch", *parts):
+            patch.setitem(sys.modules, name, types.SimpleNamespace(Munch=munch, AttributeDict=attributes))
+        torch.save(content, tmp_path / "last.ckpt")
+    content = read_checkpoint(tmp_path / "last.ckpt")
+    settings = {"opt": {"model": {"embed_size": 1024}, "betas": (0.9, 0.98), "steps": [1, 2]}}
+    assert content["hyper_parameters"] == settings
     assert content["args"] == {"lr": 0.1, "nested": {"name": "x"}} and content["epoch"] == 24
     for settings in (content["hyper_parameters"], content["hyper_parameters"]["opt"], content["args"]["nested"]):
         assert type(settings) is dict
@@ -97,11 +77,8 @@ class Trap:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_code_is_refused_and_does_not_run(zipped, tmp_path):
     target = tmp_path / "made-by-the-pickle"
-    torch.save(
-        {"state_dict": {"a": torch.ones(1)}, "trap": Trap(str(target))},
-        tmp_path / "trap.pt",
-        _use_new_zipfile_serialization=zipped,
-    )
+    trap = {"state_dict": {"a": torch.ones(1)}, "trap": Trap(str(target))}
+    torch.save(trap, tmp_path / "trap.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(UserError, match=r"trap.pt: holds a (posix|nt).mkdir, and reading that would run code"):
         read_checkpoint(tmp_path / "trap.pt")
     assert not target.exists()
@@ -118,8 +95,7 @@ def test_foreign_classes_are_named(tmp_path):
 
 
 def test_damaged_files_and_files_of_something_else(tmp_path):
-    with pytest.raises(UserError, match="there is no checkpoint"):
-        read_checkpoint(tmp_path / "missing.pt")
+    raises(UserError, "there is no checkpoint", read_checkpoint, tmp_path / "missing.pt")
     torch.save({"a": torch.ones(1000)}, tmp_path / "whole.pt")
     whole = (tmp_path / "whole.pt").read_bytes()
     for name, content in (
@@ -129,15 +105,12 @@ def test_damaged_files_and_files_of_something_else(tmp_path):
         ("cut.safetensors", b"\x10\0\0\0\0\0\0\0{"),
     ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=f"{name}: damaged, or not a checkpoint"):
-            read_checkpoint(tmp_path / name)
+        raises(UserError, f"{name}: damaged, or not a checkpoint", read_checkpoint, tmp_path / name)
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     old = (tmp_path / "old.pt").read_bytes()
     key = re.findall(rb"\d{6,}", old)[-1]  # Of the storage: once in the description of the tensor, once in a list.
     at = old.rindex(key)
     (tmp_path / "old.pt").write_bytes(old[:at] + key[::-1] + old[at + len(key) :])
-    with pytest.raises(UserError, match=r"old\.pt: damaged, or not a checkpoint"):
-        read_checkpoint(tmp_path / "old.pt")
+    raises(UserError, r"old\.pt: damaged, or not a checkpoint", read_checkpoint, tmp_path / "old.pt")
     torch.save([torch.ones(1)], tmp_path / "list.pt")
-    with pytest.raises(UserError, match="holds a list, expected a dictionary"):
-        read_checkpoint(tmp_path / "list.pt")
+    raises(UserError, "holds a list, expected a dictionary", read_checkpoint, tmp_path / "list.pt")

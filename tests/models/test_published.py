@@ -5,11 +5,11 @@ The reference values come with randomised norms and biases, so that a norm too m
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support.raising import raises
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
@@ -78,6 +78,12 @@ def without_unit_length(model):
     return model
 
 
+def assert_released(model, values, name="out", tolerance=SINGLE, dtype=torch.float32, lengths=None):
+    """At unit length, and before."""
+    assert_same(embed(model, values, dtype, lengths), values, name, tolerance)
+    assert_same(embed(without_unit_length(model), values, dtype, lengths), values, name, tolerance, suffix="_raw")
+
+
 def built(layout, dtype=torch.float32):
     layout.model.to(dtype).load_state_dict(layout.state)
     return layout.model.eval()
@@ -86,25 +92,30 @@ def built(layout, dtype=torch.float32):
 # PCME++ of the hub ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pcmepp(parity):
-    folder = parity / "hf_pcmepp"
+def stored(folder):
+    """(folder, config, tensors, inputs and outputs) of a model as the hub has it."""
     config = json.loads((folder / "config.json").read_text())
     return folder, config, load_file(folder / "model.safetensors"), load_file(folder / "io.safetensors")
+
+
+@pytest.fixture(scope="module")
+def pcmepp(parity):
+    return stored(parity / "hf_pcmepp")
+
+
+@pytest.fixture(scope="module")
+def prolip(parity):
+    return stored(parity / "prolip")
 
 
 def test_parity_pcmepp_hub(pcmepp):
     folder, _, _, values = pcmepp
     published = load_pretrained(folder)
     assert not published.model.training and published.distance == "csd" and "PCME++" in published.kind
-    assert (published.logit_scale, published.logit_bias) == (
-        values["out/negative_scale"].item(),
-        values["out/shift"].item(),
-    )
+    logits = tuple(values[f"out/{name}"].item() for name in ("negative_scale", "shift"))
+    assert (published.logit_scale, published.logit_bias) == logits
     assert_same(embed(published.model, values), values, "out", SINGLE)
-    assert_same(embed(published.model, values, torch.float64), values, "out64", DOUBLE)
-    without_unit_length(published.model)
-    assert_same(embed(published.model, values, torch.float64), values, "out64", DOUBLE, suffix="_raw")
+    assert_released(published.model, values, "out64", DOUBLE, torch.float64)
 
 
 def test_parity_pcmepp_hub_with_the_other_activation_and_the_longer_config(pcmepp):
@@ -113,19 +124,11 @@ def test_parity_pcmepp_hub_with_the_other_activation_and_the_longer_config(pcmep
     plain = embed(built(pcmepp_hub(longer, tensors, no_tokenizer, "x")), values)
     assert_same(plain, values, "out", SINGLE)
     quick = built(pcmepp_hub({**longer, "quick_gelu": True}, tensors, no_tokenizer, "x"))
-    assert_same(embed(quick, values), values, "quick_gelu", SINGLE)
-    assert_same(embed(without_unit_length(quick), values), values, "quick_gelu", SINGLE, suffix="_raw")
+    assert_released(quick, values, "quick_gelu")
     assert (plain["image_mean"] - values["quick_gelu/image_mean"]).abs().max() > 1e-4
 
 
 # ProLIP ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prolip(parity):
-    folder = parity / "prolip"
-    config = json.loads((folder / "config.json").read_text())
-    return folder, config, load_file(folder / "model.safetensors"), load_file(folder / "io.safetensors")
 
 
 def whole(values):
@@ -136,20 +139,9 @@ def whole(values):
 
 def test_parity_prolip(prolip):
     folder, config, tensors, values = prolip
-    published = load_pretrained(folder)
-    assert_same(embed(published.model, values, lengths=whole(values)), values, "out", SINGLE)
-    assert_same(
-        embed(without_unit_length(published.model), values, lengths=whole(values)), values, "out", SINGLE, suffix="_raw"
-    )
+    assert_released(load_pretrained(folder).model, values, lengths=whole(values))
     exact = built(prolip_hub(config, tensors, no_tokenizer, "x"), torch.float64)
-    assert_same(embed(exact, values, torch.float64, whole(values)), values, "out64", DOUBLE)
-    assert_same(
-        embed(without_unit_length(exact), values, torch.float64, whole(values)), values, "out64", DOUBLE, suffix="_raw"
-    )
-
-
-def test_parity_prolip_with_the_other_activation(prolip):
-    _, config, tensors, values = prolip
+    assert_released(exact, values, "out64", DOUBLE, torch.float64, whole(values))
     quick = built(prolip_hub({**config, "quick_gelu": True}, tensors, no_tokenizer, "x"))
     assert_same(embed(quick, values, lengths=whole(values)), values, "quick_gelu", SINGLE)
 
@@ -183,10 +175,8 @@ def test_logits_of_prolip_are_read_as_logits_of_csd(prolip):
     """That both are equal is tested with the loss, in losses/test_prolip.py."""
     folder, _, _, outputs = prolip
     published = load_pretrained(folder)
-    assert published.logit_scale == pytest.approx(outputs["out64/logit_scale"].item() / 2, rel=1e-12)
-    assert published.logit_bias == pytest.approx(
-        (outputs["out64/logit_bias"] + outputs["out64/logit_scale"]).item(), rel=1e-12
-    )
+    scale, bias = (outputs[f"out64/logit_{name}"].item() for name in ("scale", "bias"))
+    assert (published.logit_scale, published.logit_bias) == pytest.approx((scale / 2, bias + scale), rel=1e-12)
 
 
 # PCME++ of the training code ------------------------------------------------------------------------------------------
@@ -257,10 +247,8 @@ def test_parity_pcmepp_training_without_gpo(towers):
 
 def test_the_deterministic_baselines_are_points(towers):
     state, values, heads = towers
-    baseline = {
-        key: value for key, value in state.items() if not any(word in key for word in ("std", "uncertainty", "prob_"))
-    }
-    baseline = {key: value for key, value in baseline.items() if not key.startswith("criterion.")}
+    left_out = ("std", "uncertainty", "prob_", "criterion.")
+    baseline = {key: value for key, value in state.items() if not any(word in key for word in left_out)}
     layout = pcmepp_training({}, baseline | {"criterion.tau": torch.ones(())}, no_tokenizer, "x", heads=heads)
     ours = embed(built(layout), values, lengths=values["inputs/lengths"])
     assert ours["image_log_var"].isneginf().all() and (layout.logit_scale, layout.logit_bias) == (1, 0)
@@ -281,21 +269,16 @@ def fits_whole(layout, config, shapes):
 
 
 def test_full_size_pcmepp_hub(parity):
-    about = json.loads((parity / "hf_pcmepp" / "full_size_keys.json").read_text())
-    assert len(about["tensors"]) == 354 == about["n_tensors"]
+    """And ProLIP."""
+    pcmepp, prolip = (json.loads((parity / f / "full_size_keys.json").read_text()) for f in ("hf_pcmepp", "prolip"))
+    assert len(pcmepp["tensors"]) == 354 == pcmepp["n_tensors"] and len(prolip["tensors"]) == 311 == prolip["n_tensors"]
     # Three logits are not the model's; the four projections have biases here, which are 0.
-    parameters = fits_whole(pcmepp_hub, about["config"], about["tensors"])
-    assert parameters == about["n_parameters"] - 3 + 4 * about["config"]["embed_dim"]
-
-
-def test_full_size_prolip(parity):
-    about = json.loads((parity / "prolip" / "full_size_keys.json").read_text())
-    assert len(about["tensors"]) == 311 == about["n_tensors"]
-    # Two logits are not the model's; the image projection has a bias; three extra tokens were added to their position
-    # codes.
-    parameters = fits_whole(prolip_hub, about["config"], about["tensors"])
-    width, dim = about["config"]["vision_cfg"]["width"], about["config"]["embed_dim"]
-    assert parameters == about["n_parameters"] - 2 + dim - width - 2 * about["config"]["text_cfg"]["width"]
+    parameters = fits_whole(pcmepp_hub, pcmepp["config"], pcmepp["tensors"])
+    assert parameters == pcmepp["n_parameters"] - 3 + 4 * pcmepp["config"]["embed_dim"]
+    # Two logits are not the model's; the image projection has a bias; three tokens were added to their position codes.
+    parameters = fits_whole(prolip_hub, prolip["config"], prolip["tensors"])
+    width, dim = prolip["config"]["vision_cfg"]["width"], prolip["config"]["embed_dim"]
+    assert parameters == prolip["n_parameters"] - 2 + dim - width - 2 * prolip["config"]["text_cfg"]["width"]
 
 
 def large(key, shape):
@@ -340,9 +323,8 @@ def test_a_lightning_checkpoint_a_bare_state_dict_and_safetensors_are_the_same_m
     inside = {key.replace("enc.", "enc.module.", 1): value for key, value in state.items()}
     checkpoint = {"state_dict": inside, "epoch": 24, "hyper_parameters": {"opt": {"model": {"embed_size": 3}}}}
     torch.save(checkpoint, tmp_path / "last.ckpt")
-    loaded = [
-        load_pretrained(tmp_path / name) for name in ("plain.safetensors", "plain.pth", "parallel.pt", "last.ckpt")
-    ]
+    names = ("plain.safetensors", "plain.pth", "parallel.pt", "last.ckpt")
+    loaded = [load_pretrained(tmp_path / name) for name in names]
     assert all(same_weights(loaded[0].model, other.model) for other in loaded[1:])
     assert loaded[0].source.endswith("plain.safetensors") and loaded[0].kind == "PCME++ training, last weights"
     logits = tuple(state[f"criterion.{name}"].item() for name in ("negative_scale", "shift"))
@@ -371,8 +353,7 @@ def test_settings_of_the_run_are_honoured(state, tmp_path):
     assert not published.model.image.head.normalize and published.model.text.head.normalize
     options["criterion"] = {"name": "pcme"}
     torch.save({"state_dict": state, "hyper_parameters": {"opt": options}}, tmp_path / "run.ckpt")
-    with pytest.raises(UserError, match="PCME's loss"):
-        load_pretrained(tmp_path / "run.ckpt")
+    raises(UserError, "PCME's loss", load_pretrained, tmp_path / "run.ckpt")
 
 
 def test_the_training_code_has_pictures_of_its_own(towers):
@@ -390,27 +371,20 @@ def test_wrong_tensors_are_counted_and_the_first_ones_named(state, tmp_path, pcm
     state["img_enc.extra"] = torch.ones(1)
     state["criterion.shift"] = torch.ones(2)
     torch.save(state, tmp_path / "wrong.pt")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match="3 tensors do not fit") as error:
         load_pretrained(tmp_path / "wrong.pt")
-    assert "3 tensors do not fit" in str(error.value)
-    for part in (
-        "'txt_enc.linear.bias' is missing",
-        "'img_enc.extra' is left over",
-        "'criterion.shift' is (2,), expected (1,)",
-    ):
-        assert part in str(error.value)
+    named = ("linear.bias' is missing", "'img_enc.extra' is left over", "'criterion.shift' is (2,), expected (1,)")
+    assert all(part in str(error.value) for part in named)
     for (_, config, tensors, _), layout in ((pcmepp, pcmepp_hub), (prolip, prolip_hub)):
         with pytest.raises(UserError, match=r"1 tensors do not fit.*'visual.proj' is missing"):
             layout(config, {k: v for k, v in tensors.items() if k != "visual.proj"}, no_tokenizer, "x")
         larger = {**config, "vision_cfg": {**config["vision_cfg"], "layers": config["vision_cfg"]["layers"] + 1}}
-        with pytest.raises(UserError, match=r"12 tensors do not fit.*is missing; and 9 more"):
-            layout(larger, tensors, no_tokenizer, "x")
+        raises(UserError, r"12 tensors do not fit.*is missing; and 9 more", layout, larger, tensors, no_tokenizer, "x")
 
 
 def test_folders_of_something_else(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"no model\.safetensors"):
-        load_pretrained(tmp_path)
+    raises(UserError, r"no model\.safetensors", load_pretrained, tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     for config, message in (
         ('{"model_type": "clip"}', "not that of a PCME"),
@@ -420,8 +394,7 @@ def test_folders_of_something_else(tmp_path):
         ("{", "not valid JSON"),
     ):
         (tmp_path / "config.json").write_text(config)
-        with pytest.raises(UserError, match=message):
-            load_pretrained(tmp_path)
+        raises(UserError, message, load_pretrained, tmp_path)
 
 
 def test_configurations_that_cannot_be_loaded(pcmepp, prolip):
@@ -486,15 +459,11 @@ def test_prolip_embeds_words_padded_to_the_context(prolip, tmp_path):
     torch.testing.assert_close(ours.log_var, expected.log_var, **SINGLE)
 
 
-def picture(width=50, height=37):
-    return encoded(noise(width, height)), Image.fromarray(noise(width, height))
-
-
 def test_pictures_need_no_tokenizer_and_are_prepared_like_clips(pcmepp):
     folder, config, *_ = pcmepp
     size = config["vision_cfg"]["image_size"]
     model = load_pretrained(folder).model
-    data, image = picture()
+    data, image = encoded(noise(50, 37)), Image.fromarray(noise(50, 37))
     ours = model.embed_images([data])
     module = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
     processor = module.CLIPImageProcessorPil(
@@ -505,8 +474,7 @@ def test_pictures_need_no_tokenizer_and_are_prepared_like_clips(pcmepp):
     model.image.encoder.pixels.std.fill_(1)
     with torch.no_grad():
         torch.testing.assert_close(ours.mean, model.image(Inputs(prepared.float())).mean, **SINGLE)
-    with pytest.raises(UserError, match=r"no tokenizer.json beside the weights.*openai/clip-vit-base-patch16"):
-        model.embed_texts(["a"])
+    raises(UserError, r"no tokenizer.json beside the weights.*openai/clip-vit-base-patch16", model.embed_texts, ["a"])
 
 
 def test_pictures_of_prolip_are_cropped_as_by_open_clip(prolip):
@@ -514,10 +482,10 @@ def test_pictures_of_prolip_are_cropped_as_by_open_clip(prolip):
     folder, config, *_ = prolip
     size = config["vision_cfg"]["image_size"]
     model = load_pretrained(folder).model
-    data, image = picture(size + 7, size)
-    crop = torch.from_numpy(np.asarray(image.crop((4, 0, 4 + size, size))).copy()).permute(2, 0, 1)[None]
+    pixels = noise(size + 7, size)
+    crop = torch.from_numpy(pixels[:, 4 : 4 + size].copy()).permute(2, 0, 1)[None]
     with torch.no_grad():
-        torch.testing.assert_close(model.embed_images([data]).mean, model.image(Inputs(crop)).mean, **SINGLE)
+        torch.testing.assert_close(model.embed_images([encoded(pixels)]).mean, model.image(Inputs(crop)).mean, **SINGLE)
 
 
 def test_the_tokenizer_must_belong_to_the_model(pcmepp):

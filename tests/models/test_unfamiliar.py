@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.backbones import text_backbone
@@ -61,8 +62,7 @@ def test_a_file_has_what_was_saved_and_a_damaged_one_is_named(judge, tmp_path):
     judge.save(tmp_path / WORDS)
     assert UnfamiliarTexts.load(tmp_path / WORDS) == judge
     (tmp_path / WORDS).write_text(json.dumps({"weights": [1.0]}))
-    with pytest.raises(UserError, match=r"words\.json is damaged .*; delete it"):
-        UnfamiliarTexts.load(tmp_path / WORDS)
+    raises(UserError, r"words\.json is damaged .*; delete it", UnfamiliarTexts.load, tmp_path / WORDS)
 
 
 def test_few_texts_are_refused():

@@ -64,10 +64,6 @@ class Hub:
     def address(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def asked(self, part: str) -> list[str]:
-        """The requests whose path has a part."""
-        return [f"{method} {path}" for method, path, _ in self.requests if part in path]
-
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"

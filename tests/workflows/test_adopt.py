@@ -16,7 +16,6 @@ from support.words import folded, too_wide
 
 import sfumato.workflows.adopt as adopting
 from sfumato.calibration.calibrator import Calibration
-from sfumato.cli import app
 from sfumato.errors import UserError
 from sfumato.models.run import load_model, load_run
 from sfumato.workflows.adopt import ADOPTED, METHODS, adopt, adopt_encoders
@@ -85,9 +84,8 @@ def test_auto_keeps_the_method_with_the_smallest_loss_and_says_by_how_much(adopt
 @pytest.mark.slow
 def test_a_given_method_is_taken_and_not_compared(tmp_path):
     for method, reads in (("distance", (False, False)), ("nearest", (True, False)), ("reference", (True, True))):
-        made = adopt(
-            *frozen(n=600), tmp_path / method, method=method, val_fraction=0.4, test_fraction=0.1, max_queries=200
-        )
+        options = {"method": method, "val_fraction": 0.4, "test_fraction": 0.1, "max_queries": 200}
+        made = adopt(*frozen(n=600), tmp_path / method, **options)
         calibration = made.run.calibration
         assert (calibration.t2i.conditional is not None, calibration.t2i.reference is not None) == reads
         assert made.method == method and not made.comparison
@@ -104,7 +102,7 @@ def test_the_folder_is_a_run_of_its_own_figures(adopted):
 
 
 @pytest.mark.slow
-def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
+def test_every_command_takes_files(tmp_path, monkeypatch, sfumato):
     """The three commands of the guide, from the folder of the files; then from another folder."""
     images, texts, pairs = frozen()
     images[5, 2] = np.nan
@@ -113,7 +111,7 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     with (tmp_path / "pairs.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("image", "text"), *pairs])
     monkeypatch.chdir(tmp_path)
-    command = app_runner(capsys)
+    command = sfumato.printed
     files = ("--images", "images.npy", "--texts", "texts.npy", "--pairs", "pairs.csv")
     out = command("adopt", *files, "--out", "runs/my own", "--method", "distance")
     nexts = [shlex.split(line) for line in out.splitlines() if line.startswith("  sfumato ")]
@@ -126,7 +124,7 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     assert "1 left out" in words and "kept" in words and "adopted is a run" in words
     assert not too_wide(out) and "of the split val" in words and "max_queries" not in out
     assert "images.npy[5]" in (tmp_path / "runs/adopted/problems.jsonl").read_text()
-    raises(UserError, "exists already", command, "adopt", *files)
+    assert "exists already" in sfumato.refused("adopt", *files)
     monkeypatch.chdir("/")
     run, index = tmp_path / "runs/adopted", tmp_path / "index"
     assert "399 images" in folded(command("index", run, "--split", "all", "--out", index))
@@ -135,18 +133,9 @@ def test_every_command_takes_files(tmp_path, monkeypatch, capsys):
     with open_gallery(index) as first, open_gallery(tmp_path / "index2") as second:
         assert first.ids_after("", 500) == second.ids_after("", 500)
     np.save(tmp_path / "query.npy", texts[30])
-    (found,) = json.loads(command("search", index, tmp_path / "query.npy", "-k", "2", "--json"))
+    (found,) = sfumato.json("search", index, tmp_path / "query.npy", "-k", 2)
     assert found["calibrated"] and found["hits"][0]["id"] == "10"
     assert "probability of the first hit" in folded(command("trust", run))
-
-
-def app_runner(capsys):
-    def command(*arguments):
-        capsys.readouterr()
-        app([str(a) for a in arguments], standalone_mode=False)
-        return capsys.readouterr().out
-
-    return command
 
 
 @pytest.mark.parametrize(
@@ -209,22 +198,6 @@ def random_model(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("random_model")
-def test_cocos_own_captions_are_told_by_their_content(tmp_path, photographs):
-    tiny_clip(tmp_path / "model", "clip")
-    rows = [json.loads(line) for line in photographs.read_text().splitlines()]
-    images = [{"id": i, "file_name": f"{i}.png"} for i in range(60)]
-    captions = [{"id": 100 + i, "image_id": i, "caption": row["caption"]} for i, row in enumerate(rows)]
-    path = photographs.parent / "annotations" / "mine.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps({"images": images, "annotations": captions}))
-    for image in list((tmp_path / "photos").iterdir()):
-        image.rename(tmp_path / image.name)
-    made = adopt_encoders(str(tmp_path / "model"), path, tmp_path / "run", method="distance", test_fraction=0)
-    assert sum(made.n_images.values()) == 60 and made.run.recipe.data.source == "coco"
-    assert made.run.recipe.data.images == str(tmp_path)
-
-
-@pytest.mark.usefixtures("random_model")
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_a_model_by_its_folder_embeds_as_transformers_does(tmp_path, photographs, kind):
     model = tiny_clip(tmp_path / "model", kind)
@@ -249,10 +222,16 @@ def test_a_model_by_its_folder_embeds_as_transformers_does(tmp_path, photographs
 
 
 @pytest.mark.usefixtures("random_model")
-def test_sentence_transformers_keep_their_model_in_a_folder_of_it(tmp_path, photographs):
+def test_sentence_transformers_keep_their_model_in_a_folder_and_cocos_own_captions_are_told(tmp_path, photographs):
     tiny_clip(tmp_path / "st" / "0_CLIPModel")
-    made = adopt_encoders(str(tmp_path / "st"), photographs, tmp_path / "run", method="distance", test_fraction=0)
-    assert made.retrieval is None and made.run.recipe.model.dim == 8
+    rows = [json.loads(line) for line in photographs.read_text().splitlines()]
+    captions = [{"id": 100 + i, "image_id": i, "caption": row["caption"]} for i, row in enumerate(rows)]
+    images = [{"id": i, "file_name": f"{i}.png"} for i in range(60)]
+    path = tmp_path / "photos" / "mine.json"
+    path.write_text(json.dumps({"images": images, "annotations": captions}))
+    made = adopt_encoders(str(tmp_path / "st"), path, tmp_path / "run", method="distance", test_fraction=0)
+    assert made.retrieval is None and made.run.recipe.model.dim == 8 and sum(made.n_images.values()) == 60
+    assert (made.run.recipe.data.source, made.run.recipe.data.images) == ("coco", str(path.parent))
 
 
 def test_a_model_that_matches_nothing_is_named(tmp_path, photographs, monkeypatch):
@@ -294,19 +273,16 @@ def test_large_splits_are_sampled(tmp_path, monkeypatch):
 def test_a_failed_adoption_leaves_nothing_behind(tmp_path):
     images, texts, _ = frozen(n=60)
     shuffled = [(int(i), t) for i, t in zip(np.random.default_rng(3).permutation(180) // 3, range(180), strict=True)]
+    (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "new", tmp_path / "empty"):
-        if folder.name == "empty":
-            folder.mkdir()
         raises(UserError, r"channels|calibrate|split", adopt, images, texts[:, :-1], shuffled, folder)
     assert not (tmp_path / "new").exists() and not list((tmp_path / "empty").iterdir())
 
 
-def test_vectors_on_the_command_line_are_named(adopted, tmp_path, capsys):
-    command = app_runner(capsys)
-    command("index", adopted.run.folder, "--split", "test", "--out", tmp_path / "index")
+def test_vectors_on_the_command_line_are_named(adopted, tmp_path, sfumato):
+    sfumato.printed("index", adopted.run.folder, "--split", "test", "--out", tmp_path / "index")
     np.save(tmp_path / "zero.npy", np.zeros(C, np.float32))
     np.save(tmp_path / "short.npy", np.ones(3, np.float32))
     for name, message in (("zero.npy", "zeros alone"), ("short.npy", "1 x 3 numbers"), ("no.npy", "there is no file")):
-        with pytest.raises(UserError, match=message) as error:
-            command("search", tmp_path / "index", tmp_path / name)
-        assert name in str(error.value)
+        told = sfumato.refused("search", tmp_path / "index", tmp_path / name)
+        assert message in told and name in told

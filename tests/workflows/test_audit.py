@@ -3,7 +3,6 @@
 import csv
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from support.raising import raises
 from support.toy import make_toy
 from support.words import folded, too_wide
 
-from sfumato import GaussianEmbedding, cli
+from sfumato import GaussianEmbedding
 from sfumato.data.images import MemoryImage, Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.splits import images_of_part, parse_part, without_part
@@ -30,8 +29,10 @@ from sfumato.evaluation.pair_scores import (
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import load_splits
+from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.reports.audit import print_audit, wrong_pairs
+from sfumato.training.loop import fit
 from sfumato.workflows.audit import varied
 
 
@@ -144,9 +145,9 @@ def test_injected_noise_is_found(rate):
     assert auroc(scores.excess, wrong) > max(0.93, auroc(scores.distance, wrong) + 0.05)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.2, 0.5, 1.0])
 def test_fraction_of_wrong_pairs_is_estimated(share):
-    """Two normal distributions, whose log odds are exact."""
+    """Two normal distributions, whose log odds are exact. The probabilities sum to the expected number, at most all."""
     random = np.random.default_rng(0)
     wrong = random.random(200_000) < share
     x = random.normal(size=200_000) + 2.0 * wrong
@@ -154,9 +155,12 @@ def test_fraction_of_wrong_pairs_is_estimated(share):
     found = wrong_fraction(log_odds)
     assert found == pytest.approx(wrong.mean(), abs=0.015)
     p = wrong_probability(log_odds, found)
+    assert p.mean() == pytest.approx(found, abs=6e-4)
     for low in (0.0, 0.3, 0.6):
         some = (p >= low) & (p < low + 0.3)
-        assert p[some].mean() == pytest.approx(wrong[some].mean(), abs=0.04)
+        assert not some.any() or p[some].mean() == pytest.approx(wrong[some].mean(), abs=0.04)
+    low, high = wrong_fraction_interval(log_odds[:860])
+    assert 0 <= low <= wrong[:860].mean() <= high <= 1 and high - low < 0.12
     np.testing.assert_array_equal(wrong_probability(log_odds, 0.0), 0)
     np.testing.assert_array_equal(wrong_probability(log_odds, 1.0), 1)
     raises(ValueError, r"fraction must lie in \[0, 1\], got 2", wrong_probability, log_odds, 2)
@@ -199,11 +203,7 @@ def work(tmp_path_factory):
     learning = recipe.read_text().replace("epochs = 3", "epochs = 20\nevaluate_every = 20").replace("2e-3", "1e-2")
     learning = learning.replace("augment = true", "augment = false").replace("dropout = 0.1", "dropout = 0.0")
     recipe.write_text(learning.replace("test_fraction", options))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["sfumato", "train", str(recipe), "--out", str(folder / "run")])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-    assert not stop.value.code
+    fit(load_recipe(recipe), folder / "run")
     return folder
 
 
@@ -219,16 +219,10 @@ def test_what_is_shown_is_varied():
     assert varied(scores, 9) == [0, 1, 2, 4, 5, 7] and varied(scores, 2) == [0, 1] and varied(scores, 0) == []
 
 
-def splits_of(work):
-    return load_splits(load_run(work / "run").recipe.data, Problems())
-
-
 @pytest.mark.slow
 def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
-    status, out, _ = sfumato("audit", work / "run", "--top", 3, "--json")
-    folder = work / "run" / "audit-test"
-    result = json.loads(out)
-    assert status == 0 and result.pop("out") == str(folder)
+    result, folder = sfumato.json("audit", work / "run", "--top", 3), work / "run" / "audit-test"
+    assert result.pop("out") == str(folder)
     assert result == json.loads((folder / "audit.json").read_text())
     pairs, missing = (list(csv.DictReader((folder / f"{name}.csv").open())) for name in ("pairs", "missing"))
     assert len(pairs) == result["n_pairs"] == 2 * result["n_images"] and len(result["pairs"]) == 3
@@ -242,75 +236,45 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     page = (folder / "audit.html").read_text()
     assert page.count('<li class="card">') == 6 and "data:image/webp;base64," in page and pairs[0]["text"] in page
     assert "http" not in page and "<script" not in page
-    print_audit(result)
-    first = folded(capsys.readouterr().out)
-    n_images, n_texts = result["n_images"], result["n_texts"]
-    assert first.startswith(f"checked the split test: {n_images} images, {n_texts} texts, {result['n_pairs']} listed")
-    others = {name: len(one.image_ids) for name, one in splits_of(work).items() if name != "test"}
+    splits = load_splits(load_run(work / "run").recipe.data, Problems())
+    others = {name: len(one.image_ids) for name, one in splits.items() if name != "test"}
     assert result["other_splits"] == others and {"train", "val"} <= set(others)
-    assert all(f"--split {name} ({n} images)" in first for name, n in others.items())
-    for probabilities, shown in (((0.0031, 0.00002), "nothing is suspicious"), ((0.31, 0.00002), "\n<0.01% ")):
+    for probabilities, shown in (((0.0031, 0.00002), "nothing is suspicious"), ((0.31, 0.00002), " 31% ")):
         print_audit(result | {"pairs": [result["pairs"][0] | {"wrong_probability": p} for p in probabilities]})
         lines = capsys.readouterr().out
-        assert (shown in lines or shown in folded(lines)) and not too_wide(lines)
-        assert ("0.31%" in lines) is False and ("\n31% " in lines) is (0.31 in probabilities)
-
-
-def figures_of(**changed):
-    numbers = {"n_pairs": 860, "wrong_share": 0.48, "wrong_share_interval": [0.44, 0.52], "suspects": 258}
-    return numbers | changed
+        assert shown in folded(lines) and not too_wide(lines)
+        assert all(f"--split {name} ({n} images)" in folded(lines) for name, n in others.items())
 
 
 def test_expected_and_named_wrong_pairs_are_told_apart():
     """Of 413 expected wrong pairs 258 can be named; the sentences say which is which."""
-    first, second = wrong_pairs(figures_of())
+    figures = {"n_pairs": 860, "wrong_share": 0.48, "wrong_share_interval": [0.44, 0.52], "suspects": 258}
+    first, second = wrong_pairs(figures)
     assert "about 413 of 860 are wrong" in first and "258 of them are more likely wrong than right" in second
-    assert wrong_pairs(figures_of(suspects=1))[1].startswith("1 of them is ")
-    assert wrong_pairs(figures_of(suspects=0, wrong_share=0.001, wrong_share_interval=[0.0, 0.02]))[1] == (
-        "no single pair is more likely wrong than right"
-    )
-    (vague,) = wrong_pairs(figures_of(wrong_share_interval=[0.1, 1.0]))
+    assert wrong_pairs(figures | {"suspects": 0})[1] == "no single pair is more likely wrong than right"
+    (vague,) = wrong_pairs(figures | {"wrong_share_interval": [0.1, 1.0]})
     assert "cannot be estimated" in vague and "between 10% and 100%" in vague
-
-
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.48, 1.0])
-def test_expected_number_of_wrong_pairs_is_the_sum_of_their_probabilities(share):
-    """At the fraction of maximum likelihood, the probabilities of the pairs sum to the expected number, at most all."""
-    random = np.random.default_rng(1)
-    wrong = random.random(860) < share
-    odds = np.where(wrong, random.normal(-2, 2, 860), random.normal(2, 2, 860))  # Their true log odds.
-    fraction = wrong_fraction(odds)
-    assert wrong_probability(odds, fraction).sum() == pytest.approx(fraction * 860, abs=0.5)
-    low, high = wrong_fraction_interval(odds)
-    assert 0 <= low <= fraction + 0.0025 and fraction - 0.0025 <= high <= 1
-    assert low <= wrong.mean() <= high and high - low < 0.12
 
 
 def test_a_model_at_chance_is_refused(work, sfumato, tmp_path):
     shutil.copytree(work / "run", tmp_path / "run", ignore=shutil.ignore_patterns("audit-*"))
-    weights = load_file(tmp_path / "run" / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    shuffled = {
-        name: value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
-        for name, value in weights.items()
-    }
-    with safe_open(tmp_path / "run" / "model.safetensors", "pt") as file:
+    path, generator = tmp_path / "run" / "model.safetensors", torch.Generator().manual_seed(0)
+    shuffled = lambda value: value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
+    with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    save_file(shuffled, tmp_path / "run" / "model.safetensors", metadata)
+    save_file({name: shuffled(value) for name, value in load_file(path).items()}, path, metadata)
     assert "no better than chance" in sfumato.refused("audit", tmp_path / "run")
     assert not (tmp_path / "run" / "audit-test").exists()
 
 
 def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, out, _ = sfumato("audit", work / "run", "data.test_fraction=0.25", "--data", work / "toy.toml")
-    assert status == 0 and "nothing is suspicious" in folded(out) and (tmp_path / "audit-test" / "audit.html").is_file()
-    assert sfumato("export", work / "run", tmp_path / "moved")[0] == 0
-    arguments = "audit", tmp_path / "moved", "--data", work / "toy.toml", "--out", tmp_path / "a", "--json"
-    assert json.loads(sfumato(*arguments)[1])["model"] == "moved"
-    status, out, _ = sfumato("audit", work / "run", "--split", "train", "--top", 500, "--json")
-    result = json.loads(out)
-    assert status == 0 and "may have memorised" in result["notes"][0]
+    printed = sfumato.printed("audit", work / "run", "data.test_fraction=0.25", "--data", work / "toy.toml")
+    assert "nothing is suspicious" in folded(printed) and (tmp_path / "audit-test" / "audit.html").is_file()
+    sfumato.printed("export", work / "run", tmp_path / "moved")
+    moved = sfumato.json("audit", tmp_path / "moved", "--data", work / "toy.toml", "--out", tmp_path / "a")
+    result = sfumato.json("audit", work / "run", "--split", "train", "--top", 500)
+    assert moved["model"] == "moved" and "may have memorised" in result["notes"][0]
     noise = np.load(work / "run" / "noise.npy")
     rows = csv.DictReader((work / "run" / "audit-train" / "pairs.csv").open())
     shown = {row["text_id"]: row["image"] for row in rows}
@@ -321,12 +285,12 @@ def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, t
 def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path, capsys):
     shutil.copytree(work / "run", tmp_path / "run")
     (tmp_path / "run" / "calibration.json").unlink()
-    result = json.loads(sfumato("audit", tmp_path / "run", "--json")[1])
+    result = sfumato.json("audit", tmp_path / "run")
     print_audit(result)
     lines = folded(capsys.readouterr().out)
     assert "are wrong" not in lines and "more likely" not in lines and "the closest of" in lines
     page = (tmp_path / "run" / "audit-test" / "audit.html").read_text()
-    assert "wrong · excess" not in page and "In per cent" not in page and ">–<" not in page and ">excess" in page
+    assert "wrong · excess" not in page and ">–<" not in page and ">excess" in page
     assert result["wrong_share"] is None and result["pairs"][0]["wrong_probability"] is None
     assert "not calibrated" in result["notes"][0]
     distance = [row["distance"] for row in result["missing"]]
@@ -335,20 +299,16 @@ def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path, c
 
 @pytest.mark.slow
 def test_cross_fitting_trains_on_the_other_parts(work, sfumato, tmp_path):
-    arguments = "audit", work / "run", "--cross-fit", 2, "--out", tmp_path / "c", "--top", 500, "--json"
-    status, out, err = sfumato(*arguments)
-    assert status == 0, err
-    result = json.loads(out)
-    assert status == 0 and result["cross_fit"] == 2 and result["split"] == "train" and "part 2 of 2" in err
+    arguments = "audit", work / "run", "--cross-fit", 2, "--out", tmp_path / "c", "--top", 500
+    result = sfumato.json(*arguments)
+    assert result["cross_fit"] == 2 and result["split"] == "train"
     logs = [tmp_path / "c" / f"part-{k}" / "log.jsonl" for k in range(2)]
     assert all(f'leave_out = "{k}/2"' in (logs[k].parent / "recipe.toml").read_text() for k in range(2))
     tables = [(tmp_path / "c" / f"{name}.csv").read_text().splitlines() for name in ("pairs", "missing")]
     assert len(tables[0]) - 1 == result["n_pairs"] == len(np.load(work / "run" / "noise.npy"))
     before = [log.read_text() for log in logs]
-    again = json.loads(sfumato(*arguments)[1])
-    assert again == result and before == [
-        log.read_text() for log in logs
-    ]  # Seconds and all: nothing was trained again.
+    assert sfumato.json(*arguments) == result
+    assert before == [log.read_text() for log in logs], "seconds and all: nothing was trained again"
 
 
 def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):

@@ -43,9 +43,8 @@ def test_a_batch_is_embedded_as_a_folder_is(toy):
         found = torch.from_numpy(np.stack(batch[name]))
         torch.testing.assert_close(found, getattr(expected, name)[:7], rtol=1e-5, atol=1e-6)
     of_texts = RowEmbedder(str(toy / "run"), modality="texts")({"id": ["1"], "text": ["a red circle"]})
-    torch.testing.assert_close(
-        torch.from_numpy(np.stack(of_texts["mean"])), model.model.embed_texts(["a red circle"]).mean
-    )
+    expected = model.model.embed_texts(["a red circle"]).mean
+    torch.testing.assert_close(torch.from_numpy(np.stack(of_texts["mean"])), expected)
     assert of_texts["text"] == ["a red circle"]
 
 
@@ -95,6 +94,5 @@ def test_rows_of_another_model_and_damaged_rows_are_refused(toy, embedded, sfuma
     assert not out.exists() or not is_collection(out)
     assert not is_embedded(tmp_path / "none.parquet") and not is_embedded(toy / "data")
     shutil.copy(toy / "toy.toml", tmp_path / "no.parquet")
-    assert "not a complete Parquet file" in sfumato.refused(
-        "index", run, "--data", tmp_path / "no.parquet", "--out", out
-    )
+    told = sfumato.refused("index", run, "--data", tmp_path / "no.parquet", "--out", out)
+    assert "not a complete Parquet file" in told

@@ -1,4 +1,5 @@
-"""Galleries of the training images have probabilities of their own, fitted on captions that training left out."""
+"""Runs on embeddings: trained, opened without their data, and taken by every command; probabilities of the images that
+trained, fitted on captions that training left out; and figures fitted on the other half."""
 
 import csv
 import json
@@ -9,16 +10,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.serving import served
 from support.toy import make_toy
 
 from sfumato import load
 from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.distances import get_distance
+from sfumato.encoders.encoder_protocol import Inputs
+from sfumato.errors import UserError
 from sfumato.evaluation.hits import first_hits, measure_hits
 from sfumato.models.calibrate import calibrate_run
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_run
+from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_model, load_run
+from sfumato.serve.settings import open_sources
 from sfumato.training.loop import fit
 from sfumato.workflows.index import open_gallery, training_note
 from sfumato.workflows.trust import cross_fitted, trust_model
@@ -29,19 +34,22 @@ SMALL = "model.dim=8", "model.hidden=16", "train.batch_size=32", "train.epochs=8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Images and texts that are noisy maps of one hidden vector; two of three images train."""
+    """Images and texts that are noisy maps of one hidden vector, two of three images train; and a text that is NaN."""
     folder = tmp_path_factory.mktemp("wordings")
     random = np.random.default_rng(0)
     hidden = random.standard_normal((N, 4))
     texts = np.repeat(hidden, PER_IMAGE, axis=0) + 0.4 * random.standard_normal((N * PER_IMAGE, 4))
-    np.save(folder / "images.npy", (hidden @ random.standard_normal((4, 6))).astype(np.float32))
-    np.save(folder / "texts.npy", (texts @ random.standard_normal((4, 5))).astype(np.float32))
+    np.save(folder / "images.npy", (hidden @ random.standard_normal((4, 6)) + 3).astype(np.float16))
+    texts = (texts @ random.standard_normal((4, 5)) - 2).astype(np.float32)
+    np.save(folder / "texts.npy", np.concatenate([texts, np.full((1, 5), np.nan, np.float32)]))
+    np.save(folder / "images_ids.npy", np.array([f"photo-{i}" for i in range(N)]))
+    np.save(folder / "query.npy", texts[PER_IMAGE * 33])
     with (folder / "pairs.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["image", "text", "split"])
-        for text in range(N * PER_IMAGE):
-            image = text // PER_IMAGE
-            writer.writerow([image, text, "train" if image % 3 else ("val", "test")[image % 2]])
+        for text in range(N * PER_IMAGE + 1):
+            image = text // PER_IMAGE % N
+            writer.writerow([f"photo-{image}", text, "train" if image % 3 else ("val", "test")[image % 2]])
     return folder
 
 
@@ -55,6 +63,88 @@ def trained(folder, name, *overrides):
 @pytest.fixture(scope="module")
 def run(folder):
     return trained(folder, "run", "data.held_out_wordings=0/3")
+
+
+def inputs(row):
+    return Inputs(torch.from_numpy(row).view(1, 1, -1))
+
+
+def test_a_run_leaves_out_the_bad_row_learns_and_opens_without_its_data(folder, run, sfumato):
+    (problem,) = map(json.loads, (run / "problems.jsonl").read_text().splitlines())
+    assert problem == {"place": f"{folder / 'texts.npy'}[1080]", "reason": "text '1080' holds NaN or infinity"}
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < 0.6 * log[0]["loss"]
+    assert json.loads((run / "encoders.json").read_text()) == {"image": {"channels": 6}, "text": {"channels": 5}}
+    (folder / "images.npy").rename(folder / "elsewhere.npy")
+    try:
+        assert load_run(run).model.image.processor.channels == 6
+        told = sfumato.refused("evaluate", "run", run)
+        assert "images.npy" in told and "no embeddings at" in told
+    finally:
+        (folder / "elsewhere.npy").rename(folder / "images.npy")
+
+
+def test_a_run_starts_from_another_and_is_anchored_to_it(folder, run):
+    """The training is the same with any anchor: what is kept lies on the line from the start to its average."""
+    recipe = load_recipe(run / "recipe.toml", [f"train.start={run}", "train.epochs=2", "train.seed=5"])
+    kept = {}
+    for anchor in (0, 0.75):
+        config = recipe.train.model_copy(update={"anchor": anchor, "ema_decay": 0.9, "select": "last"})
+        fit(recipe.model_copy(update={"train": config}), folder / f"anchor-{anchor}")
+        kept[anchor] = load_run(folder / f"anchor-{anchor}").model.state_dict()
+    moved = 0.0
+    for name, start in load_run(run).model.state_dict().items():
+        torch.testing.assert_close(kept[0.75][name], start.lerp(kept[0][name], 0.25))
+        moved += (kept[0][name] - start).abs().sum().item()
+    assert moved > 1
+    wrong = load_recipe(run / "recipe.toml", [f"train.start={run}", "model.dim=4"])
+    with pytest.raises(UserError, match=r"train.start=.*does not fit the model of this recipe.*train.start= train.anc"):
+        fit(wrong, folder / "wrong")
+    with pytest.raises(UserError, match=r"train.anchor=0.5 mixes averaged weights with those of train.start"):
+        load_recipe(run / "recipe.toml", ["train.anchor=0.5", "train.ema_decay=0.9"])
+
+
+def test_evaluate_and_the_other_commands(folder, run, sfumato):
+    images, texts = np.load(folder / "images.npy").astype(np.float32), np.load(folder / "texts.npy")
+    model = load_run(run).model
+    chosen = range(3, N, 6)
+    own = [PER_IMAGE * i + k for i in chosen for k in range(PER_IMAGE)]
+    with torch.no_grad():
+        a, b = (
+            torch.stack([tower.head(tower.encoder(inputs(row))).mean[0] for row in rows])
+            for tower, rows in ((model.image, images[chosen]), (model.text, texts[own]))
+        )
+    hits = np.mean([k == text // PER_IMAGE for text, k in enumerate(torch.cdist(b, a).argmin(1).tolist())])
+    found = sfumato.json("evaluate", "run", run)
+    assert found["t2i"]["recall@1"] == pytest.approx(hits) and hits > 5 / len(chosen)
+    for command in (("report", run), ("audit", run, "--split", "test"), ("export", run, folder / "exported")):
+        sfumato.printed(*command)
+    exported = load_model(folder / "exported")
+    query = (folder / "query.npy").read_bytes()
+    assert torch.equal(exported.model.embed_texts([query]).mean, model.embed_texts([query]).mean)
+
+
+def test_index_search_and_serve(folder, run, sfumato, tmp_path):
+    index = tmp_path / "index"
+    sfumato.printed("index", run, "--split", "test", "--out", index)
+    first, second = sfumato.json("search", index, "--id", "photo-33", "--id", "photo-39", "-k", 3)
+    assert first["hits"][0]["id"] == "photo-33" and second["hits"][0]["id"] == "photo-39"
+    assert first["hits"][0]["distance"] == pytest.approx(0, abs=1e-5) and first["calibrated"] is False
+    model = load_run(run).model
+    query = model.embed_texts([(folder / "query.npy").read_bytes()])
+    images = np.load(folder / "images.npy").astype(np.float32)
+    with torch.no_grad():
+        rows = {i: model.image.head(model.image.encoder(inputs(images[i]))) for i in range(3, N, 6)}
+    distance = {i: get_distance("squared_l2").matrix(query, row).item() for i, row in rows.items()}
+    nearest = sorted(distance, key=distance.__getitem__)[:2]
+    (found,) = sfumato.json("search", index, folder / "query.npy", "-k", 2, "--duplicates", "show")
+    assert [hit["id"] for hit in found["hits"]] == [f"photo-{i}" for i in nearest]
+    with served(open_sources(index)) as client:
+        served_hits = client.post("/v1/search", json={"queries": [{"id": "photo-33"}]}).json()["answers"][0]["hits"]
+        assert served_hits[0]["id"] == "photo-33"
+        refused = client.get("/v1/search", params={"q": "a dog"})
+        assert refused.status_code == 422
+        assert "the model of this service reads embeddings, not texts; search by vector or by item" in refused.text
 
 
 @pytest.mark.slow
@@ -98,7 +188,8 @@ def test_without_such_captions_the_note_says_the_way_out(run, sfumato, tmp_path)
 def test_all_images_can_train_and_their_other_captions_validate(folder, tmp_path):
     rows = (folder / "pairs.csv").read_text().replace(",val", ",train").replace(",test", ",train")
     (tmp_path / "pairs.csv").write_text(rows)
-    run = trained(folder, "everything", "data.held_out_wordings=0/3", f"data.path={tmp_path / 'pairs.csv'}")
+    changes = ["data.held_out_wordings=0/3", f"data.path={tmp_path / 'pairs.csv'}", "train.epochs=2"]
+    run = trained(folder, "everything", *changes)
     found = load_run(run)
     assert found.calibration.metadata["split"] == "wordings" and found.calibration.t2i.scores.n_gallery == N
     assert found.training_calibration is None
@@ -137,10 +228,8 @@ def test_a_mix_is_said_at_every_search_also_of_copied_files_and_as_the_collectio
     shutil.copytree(tmp_path / "data", tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "data")
     folder, out = tmp_path / "elsewhere", tmp_path / "index"
-    assert (
-        "All images trained"
-        in sfumato.json("index", tmp_path / "run", "--images", folder, "--store", "file:", "--out", out)["note"]
-    )
+    made = sfumato.json("index", tmp_path / "run", "--images", folder, "--store", "file:", "--out", out)
+    assert "All images trained" in made["note"]
 
     def note():
         return sfumato.json("search", out, "a red circle")[0]["note"]
@@ -154,9 +243,6 @@ def test_a_mix_is_said_at_every_search_also_of_copied_files_and_as_the_collectio
     assert "note: 96 of the 99" in " ".join(sfumato("search", out, "a red circle")[1].split())
     sfumato("delete", out, "new 0.png", "new 1.png", "new 2.png")
     assert note() == ""
-
-
-# Cross-fitted figures
 
 
 def embedded(run, split):
@@ -192,10 +278,8 @@ def test_each_half_has_the_fit_on_the_other(run):
         assert fold.calibration.t2i.scores.n_gallery == by_hand.n_gallery == images.n
         np.testing.assert_allclose(fold.calibration.t2i.scores.nearest, by_hand.nearest, rtol=1e-4)
         np.testing.assert_allclose(fold.calibration.t2i.scores.closest_match, by_hand.closest_match, rtol=1e-4)
-        assert (
-            fold.calibration.i2t.scores.n_gallery == texts.n
-            and len(fold.calibration.i2t.scores.nearest) == len(kept) // 2
-        )
+        of_images = fold.calibration.i2t.scores
+        assert of_images.n_gallery == texts.n and len(of_images.nearest) == len(kept) // 2
     assert folds[0].calibration.t2i.conditional != folds[1].calibration.t2i.conditional
 
 
@@ -205,9 +289,7 @@ def test_trust_measures_the_queries_of_the_calibration_by_halves(run):
     distance, match = get_distance(found.distance).matrix(images, texts), torch.from_numpy(data.relevance().to_dense())
     folds = cross_fitted((images, texts), data, found.distance, split="wordings", seed=5)
     for direction in ("t2i", "i2t"):
-        (served,) = (
-            f for f in report.hits["served"] if (f.hits, f.n_gallery, f.direction) == (1, 300, direction)
-        )  # fmt: skip
+        (served,) = (f for f in report.hits["served"] if (f.hits, f.n_gallery, f.direction) == (1, 300, direction))
         p, y = [], []
         for fold in folds:
             hits = first_hits(fold.calibration, distance, match.float(), direction, embedded=(images, texts))
@@ -222,8 +304,6 @@ def test_trust_measures_the_queries_of_the_calibration_by_halves(run):
         assert abs(served.rate - served.mean_probability) < 0.12, "three standard deviations of 300 hits and more"
     assert any("each half has the probabilities of a fit on the other" in note for note in report.notes)
     (served,) = (f for f in report.hits["served"] if (f.hits, f.n_gallery, f.direction) == (1, 300, "t2i"))
-    in_sample = measure_hits(
-        Calibration.load(run / TRAINING_CALIBRATION), distance, torch.from_numpy(data.relevance().to_dense()).float()
-    )
+    in_sample = measure_hits(Calibration.load(run / TRAINING_CALIBRATION), distance, match.float())
     (own,) = (f for f in in_sample if f.hits == 1 and f.direction == "t2i" and f.n_gallery == 300)
     assert own.log_loss < served.log_loss, "the fit on the queries themselves looks better than it is"

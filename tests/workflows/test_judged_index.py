@@ -33,9 +33,8 @@ def test_what_cannot_be_measured_or_refined_is_refused(sfumato, index, tmp_path)
     assert "none of the items" in folded(sfumato.refused("calibrate", index, "--judgements", out))
     assert "none of the hits was judged" in folded(sfumato.refused("evaluate", "index", index, "--judgements", out))
     assert "leave --split" in folded(sfumato.refused("calibrate", index, "--judgements", out, "--split", "test"))
-    assert "is a collection; refine its probabilities with --judgements FILE" in folded(
-        sfumato.refused("calibrate", index)
-    )
+    told = folded(sfumato.refused("calibrate", index))
+    assert "is a collection; refine its probabilities with --judgements FILE" in told
 
 
 def all_verdicts(index, yes):
@@ -63,10 +62,8 @@ def test_verdicts_refine_the_probabilities_of_searches(sfumato, index, tmp_path)
     assert done["after"]["calibration_error"]["value"] < done["before"]["calibration_error"]["value"] / 2
     with load_index(index) as searcher:
         after = {hit.id: hit.match_probability for hit in searcher.search("a red square", 24)}
-        assert all(after[i] > before[i] for i in before if before[i] < 0.5) and sum(after.values()) > sum(
-            before.values()
-        )
-        assert min(before.values()) < 0.5
+        assert all(after[i] > before[i] for i in before if before[i] < 0.5) and min(before.values()) < 0.5
+        assert sum(after.values()) > sum(before.values())
     later = sfumato.json("evaluate", "index", index, "--judgements", out)
     assert later["figures"]["said"]["value"] > measured["figures"]["said"]["value"]
     (qrels := tmp_path / "v.qrels").write_text(qrels_of(all_verdicts(index, lambda answer, hit: 1)))
@@ -74,9 +71,8 @@ def test_verdicts_refine_the_probabilities_of_searches(sfumato, index, tmp_path)
     assert sfumato.json("calibrate", index, "--judgements", qrels)["changed"] == done["changed"]
     printed = folded(sfumato.printed("evaluate", "index", index, "--judgements", out))
     assert "judged fraction of hits 1 to 10 100.0% (80 of 80 hits)" in printed
-    assert "Refined: items with texts and items without texts" in folded(
-        sfumato.printed("calibrate", index, "--judgements", out)
-    )
+    printed = folded(sfumato.printed("calibrate", index, "--judgements", out))
+    assert "Refined: items with texts and items without texts" in printed
 
 
 @pytest.mark.slow

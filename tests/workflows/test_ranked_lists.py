@@ -86,29 +86,26 @@ def test_the_commands(sfumato, tmp_path):
     scored = sfumato.printed("score", "--run", run, "--calibrator", out, "--out", tmp_path / "scored.trec")
     assert "720 hits of 60 queries scored" in folded(scored)
 
-    def refused(*arguments):
-        status, _, err = sfumato(*map(str, arguments))
-        assert status == 2
-        return folded(err)
-
-    assert "together" in refused("calibrate", "--run", run, "--qrels", qrels)
-    assert "leave RUN" in refused("calibrate", "folder", "--run", run, "--qrels", qrels, "--out", out)
-    assert "give RUN" in refused("calibrate")
-    assert "--calibrator" in refused("score", "--run", run, "--out", tmp_path / "x")
-    assert "one of the other files" in refused("score", "--run", run, "--calibrator", out, "--out", run)
-    assert "no file of a score calibrator" in refused("score", "--run", run, "--calibrator", run, "--out", "x")
+    for message, *arguments in (
+        ("together", "calibrate", "--run", run, "--qrels", qrels),
+        ("leave RUN", "calibrate", "folder", "--run", run, "--qrels", qrels, "--out", out),
+        ("give RUN", "calibrate"),
+        ("one of the other files", "score", "--run", run, "--calibrator", out, "--out", run),
+        ("no file of a score calibrator", "score", "--run", run, "--calibrator", run, "--out", "x"),
+    ):
+        assert message in folded(sfumato.refused(*arguments))
 
 
 def test_bad_files(tmp_path):
-    def run(text):
+    for text, message in (
+        ("\nq Q0 a 1 x t\n", "line 2: 'q Q0 a 1 x t' is no line of a TREC run"),
+        ("q Q0 a 1 nan t\n", "is no line of a TREC run"),
+        ("q a 1 2\n", "is no line of a TREC run"),
+        ("\n", "holds no hit"),
+        ("q Q0 a 1 2 t\nq Q0 a 2 1 t\n", "'a' is twice"),
+    ):
         (tmp_path / "bad.trec").write_text(text)
-        return tmp_path / "bad.trec"
-
-    raises(UserError, "line 2: 'q Q0 a 1 x t' is no line of a TREC run", RankedLists.read, run("\nq Q0 a 1 x t\n"))
-    raises(UserError, "is no line of a TREC run", RankedLists.read, run("q Q0 a 1 nan t\n"))
-    raises(UserError, "is no line of a TREC run", RankedLists.read, run("q a 1 2\n"))
-    raises(UserError, "holds no hit", RankedLists.read, run("\n"))
-    raises(UserError, "'a' is twice", RankedLists.read, run("q Q0 a 1 2 t\nq Q0 a 2 1 t\n"))
+        raises(UserError, message, RankedLists.read, tmp_path / "bad.trec")
     raises(UserError, "cannot read", RankedLists.read, tmp_path / "gone")
     good, qrels = write(tmp_path, 3)
     qrels.write_text("other 0 a 1\n")
