@@ -62,7 +62,7 @@ def test_probabilities_of_hits_are_those_that_a_search_shows(run):
     served, alone = (next(f for f in of_images[kind] if f.hits == 1) for kind in ("served", "distance"))
     d = distance.matrix(queries, gallery).sort(dim=1).values
     p = run.calibration.i2t.hit_probability(d[:, :1], d[:, :50], n_gallery=gallery.n).double()
-    assert served.n_gallery == gallery.n and served.n == len(missed)
+    assert served.n_gallery == served.n == len(missed) == queries.n
     assert served.mean_probability == pytest.approx(float(p.mean()), abs=1e-6)
     assert served.rate == alone.rate == pytest.approx(1 - missed.mean())
     error, of_constant = (p[:, 0].numpy() - (1 - missed)) ** 2, served.rate * (1 - served.rate)
