@@ -10,17 +10,16 @@ For every pair (i, t) that the data list, with its distance d and the distances 
     clean(i, t)  = posterior of the component of the lower mean, of two Gaussians over the latest losses
     gap(i, t)    = (d(i, nearest t') + d(nearest i', t)) / 2 - d
     own(i, t)    = gap / (mean of the largest tenth of the gaps of the batch), within [0, 1]
-    label        = clean + (1 - clean) own if clean > 1/2, otherwise own, averaged over the networks
+    label        = clean + (1 - clean) own if clean > 1/2, otherwise own
     soft margin  = (base^label - 1) / (base - 1) margin
     loss'(i, t)  = [soft margin + d - d(i, nearest t')]_+  +  the same over images i'                after the warm-up
 
-Pairs with clean <= 1/2 do not count before noisy_from. With loss.networks=2 the embeddings are those of two networks
-side by side, and each is divided by the losses of the other, as in the paper; no encoder here makes such. With 1 a
-network divides its own pairs: "NCR, one network".
+Pairs with clean <= 1/2 do not count before noisy_from.
 
-Read between the lines, or different: both networks see the same batches, in another dropout. A loss does not know which
-pair it was given, so the mixture is fitted at every step to the latest losses as they came, and not after an epoch to
-those of all pairs. Captions of one image are no negatives of each other. That noisy pairs wait is in the released code.
+Read between the lines, or different: the paper has two networks, each divided by the losses of the other; here one
+divides its own pairs, "NCR, one network". A loss does not know which pair it was given, so the mixture is fitted at
+every step to the latest losses as they came, and not after an epoch to those of all pairs. Captions of one image are no
+negatives of each other. That noisy pairs wait is in the released code.
 """
 
 import math
@@ -31,7 +30,6 @@ import torch
 from torch import Tensor
 
 import sfumato
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock, option, sum_of_terms
 
 
@@ -43,7 +41,6 @@ class NCROptions(LossOptions):
     margin: float = option(0.4, "largest margin in units of the distance; 0.4 is 0.2 on the cosine", gt=0)
     base: float = option(10.0, "base m of the soft margin", gt=1)
     warmup_epochs: int = option(5, "number of first epochs in which all pairs count alike, with all negatives", ge=0)
-    networks: int = option(1, "number of networks whose embeddings stand side by side; 2: each divides the other's")
     noisy_from: int = option(
         10, "epoch from 0 from which pairs that are called noisy count; half of the training", ge=0
     )
@@ -82,7 +79,7 @@ def posterior(values: Tensor, mixture: Tensor) -> Tensor:
 
 
 class Pairs:
-    """The p listed pairs of a batch by one network: own distances (p,), and those to all texts and images (p, .)."""
+    """The p listed pairs of a batch: own distances (p,), and those to all texts and images (p, .)."""
 
     def __init__(self, distance: Tensor, match: Tensor) -> None:
         self.image, self.text = (match >= 0.5).nonzero(as_tuple=True)
@@ -124,48 +121,31 @@ class NCRLoss(MatchLoss):
 
     def __init__(self, options: NCROptions | None = None) -> None:
         super().__init__(options)
-        networks = self.options.networks
-        if networks not in (1, 2):
-            raise ValueError(f"NCROptions: networks must be 1 or 2, got {networks}")
-        self.register_buffer("remembered", torch.full((networks, self.options.memory), torch.nan))
+        self.register_buffer("remembered", torch.full((self.options.memory,), torch.nan))
 
     def counts(self, block: PairBlock) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        sides = zip(*(self._networks(side) for side in (block.image, block.text)), strict=True)
-        networks = [Pairs(self.distance.matrix(image, text), block.match_i2t) for image, text in sides]
-        if not len(networks[0].own):
+        pairs = Pairs(self.distance.matrix(block.image, block.text), block.match_i2t)
+        if not len(pairs.own):
             raise ValueError("ncr: no pair of the batch matches; it needs at least one")
-        losses = torch.stack([pairs.losses(self.options.margin) for pairs in networks])
-        self.remembered.copy_(torch.cat([losses.detach(), self.remembered], dim=1)[:, : self.options.memory])
+        losses = pairs.losses(self.options.margin)
+        self.remembered.copy_(torch.cat([losses.detach(), self.remembered])[: self.options.memory])
         if epoch is not None and epoch < self.options.warmup_epochs:
             return sum_of_terms({"warmup": losses.mean()})
-        clean = self.divided(losses)
-        own = torch.stack([pairs.predicted() for pairs in networks])
-        label = torch.where(clean > 0.5, clean + (1 - clean) * own, own.mean(0))
+        clean, own = self.divided(losses), pairs.predicted()
+        label = torch.where(clean > 0.5, clean + (1 - clean) * own, own)
         margin = soft_margin(label, self.options.margin, self.options.base)
         counted = (clean > 0.5) | (epoch is None or epoch >= self.options.noisy_from)
-        hinges = [
-            (margin[k] + pairs.own - nearest).clamp_min(0)[counted[k]].sum() / counted[k].sum().clamp_min(1)
-            for k, pairs in enumerate(networks)
-            for nearest in pairs.nearest()
-        ]
+        hinges = [(margin + pairs.own - nearest).clamp_min(0)[counted].sum() for nearest in pairs.nearest()]
         stats = {"clean": (clean > 0.5).to(margin.dtype).mean(), "label": label.mean()}
-        return sum_of_terms({"soft": torch.stack(hinges).sum() / len(networks)}, stats)
-
-    def _networks(self, side: GaussianEmbedding) -> list[GaussianEmbedding]:
-        """The embeddings of each network; unit vectors side by side have length sqrt(2), or 1 once normalised."""
-        k = self.options.networks
-        if k == 1:
-            return [side]
-        return [GaussianEmbedding.point(part * k**0.5) for part in side.mean.chunk(k, dim=1)]
+        return sum_of_terms({"soft": torch.stack(hinges).sum() / counted.sum().clamp_min(1)}, stats)
 
     def divided(self, losses: Tensor) -> Tensor:
-        """(k, p) probability that each pair is clean, by the losses of the other network if there are two."""
-        latest = [fit_mixture(row[row.isfinite()].to(losses.dtype)) for row in self.remembered]
-        found = [posterior(own, mixture)[:, 0] for own, mixture in zip(losses.detach(), latest, strict=True)]
-        return torch.stack(found[::-1])
+        """(p,) probability that each pair is clean, by a mixture of the latest losses."""
+        mixture = fit_mixture(self.remembered[self.remembered.isfinite()].to(losses.dtype))
+        return posterior(losses.detach(), mixture)[:, 0]
 
 
 sfumato.register_loss("ncr", NCRLoss)

@@ -65,13 +65,6 @@ def test_letters_of_one_place_stand_apart_and_outside():
         assert not any(inside(e, letter) for e in ellipses)
 
 
-def test_a_letter_keeps_out_of_the_next_ellipse():
-    """A point between a large disc and the middle of all: its letter would be in the disc, away from the middle."""
-    shapes = (-1, 0, 0.5, 0.5, 0), (-0.45, 0, 0, 0, 0), (2, 0.1, 0.1, 0.1, 0), (2, -0.9, 0.1, 0.1, 0)
-    ellipses = [Ellipse(*map(float, shape), FIRST) for shape in shapes]
-    assert not inside(ellipses[0], letter_positions(ellipses, 1.0)[1])
-
-
 def test_writing_a_figure_leaves_it_as_it_was(tmp_path):
     """Its layout too, which is found once for both files, and leaves room for the label."""
     from matplotlib import pyplot

@@ -38,16 +38,6 @@ def test_the_intervals_of_the_page_of_uncertainty_are_those_of_the_file():
     assert len(shown) > 120 and written <= set(intervals(report))
 
 
-def test_every_method_of_a_file_has_a_name_and_every_figure_a_baseline():
-    for family, result in script.all_results().items():
-        assert result["seeds"] == [0, 1, 2] and result["commit"]
-        for recipe, row in result["table"].items():
-            assert script.method(recipe)
-            assert set(row["validation scores"]) == {f"{rate:g}" for rate in result["rates"]}
-            main = next(iter(script.COLUMNS[family].values()))
-            assert row["chance"][main] > 0 and row["figures"][main]["mean"] > 0
-
-
 def test_the_referee_prints_the_files_that_hold_its_figures(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for name, seen in (("referee", "## flickr8k-triplet"), ("referee-damaged", "corrupted queries")):

@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
+from support.raising import raises
 
-from papers.captions.constants import CaptionEvidence, CaptionFits, grouped, word_weight
+from papers.captions.constants import CaptionEvidence, CaptionFits, grouped
 
 FITS = CaptionFits.packaged()
 NAN = math.nan
@@ -87,16 +88,10 @@ def test_content_is_a_linear_map_to_unit_length():
         assert found[i].tolist() == pytest.approx([value / length for value in row], abs=1e-4)
 
 
-def test_rare_words_weigh_more_within_limits():
-    assert word_weight(torch.tensor([-1.0, -5.0, -8.0, -20.0])).tolist() == pytest.approx([0.3, 1, 4, 5])
-
-
 def test_constants_survive_json_and_damaged_ones_are_refused():
     values = json.loads(json.dumps(FITS.to_json()))
     again = CaptionFits.from_json(values, FITS.axes)
     assert again.to_json() == FITS.to_json() and torch.equal(again.axes, FITS.axes)
     values["both"]["weights"].pop()
-    with pytest.raises(ValueError, match="the constants of the caption metric are damaged"):
-        CaptionFits.from_json(values, FITS.axes)
-    with pytest.raises(ValueError, match="damaged"):
-        CaptionFits.from_json(FITS.to_json(), FITS.axes * math.inf)
+    raises(ValueError, "the constants of the caption metric are damaged", CaptionFits.from_json, values, FITS.axes)
+    raises(ValueError, "damaged", CaptionFits.from_json, FITS.to_json(), FITS.axes * math.inf)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from support.photographs import saved
+from support.raising import raises
 
 from papers.captions import score as module
 from papers.captions.constants import CaptionFits
@@ -108,26 +109,16 @@ def test_fraction_of_a_text_that_is_read():
 def test_errors_name_what_is_wrong(tmp_path, picture):
     damaged = tmp_path / "damaged.jpg"
     damaged.write_bytes(picture.read_bytes()[:300])
-    with pytest.raises(ValueError, match="fits: there is neither a text in texts nor an image"):
-        fits("a dog")
-    with pytest.raises(ValueError, match="fits: pair 1: there is neither"):
-        fits(["a dog", "a cat"], texts=[["dog"], [" "]])
-    with pytest.raises(ValueError, match="fits: pair 1: text is empty"):
-        fits(["a dog", " \n"], texts=[["dog"], ["cat"]])
-    with pytest.raises(TypeError, match="texts must be a list of strings, got 'dog'"):
-        fits("a dog", texts="dog")
-    with pytest.raises(ValueError, match="fits: a text holds half a character"):
-        fits("a dog", texts=["\ud800"])
-    with pytest.raises(TypeError, match="text is a int, expected a string"):
-        fits(7, texts=["dog"])
-    with pytest.raises(ValueError, match="text is a list of 2, so texts must be a list of 2"):
-        fits(["a dog", "a cat"], texts=[["dog"]])
-    with pytest.raises(ValueError, match="text is a list of 1, so image must be a list of 1"):
-        fits(["a dog"], image=picture)
-    with pytest.raises(UserError, match=r"fits: pair 2: .*damaged.jpg"):
-        fits(["a", "b", "c"], image=[picture, picture, damaged])
-    with pytest.raises(UserError, match="fits: there is no image .*missing.jpg"):
-        fits("a dog", image=tmp_path / "missing.jpg")
+    raises(ValueError, "fits: there is neither a text in texts nor an image", fits, "a dog")
+    raises(ValueError, "fits: pair 1: there is neither", fits, ["a dog", "a cat"], texts=[["dog"], [" "]])
+    raises(ValueError, "fits: pair 1: text is empty", fits, ["a dog", " \n"], texts=[["dog"], ["cat"]])
+    raises(TypeError, "texts must be a list of strings, got 'dog'", fits, "a dog", texts="dog")
+    raises(ValueError, "fits: a text holds half a character", fits, "a dog", texts=["\ud800"])
+    raises(TypeError, "text is a int, expected a string", fits, 7, texts=["dog"])
+    raises(ValueError, "text is a list of 2, so texts must be a list of 2", fits, ["a dog", "a cat"], texts=[["dog"]])
+    raises(ValueError, "text is a list of 1, so image must be a list of 1", fits, ["a dog"], image=picture)
+    raises(UserError, r"fits: pair 2: .*damaged.jpg", fits, ["a", "b", "c"], image=[picture, picture, damaged])
+    raises(UserError, "fits: there is no image .*missing.jpg", fits, "a dog", image=tmp_path / "missing.jpg")
 
 
 def write(path, *rows):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.raising import raises
 from torch.nn import functional as F
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
@@ -220,21 +221,20 @@ def test_nothing_is_left_over_and_every_shape_is_checked(checkpoint, tmp_path):
 
     tensors = checkpoint["model"]
     fewer = {key: value for key, value in tensors.items() if key != "txt_enc.pie_net.layer_norm.bias"}
-    with pytest.raises(UserError, match=r"1 tensors do not fit.*'txt_enc.pie_net.layer_norm.bias' is missing"):
-        load(model=fewer)
-    with pytest.raises(UserError, match="'img_enc.other' is left over"):
-        load(model=tensors | {"img_enc.other": torch.ones(1)})
+    raises(UserError, r"1 tensors do not fit.*'txt_enc.pie_net.layer_norm.bias' is missing", load, model=fewer)
+    raises(UserError, "'img_enc.other' is left over", load, model=tensors | {"img_enc.other": torch.ones(1)})
     with pytest.raises(UserError, match=r"'img_enc.uncertain_net.fc2.weight' is \(3,\), expected \(12, 32\)"):
         load(model=tensors | {"img_enc.uncertain_net.fc2.weight": torch.ones(3)})
     with pytest.raises(UserError, match="'img_enc.cnn.conv1.weight' is missing; not a complete model of the PCME"):
         load(model={key: value for key, value in tensors.items() if "conv1" not in key})
+    with pytest.raises(UserError, match="negative_scale is -1; a positive number"):
+        load(criterion=checkpoint["criterion"] | {"negative_scale": torch.tensor([-1.0])})
     with pytest.raises(UserError, match="5 words in word2idx for 11 word vectors"):
         load(word2idx={word: i for i, word in enumerate(WORDS[:5])})
     with pytest.raises(UserError, match="word2idx has no '<unk>'"):
         load(word2idx={word.replace("unk", "x"): i for i, word in enumerate(WORDS)})
     torch.save(tensors, tmp_path / "bare.pth")
-    with pytest.raises(UserError, match="A bare state dict has no words"):
-        load_pretrained(tmp_path / "bare.pth")
+    raises(UserError, "A bare state dict has no words", load_pretrained, tmp_path / "bare.pth")
 
 
 @pytest.mark.parametrize(

@@ -80,37 +80,26 @@ def test_a_mixture_of_few_or_equal_losses_is_finite(values):
     torch.testing.assert_close(posterior(torch.tensor(values), found).sum(1), torch.ones(len(values)))
 
 
-@pytest.mark.parametrize("networks, epoch", [(1, 5), (1, 10), (2, 5), (2, 10)])
-def test_the_loss_after_the_warm_up_is_that_of_loops(networks, epoch):
+@pytest.mark.parametrize("epoch", [5, 10])
+def test_the_loss_after_the_warm_up_is_that_of_loops(epoch):
     image, text, match = batch(d=4)
-    loss = NCRLoss(NCROptions(networks=networks, margin=0.3, base=5.0))
+    loss = NCRLoss(NCROptions(margin=0.3, base=5.0))
     warm = loss(image, text, match, epoch=0)
-    of_network = [
-        [GaussianEmbedding.point(part * math.sqrt(networks)) for part in side.mean.chunk(networks, 1)]
-        for side in (image, text)
-    ]
-    distances = [torch.cdist(a.mean, b.mean).square() for a, b in zip(*of_network, strict=True)]
-    slow = [slow_pairs(distance.tolist(), match, 0.3) for distance in distances]
-    losses = torch.tensor([each[0] for each in slow], dtype=torch.float64)
+    distance = torch.cdist(image.mean, text.mean).square()
+    losses, texts, images = slow_pairs(distance.tolist(), match, 0.3)
+    losses = torch.tensor(losses, dtype=torch.float64)
     assert float(warm.total) == pytest.approx(float(losses.mean()))
 
-    latest = torch.tensor([[0.1, 0.2, 0.3, 1.0, 1.2]] * networks)
-    latest[-1] += 0.3
-    loss.remembered[:, :6], loss.remembered[:, 6:11] = torch.nan, latest
-    seen = torch.cat([losses, latest], dim=1)
+    latest = torch.tensor([0.4, 0.5, 0.6, 1.3, 1.5])
+    loss.remembered[:6], loss.remembered[6:11] = torch.nan, latest
     found = loss(image, text, match, epoch=epoch)
-    clean = [posterior(losses[k], fit_mixture(seen[k]))[:, 0] for k in range(networks)][::-1]
-    own = [Pairs(distance, match).predicted() for distance in distances]
-    expected = 0.0
-    for k in range(networks):
-        counted = [p for p in range(6) if clean[k][p] > 0.5 or epoch == 10]
-        for p in counted:
-            texts, images = slow[k][1][p], slow[k][2][p]
-            w, both = float(clean[k][p]), sum(float(each[p]) for each in own) / networks
-            label = w + (1 - w) * float(own[k][p]) if w > 0.5 else both
-            margin = (5.0**label - 1) / 4 * 0.3
-            d = float(Pairs(distances[k], match).own[p])
-            expected += (max(0, margin + d - texts) + max(0, margin + d - images)) / len(counted) / networks
+    clean = posterior(losses, fit_mixture(torch.cat([losses, latest])))[:, 0].tolist()
+    pairs, expected = Pairs(distance, match), 0.0
+    counted = [p for p in range(6) if clean[p] > 0.5 or epoch == 10]
+    for p in counted:
+        own, w, d = float(pairs.predicted()[p]), clean[p], float(pairs.own[p])
+        margin = (5.0 ** (w + (1 - w) * own if w > 0.5 else own) - 1) / 4 * 0.3
+        expected += (max(0, margin + d - texts[p]) + max(0, margin + d - images[p])) / len(counted)
     assert float(found.total) == pytest.approx(expected, rel=1e-5)
     assert 0 < found.stats["clean"] < 1, "the scene has pairs of both kinds"
 
@@ -122,16 +111,16 @@ def test_only_the_latest_losses_are_remembered():
     last = Pairs(torch.cdist(image.mean, text.mean).square(), match).losses(0.4)
     loss(image, GaussianEmbedding.point(-text.mean), match, epoch=0)
     loss(image, text, match, epoch=1)
-    torch.testing.assert_close(loss.remembered[0].double(), torch.cat([last, first[:2]]), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(loss.remembered.double(), torch.cat([last, first[:2]]), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("epoch", [0, 12])
 def test_gradients_are_those_of_differences(epoch, monkeypatch):
     image, text, match = batch()
     loss = NCRLoss()
-    clean = torch.tensor([[0.9, 0.1, 0.6, 0.4, 0.8, 0.2]], dtype=torch.float64)
+    clean = torch.tensor([0.9, 0.1, 0.6, 0.4, 0.8, 0.2], dtype=torch.float64)
     monkeypatch.setattr(loss, "divided", lambda losses: clean)  # What it divides by has no gradient.
-    monkeypatch.setattr(Pairs, "predicted", lambda pairs: clean[0].flip(0))
+    monkeypatch.setattr(Pairs, "predicted", lambda pairs: clean.flip(0))
 
     def total(x, y):
         return loss(GaussianEmbedding.point(x), GaussianEmbedding.point(y), match, epoch=epoch).total

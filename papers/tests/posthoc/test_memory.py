@@ -115,20 +115,3 @@ def test_duplicates_and_a_gallery_of_one_item():
         torch.testing.assert_close(entropy, torch.full_like(entropy, math.log(4)))
         distance = MemoryDistance.fit(same).uncertainty(side, same.embeddings(side) * 7)
         assert distance.abs().max() < 1e-12
-
-
-def test_the_memory_does_not_know_lengths():
-    pairs = some_pairs()
-    longer = FrozenPairs(pairs.images * torch.arange(1, 10).unsqueeze(1), pairs.texts / 50, pairs.pairs, 4.0)
-    queries, gallery = items(6, 5, 7), items(8, 5, 8)
-    for method in MEMORY:
-        seen = [gallery, gallery * 3] if method.needs_gallery else [None, None]
-        one = method.fit(pairs).uncertainty("text", queries, seen[0])
-        torch.testing.assert_close(method.fit(longer).uncertainty("text", queries * 9, seen[1]), one)
-
-
-def test_what_is_stored():
-    pairs = some_pairs()
-    sizes = {method: sum(x.numel() for x in method.fit(pairs).tensors()) for method in MEMORY}
-    assert sizes[MemoryDistance] == sizes[MemoryEntropy] == (9 + 14) * 5
-    assert sizes[MemoryContrast] == 2 * (8 + 11) * 5  # Items without a match are left out.

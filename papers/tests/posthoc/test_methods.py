@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.raising import raises
 from torch.nn import functional
 
 from papers.posthoc import METHODS, NOT_BUILT, AdapterMethod, FrozenPairs, register_method
@@ -91,7 +92,5 @@ def test_half_precision_is_read(pairs):
 
 
 def test_wrong_registrations_are_refused():
-    with pytest.raises(ValueError, match="there is a method 'margin' already"):
-        register_method(METHODS["margin"])
-    with pytest.raises(TypeError, match="not a class derived from PosthocMethod"):
-        register_method(int)
+    raises(ValueError, "there is a method 'margin' already", register_method, METHODS["margin"])
+    raises(TypeError, "not a class derived from PosthocMethod", register_method, int)

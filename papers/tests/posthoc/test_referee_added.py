@@ -130,22 +130,10 @@ def test_rows_that_do_not_fit_the_data_are_named_before_anything_is_fitted(tmp_p
 
     place = next(k for k, row in enumerate(rows) if row[1:3] == ["test", "t2i"])
     query = rows[place][3]
-    refused(
-        [*rows[:place], *rows[place + 2 :]],
-        r"scores.csv:2: method 'mine' lacks 2 of 122 queries of split test, direction t2i; expected one row for each"
-        rf" text with a match. Add them, the first is '{query}'",
-    )
+    refused([*rows[:place], *rows[place + 2 :]], rf"lacks 2 of 122 queries of split test, .* the first is '{query}'")
     wrong = [*rows[:place], [*rows[place][:3], f"{query}x", "1"], *rows[place + 1 :]]
-    refused(
-        wrong,
-        rf"scores.csv:{place + 2}: text '{query}x' is not in split test; expected the id of one of its 123 texts,"
-        rf" such as '{query}' \(papers/docs/referee.md",
-    )
-    refused(
-        [row for row in rows if row[1] != "val"],
-        "scores.csv:2: method 'mine' has no rows of split val, direction i2t; expected a number for each query of val,"
-        " on which its probability of a right first hit is fitted. Add them, or leave this direction out",
-    )
+    refused(wrong, rf"scores.csv:{place + 2}: text '{query}x' is not in split test; expected the id of one of its 123")
+    refused([row for row in rows if row[1] != "val"], "no rows of split val, direction i2t; expected a number for each")
     refused([row for row in rows if row[1] == "val"], "no rows of split test, direction i2t; .*which is measured")
     tset = [[row[0], row[1].replace("test", "tset"), *row[2:]] for row in rows]
     refused(tset, f"scores.csv:{place + 2}: split 'tset' is not measured; expected val, test. .*--split")

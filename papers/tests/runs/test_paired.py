@@ -10,6 +10,7 @@ from support.raising import raises
 
 from papers.runs.paired import PerQuery, compare_per_query, from_columns, read_per_query, swap_test
 from papers.runs.strategies import STRATEGIES, FaissRanker
+from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import COMPARED, per_query_table, rank, write_per_query
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.protocols import Embeddings, Lists
@@ -122,6 +123,20 @@ def test_a_csv_is_readable_by_others(tmp_path):
         "truth,direction,query,group,recall@1,recall@5,recall@10,r_precision,map@r,best_rank,uncertainty"
     )
     assert lines[1] == "hand,i2t,a,a,1.0,1.0,1.0,0.5,0.5,0.0,0.5" and lines[6].endswith(",1.0,")
+
+
+def test_other_files_are_refused(tmp_path):
+    raises(UserError, "no results of single queries at", read_per_query, tmp_path / "none.csv")
+    head = "truth,direction,query,group,recall@1\n"
+    for content, message in (
+        (head + "t,i2t,a,a\n", "x.csv:2: 4 values for 5 columns"),
+        (head + "t,i2t,a,a,one\n", "column 'recall@1' holds a value that is not a number"),
+        (head + "t,i2t,a,a,1\nt,i2t,a,a,0\n", r"query 'a' \(t, i2t\) occurs twice"),
+        ("truth,direction,query,recall@1\n", "no column 'group'"),
+        (head + '"t,i2t', "not CSV in UTF-8"),
+    ):
+        (tmp_path / "x.csv").write_text(content)
+        raises(UserError, message, read_per_query, tmp_path / "x.csv")
 
 
 def runs(n=60, seed=0, gain=0.3, n_groups=None):

@@ -157,6 +157,9 @@ def test_other_data_are_analysed_here(work, papers, tmp_path, monkeypatch):
         (["{run}", "--split", "dev"], "has no split 'dev'"),
         (["{run}", "train.epochs=3"], "does not change the data of"),
         (["{data}"], "is not a run folder"),
+        (["{run}", "--method", "tnse"], "--method tnse: unknown; known: pca, tsne"),
+        (["{run}", "--corpus", "x"], "--corpus x: unknown; known: bin, split"),
+        (["{run}", "--only", "map,algebra"], "unknown study 'algebra'; known: corruption, sets, words, map"),
     ],
 )
 def test_mistakes_are_one_line_and_status_two(work, papers, arguments, says):
@@ -165,17 +168,6 @@ def test_mistakes_are_one_line_and_status_two(work, papers, arguments, says):
     assert status == 2 and out == "" and says in err and "Traceback" not in err
     if "--data" not in arguments and "dev" not in arguments:
         assert not (work / "run" / "analysis-test").exists()
-
-
-def test_wrong_words_are_refused_before_the_model_is_loaded(run, papers):
-    (run / "model.safetensors").unlink()
-    for arguments, says in (
-        (("--method", "tnse"), "--method tnse: unknown; known: pca, tsne"),
-        (("--corpus", "x"), "--corpus x: unknown; known: bin, split"),
-        (("--only", "map,algebra"), "unknown study 'algebra'; known: corruption, sets, words, map"),
-    ):
-        status, _, err = papers("analyse", run, *arguments)
-        assert status == 2 and says in err and "safetensors" not in err
 
 
 def test_too_few_items_are_refused_before_anything_is_embedded(run, papers, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from support.raising import raises
 from support.toy import make_toy
 from support.words import folded
 
@@ -203,8 +204,7 @@ def test_what_cannot_be_used_is_told(tmp_path):
         ("[]", "gives no usable box"),
     ):
         (tmp_path / "r.json").write_text(text)
-        with pytest.raises(UserError, match=message):
-            read_boxed_images(tmp_path / "r.json", tmp_path, Problems(), sample=9)
+        raises(UserError, message, read_boxed_images, tmp_path / "r.json", tmp_path, Problems(), sample=9)
 
 
 @pytest.fixture(scope="module")

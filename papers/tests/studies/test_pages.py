@@ -4,16 +4,9 @@ from pathlib import Path
 
 from reports.test_report import EVIL, Checker, picture
 
-from papers.shown import interval
 from papers.studies import pages
 from papers.studies.pages import analysis_views
 from sfumato.charts import render_page
-
-
-def test_intervals_and_undefined_means_have_words():
-    assert str(interval({"value": None, "low": None, "high": None})) == "–"
-    assert str(interval({"value": -0.5, "low": None, "high": None})) == "−0.50"
-    assert str(interval({"value": 0.00312, "low": 0.0031, "high": 0.0032})) == "0.00312 (0.0031 to 0.0032)"
 
 
 def test_a_curve_without_intervals_or_change_is_drawn():
@@ -62,18 +55,3 @@ def test_what_users_wrote_cannot_become_markup():
         checked = Checker(page)
         assert {"map", "sets", "words"} <= set(checked.ids) and sum("<script>" in text for text in checked.text) > 6
         assert ("data:image/png" in page[page.index('id="sets"') : page.index('id="words"')]) == (content is not None)
-
-
-def test_a_column_has_one_precision():
-    value = {
-        f: {"value": v, "low": 0.0123, "high": 0.5} for f, v in zip("abcd", (0.0692, 0.54, 1.0, 0.004), strict=True)
-    }
-    mean = [{"value": v, "low": None, "high": None} for v in (0.003, 0.0228)]
-    curve = {"n": 3, "strengths": [0, 0.5], "mean": mean, "recall": [1.0, 0.5]}
-    curve |= dict(zip(("spearman", "rises", "monotone", "auroc"), value.values(), strict=True))
-    study = {"uncertainty": "log_det", "sides": {"image": {"erased": curve}}}
-    view = analysis_views({"corruption": study}, lambda name: None)["corruption"]
-    assert [str(cell) for cell in view["rows"][0][2:]] == [
-        f"{v} (0.01 to 0.50)" for v in ("0.07", "0.54", "1.00", "0.00")
-    ]
-    assert [row[1] for row in view["charts"][0]["rows"]] == ["0.0030", "0.0228"]

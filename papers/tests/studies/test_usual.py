@@ -2,12 +2,12 @@
 
 import io
 import math
-import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.raising import raises
 
 from papers.studies.usual import (
     ERASED,
@@ -25,7 +25,6 @@ from papers.studies.usual import (
 )
 from sfumato import GaussianEmbedding
 from sfumato.data.image_decoding import decode_image
-from sfumato.errors import UserError
 from sfumato.metrics.relevance import Relevance
 
 UNCERTAINTY = np.array([0.4, 0.1, 0.3, 0.2])
@@ -125,8 +124,7 @@ def test_pairs_are_resampled_and_equal_means_left_out():
     interval = measure_sets(SETS, n_resamples=200)["mixes"]["mixup"]["more_uncertain"]
     assert (interval["low"], interval["high"]) == (0, 1)
     assert measure_sets(SETS | {"second": gaussians((0, 0, 1, 1), (1, 5, 1, 1))}, n_resamples=0)["n"] == 1
-    with pytest.raises(ValueError, match="no pair has two different means"):
-        measure_sets(SETS | {"second": SETS["first"]})
+    raises(ValueError, "no pair has two different means", measure_sets, SETS | {"second": SETS["first"]})
 
 
 def test_a_pair_is_drawn_in_the_plane_of_its_six_means():
@@ -296,9 +294,3 @@ def test_tsne_is_scikit_learns_and_areas_are_in_proportion_to_variances():
     found = map_items(*points, ground_truth, method="tsne")["items"]
     assert {i["a"] for i in found} == {i["total_variance"] for i in found} == {0}
     assert len({(i["x"], i["y"]) for i in found}) == 40
-
-
-def test_tsne_without_scikit_learn_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    with pytest.raises(UserError, match=r"pip install 'sfumato\[analysis\]'"):
-        map_items(*split(), method="tsne")

@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 from PIL import Image
-from support.words import folded
 
 from papers.tables.drawn import DRAWN, figure_lines, write_figure
 from papers.tables.figure_numbers import KINDS, Figure, make_figure
@@ -80,16 +79,3 @@ def test_pmrp_and_prompts_are_drawn(tmp_path):
     check(figure, tmp_path / "prompts")
     (line,) = [line for line in figure_lines(figure) if line.startswith("top-1")]
     assert "30.0% with all 3 prompts, at best 40.0% with the 2 most certain (20.0%" in line
-
-
-def test_the_command_writes_and_prints_a_figure(folder, papers, tmp_path):
-    asked = ("table", "PVSE++ figure 5", "--data", folder / "dataset_flickr8k.json", f"data.images={folder / 'images'}")
-    places = ("--runs", folder / "runs", "--out", tmp_path)
-    status, out, err = papers(*asked, *SMALL, *places)
-    assert status == 0, err
-    said, place = folded(out), tmp_path / "pvsepp-fig-5"
-    assert "the most uncertain texts, log volume" in said and "of other data, COCO" in said
-    assert f"written to {place}" in said and (place / "figure.svg").is_file()
-    status, again, err = papers(*asked, *SMALL, *places, "--json")
-    assert json.loads(again) == json.loads((place / "figure.json").read_text(encoding="utf-8"))
-    assert "training" not in err

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 from dataclasses import replace
 from statistics import mean, stdev
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.words import folded
+from support.raising import raises
 
 from papers.studies.gradients import pair_gradients
 from papers.tables.figure_numbers import KINDS, Scene, make_figure
@@ -242,8 +241,7 @@ def test_pmrp_by_tolerance_against_sets_of_classes(tmp_path):
     item = replace(item, runs={"PCME": item.runs["PCME"]})
     shrunk = (*SMALL, 'model.text.kind="small"', "model.local_attention=false", "optim.first_stage_epochs=0")
     overrides = (f"data.path={folder / 'dataset_coco.json'}", f"data.images={folder / 'images'}", *shrunk)
-    with pytest.raises(UserError, match="--instances"):
-        make_figure(item, choose_data(item, None, overrides), folder / "runs")
+    raises(UserError, "--instances", make_figure, item, choose_data(item, None, overrides), folder / "runs")
     data = choose_data(item, None, overrides)
     figure = make_figure(item, data, folder / "runs", instances=[folder / "instances.json"])
     ((run,),) = figure.runs.values()
@@ -278,21 +276,3 @@ def test_prompts_kept_are_those_of_zeroshot(made, papers, tmp_path, monkeypatch)
     status, out, err = papers("analyse", run, "--only", "zeroshot", *settings, "--out", tmp_path / "out", "--json")
     assert status == 0, err
     assert json.loads(out)["zeroshot"]["report"]["prompts_kept"] == [numbers["kept"]] and numbers["n_images"] == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ('"PCME++ Fig. A.3" --data emoji', "made without data"),
-        ('"PCME++ Fig. A.3" --seeds 2', "shows no run; leave out --seeds 2"),
-        ('"PCME Fig. 8" --data emoji --seeds 2', "shows one run; leave out --seeds 2"),
-        ('"PCME Fig. E.3" --data emoji', "none of its rows can be repeated on the emoji set; give --data coco"),
-        ('"PCME++ Fig. 3"', "no dataset_coco.json here"),
-        ('"PCME++ Fig. C.2"', "It needs"),
-    ],
-)
-def test_what_cannot_be_drawn_is_said_before_anything_is_trained(words, said, papers, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    status, _, err = papers("table", *shlex.split(words))
-    assert status == 2 and said in folded(err)
-    assert not any(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from support.raising import raises
 
 from papers.tables.items import common_figures, own_figures, published_rows
 
@@ -89,10 +90,8 @@ def test_rows_are_chosen_and_what_is_missing_is_told():
     assert all(0 <= v <= 100 for _, v in fractions)
     assert published_rows("PCME E.1") == published_rows("E.1")
     assert {row.paper for row in published_rows("1")} == {"PCME", "PCME++", "PVSE++"}
-    with pytest.raises(ValueError, match=r"no figures for table 'C.12'; known: 1, 2, 3, 4, 5, C.1"):
-        published_rows("C.12")
-    with pytest.raises(ValueError, match="no figures for table 'PCME C.3'; known: PCME.. 1, PCME.. 2"):
-        published_rows("PCME C.3")
+    raises(ValueError, r"no figures for table 'C.12'; known: 1, 2, 3, 4, 5, C.1", published_rows, "C.12")
+    raises(ValueError, "no figures for table 'PCME C.3'; known: PCME.. 1, PCME.. 2", published_rows, "PCME C.3")
 
 
 def test_figures_in_the_form_of_the_published_ones():
