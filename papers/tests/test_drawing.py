@@ -31,12 +31,6 @@ def test_ellipses_keep_their_shapes_turn_anticlockwise_and_fit():
             assert low[0] <= x <= low[1] and high[0] <= y <= high[1]
 
 
-def test_ellipses_at_one_point_are_drawn():
-    ellipses = [Ellipse(7.0, 7.0, 0.0, 0.0, 0.0, FIRST, letter="A")] * 3
-    assert "nan" not in ellipse_chart(ellipses, "one point", times=1.0).svg()
-    assert "<svg" in ellipse_chart([], "nothing", times=1.0).svg()
-
-
 def test_ellipses_are_enlarged_by_round_numbers():
     factors = {0.2: 1, 0.11: 1, 0.1: 1, 0.04: 2, 0.02: 5, 0.019: 5, 0.01: 10, 0.0007: 100, 0.0: 1}
     for long, factor in factors.items():

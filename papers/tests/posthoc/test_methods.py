@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.raising import raises
 from torch.nn import functional
 
-from papers.posthoc import METHODS, NOT_BUILT, AdapterMethod, FrozenPairs, register_method
+from papers.posthoc import METHODS, NOT_BUILT, AdapterMethod, FrozenPairs
 from papers.posthoc.method import PosthocMethod
 
 ADAPTERS = {name for name, method in METHODS.items() if issubclass(method, AdapterMethod)}
@@ -89,8 +88,3 @@ def test_half_precision_is_read(pairs):
     for name in METHODS:
         method = fitted(name, half)
         assert all(torch.isfinite(asked(method, half, side)).all() for side in method.sides), name
-
-
-def test_wrong_registrations_are_refused():
-    raises(ValueError, "there is a method 'margin' already", register_method, METHODS["margin"])
-    raises(TypeError, "not a class derived from PosthocMethod", register_method, int)

@@ -330,9 +330,6 @@ def test_peak_memory_sees_what_is_freed_again_and_not_what_was_there(monkeypatch
     with PeakMemory() as memory:
         (kept[:5_000_000] + 1).sum()  # 20 MB that tracemalloc does not see
     assert 19 < memory.megabytes < 35
-    with PeakMemory() as nothing:
-        pass
-    assert nothing.megabytes < 3
     monkeypatch.setattr(peak_memory, "_RESET", tmp_path / "none" / "clear_refs")  # As on other systems.
     with PeakMemory() as unknown:
         pass

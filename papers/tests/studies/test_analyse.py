@@ -137,15 +137,6 @@ def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, papers, tmp_p
     assert found["corruption"]["uncertainty"] == found["words"]["uncertainty"] == "top1_mismatch"
 
 
-@undrawn()
-def test_other_data_are_analysed_here(work, papers, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    elsewhere = f"data.path={work / 'data'}", "--data", work / "toy.toml", "--split", "val"
-    status, out, _ = papers("analyse", work / "run", *elsewhere, *QUICK, "--only", "map,words")
-    assert status == 0 and (tmp_path / "analysis-val" / "analysis.html").exists() and "run on val" in folded(out)
-    assert not (work / "run" / "analysis-val").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -9,22 +9,6 @@ from papers.studies.pages import analysis_views
 from sfumato.charts import render_page
 
 
-def test_a_curve_without_intervals_or_change_is_drawn():
-    mean = [{"value": 2.0, "low": None, "high": None}] * 2
-    figures = {f: mean[0] for f in ("spearman", "rises", "monotone", "auroc")}
-    curve = {"n": 3, "strengths": [0, 0.5], "mean": mean, "recall": [1.0, 0.5], **figures}
-    undefined = curve | {"mean": [{"value": None, "low": None, "high": None}] * 2}
-    study = {"uncertainty": "log_det", "sides": {"image": {"erased": curve}, "text": {"wrong_letters": undefined}}}
-    view = analysis_views({"corruption": study}, lambda name: None)["corruption"]
-    assert [c["name"] for c in view["charts"]] == ["erased images"] and len(view["rows"]) == 2
-    chart = view["charts"][0]["chart"]
-    assert chart.count("<title>strength") == 2 and "strength 0.5: 2.00</title>" in chart
-    with_interval = curve | {"mean": [{"value": 2.0, "low": 1.5, "high": 2.5}] * 2}
-    study = {"uncertainty": "log_det", "sides": {"image": {"erased": with_interval}}}
-    view = analysis_views({"corruption": study}, lambda name: None)["corruption"]
-    assert "strength 0.5: 2.00 (1.50 to 2.50)</title>" in view["charts"][0]["chart"]
-
-
 def test_what_users_wrote_cannot_become_markup():
     ellipse = {"x": 0.0, "y": 1.0, "a": 0.2, "b": 0.1, "angle": 0.3, "total_variance": 1.0}
     items = [

@@ -154,19 +154,6 @@ def test_rows_of_other_data_keep_their_own_paths_and_without_them_the_others_are
     assert rows["VSE++ ours"].recipes[0].data.path == str(pictures / "dataset_flickr8k.json")
 
 
-def test_a_file_is_called_by_its_own_name(pictures, tmp_path):
-    for name, expected in (
-        ("flickr30k", ("flickr8k", "Flickr30k")),
-        ("mine", ("flickr8k", None)),
-        ("coco", ("coco", "COCO")),
-    ):
-        path = tmp_path / "größe.json"
-        path.write_text(json.dumps({"images": [], "dataset": name}))
-        chosen = paper_tables.choose_data(find_item("PCME++ 3"), str(path), [])
-        assert (chosen.name, chosen.title) == (expected[0], expected[1] or str(path))
-        assert chosen.overrides[0] == f'data.path="{path}"'
-
-
 def test_ground_truths_are_looked_for_before_training(pictures, capsys, tmp_path, monkeypatch):
     """ECCV Caption's package and, for PMRP, COCO's instances."""
     coco = paper_tables.TableData("coco", "COCO", (f"data.path={pictures / 'dataset_flickr8k.json'}",))
