@@ -112,3 +112,14 @@ def recipe_folder() -> Traversable:
     """The recipes of the package, or in a checkout its folder ``recipes``."""
     packaged = resources.files("sfumato") / "recipe_files"
     return packaged if packaged.is_dir() else Path(__file__).resolve().parents[2] / "recipes"
+
+
+def is_gallery(folder: str | Path) -> bool:
+    """Whether there is a collection in a folder, damaged or not."""
+    return (Path(folder) / "manifest.json").is_file()
+
+
+def check_gallery(folder: str | Path) -> None:
+    """Refuse a folder without a collection. Commands ask before they import torch, which takes seconds."""
+    if not is_gallery(folder):
+        raise UserError(f"{folder} holds no collection; make one with sfumato index")

@@ -2,9 +2,12 @@
 
 import json
 import os
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import typer
 
 from sfumato.cli.common import (
     AsJson,
@@ -19,6 +22,7 @@ from sfumato.cli.common import (
     writing,
 )
 from sfumato.errors import UserError, say
+from sfumato.files import check_gallery
 
 if TYPE_CHECKING:
     from sfumato.models.model import Model
@@ -187,9 +191,12 @@ def delete(
     from sfumato.errors import counted
     from sfumato.workflows.index import delete_items
 
+    check_gallery(folder)
     n, unknown = delete_items(folder, ids)
     left_out = f"; not in it: {', '.join(unknown)}" if unknown else ""
     print_result({"deleted": n, "unknown": unknown}, as_json, f"{counted(n, 'item')} deleted from {folder}{left_out}")
+    if unknown:
+        raise typer.Exit(2)
 
 
 @command()
@@ -204,6 +211,7 @@ def copy(
     from sfumato.errors import counted
     from sfumato.workflows.index import copy_index
 
+    check_gallery(folder)
     check_out_folder(out)
     with writing(out):
         url, n = copy_index(folder, out, store, source_store=source_store)
@@ -280,6 +288,7 @@ def search(
 
     Prints ids with match probabilities; --json has distances and uncertainties, too.
     """
+    check_gallery(folder)
     from sfumato.reports.tables import print_match_meaning, print_search
     from sfumato.search.answer import TextQuery
     from sfumato.workflows.search import search_index
@@ -341,6 +350,8 @@ def serve(
 
     Items can be added to and deleted from a collection.
     """
+    check_gallery(folder)
+    _check_address(host, port)
     from sfumato.errors import need
     from sfumato.evaluation.judgements import read_judgements
     from sfumato.models.run import choose_device
@@ -361,10 +372,17 @@ def serve(
         hosts=server.hosts_of(host, allowed_host or []), judgements=judgements,
     )  # fmt: skip
     server.check_host(host, settings, no_key)
-    server.check_address(host, port)
     if images:
         move_sources(folder, images)
         say(f"the images of {folder} are looked for in {', '.join(images)} from now on")
     sources = open_sources(folder, texts, run=run, store=store, device=choose_device())
     app = create_app(sources, settings)
     server.run_app(app, host=host, port=port, access_log=access_log, log_format=log_format)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Refuse an address that is not available."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise UserError(f"cannot serve at {host}:{port} ({error.strerror}); choose another --host or --port") from error

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -62,14 +61,6 @@ def check_host(host: str, settings: Settings, no_key: bool) -> None:
             f"--host {host} --no-key: any web site could use the service through a visitor's browser; give its own"
             " name with --allowed-host NAME (may be repeated), or give --api-key-file FILE"
         )
-
-
-def check_address(host: str, port: int) -> None:
-    """Refuse an address that is not available, before a model is loaded."""
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        raise UserError(f"cannot serve at {host}:{port} ({error.strerror}); choose another --host or --port") from error
 
 
 _FIELDS = ("request_id", "method", "path", "status", "milliseconds")

@@ -31,6 +31,7 @@ from sfumato.data.images import (
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.errors import UserError, first_line, need, progress_bar
+from sfumato.files import check_gallery
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.models import embed
@@ -298,14 +299,8 @@ def training_note(gallery: Gallery) -> str:
 
 def open_gallery(folder: str | Path, store: str | None = None, *, unfinished: bool = False) -> GaussianCollection:
     """Open a collection that `sfumato index` has written."""
-    if not is_gallery(folder):
-        raise UserError(f"{folder} holds no collection; make one with sfumato index")
+    check_gallery(folder)
     return GaussianCollection.open(folder, None if store is None else own_or_anchored(store), unfinished=unfinished)
-
-
-def is_gallery(folder: str | Path) -> bool:
-    """Whether there is a collection in a folder, damaged or not."""
-    return (Path(folder) / "manifest.json").is_file()
 
 
 def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path | None = None) -> Model:

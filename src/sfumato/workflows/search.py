@@ -20,6 +20,7 @@ from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, as_typed, counted, say
 from sfumato.evaluation.hits import first_hits
 from sfumato.evaluation.protocols import EmbeddedSplit
+from sfumato.files import is_gallery
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import Direction
 from sfumato.metrics.reliability import N_BINS, RecallByUncertainty, Reliability
@@ -33,7 +34,6 @@ from sfumato.search.searcher import Searcher
 from sfumato.workflows.index import (
     GalleryPart,
     build_index,
-    is_gallery,
     item_images,
     load_retrieval_model,
     open_gallery,
