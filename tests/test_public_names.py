@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,23 @@ def test_unknown_name_is_an_attribute_error():
         sfumato.csd_matrx
 
 
-def test_import_does_not_load_torch():
-    code = "import sys, sfumato, sfumato.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_neither_an_import_nor_a_mistake_loads_torch(tmp_path):
+    (tmp_path / "manifest.json").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        mistakes = ["search nowhere x", "serve nowhere", "delete nowhere x", "copy nowhere out"]
+        mistakes.append(f"serve {tmp_path} --port {taken.getsockname()[1]}")
+        code = f"""import sys
+from sfumato.cli import main
+for words in {mistakes}:
+    sys.argv = ["sfumato", *words.split()]
+    try:
+        main()
+    except SystemExit as stop:
+        assert stop.code == 2
+sys.exit('torch' in sys.modules)"""
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0 and ended.stderr.count("nowhere holds no collection") == 4, ended.stderr
+    assert "Address already in use" in ended.stderr
 
 
 def test_every_public_name_stands_on_one_page_of_the_api():

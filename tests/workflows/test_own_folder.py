@@ -63,8 +63,8 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     assert all(index.image_of(hit) is not None for hit in hits.values())
     index.gallery.close()
 
-    gone = sfumato.json("delete", out, "red.png", "holiday/orange.png", "nothing.png")
-    assert gone == {"deleted": 2, "unknown": ["nothing.png"]}
+    status, gone, _ = sfumato("delete", out, "red.png", "holiday/orange.png", "nothing.png", "--json")
+    assert status == 2 and json.loads(gone) == {"deleted": 2, "unknown": ["nothing.png"]}
     assert (pictures / "red.png").exists()
     (found,) = sfumato.json("search", out, "red", "-k", 9)
     assert len(found["hits"]) == 7 and "red.png" not in {hit["id"] for hit in found["hits"]}

@@ -188,10 +188,10 @@ def delete(
     as_json: AsJson = False,
 ) -> None:
     """Delete items from a collection; the files stay."""
+    check_gallery(folder)
     from sfumato.errors import counted
     from sfumato.workflows.index import delete_items
 
-    check_gallery(folder)
     n, unknown = delete_items(folder, ids)
     left_out = f"; not in it: {', '.join(unknown)}" if unknown else ""
     print_result({"deleted": n, "unknown": unknown}, as_json, f"{counted(n, 'item')} deleted from {folder}{left_out}")
@@ -208,10 +208,10 @@ def copy(
     as_json: AsJson = False,
 ) -> None:
     """Copy a collection into another store."""
+    check_gallery(folder)
     from sfumato.errors import counted
     from sfumato.workflows.index import copy_index
 
-    check_gallery(folder)
     check_out_folder(out)
     with writing(out):
         url, n = copy_index(folder, out, store, source_store=source_store)
@@ -288,17 +288,17 @@ def search(
 
     Prints ids with match probabilities; --json has distances and uncertainties, too.
     """
-    check_gallery(folder)
-    from sfumato.reports.tables import print_match_meaning, print_search
-    from sfumato.search.answer import TextQuery
-    from sfumato.workflows.search import search_index
-
     if not asked.query and not asked.image and not asked.item:
         raise UserError("nothing to search for: give a text, --image FILE or --id ITEM")
     if (asked.also or asked.without) and (asked.image or asked.item):
         raise UserError("--also and --without stand beside a text to search for; leave out --image and --id")
     if asked.order == "fits" and asked.target == "listed":
         raise UserError("--target listed orders by distance; leave out --order fits, or take --target fits")
+    check_gallery(folder)
+    from sfumato.reports.tables import print_match_meaning, print_search
+    from sfumato.search.answer import TextQuery
+    from sfumato.workflows.search import search_index
+
     answers = search_index(
         folder,
         [TextQuery(text, tuple(asked.also or ()), tuple(asked.without or ())) for text in asked.query or []],
