@@ -106,6 +106,7 @@ def test_misspelt_words_and_scripts_are_said(sfumato, tmp_path, pictures):
 
 
 def test_what_cannot_be_done_is_said(sfumato, tmp_path, pictures):
+    (tmp_path / "manifest.json").touch()
     for words, message in (
         (("index", "--data", tmp_path / "none", "--out", tmp_path / "a"), "there is no folder"),
         (("index", "--data", pictures / "notes.txt", "--out", tmp_path / "a"), "notes.txt is a file"),
@@ -113,10 +114,10 @@ def test_what_cannot_be_done_is_said(sfumato, tmp_path, pictures):
         (("index", "--data", pictures, "--add", "--out", tmp_path / "a"), "there is no collection"),
         (("index", "--sync", "--out", tmp_path / "a"), "there is no collection"),
         (("index", "--sync", "--data", pictures, "--out", tmp_path / "a"), "give one of"),
-        (("delete", pictures, "red.png"), "is no collection"),
-        (("search", pictures, "red", "--order", "distances"), "order must be fits or distance, got 'distances'"),
-        (("search", pictures, "red", "--target", "listed", "--order", "fits"), "--target listed orders by distance"),
-        (("search", pictures, "red", "--duplicates", "hide"), "duplicates must be show or fold, got 'hide'"),
+        (("delete", pictures, "red.png"), "holds no collection"),
+        (("search", tmp_path, "red", "--order", "distances"), "order must be fits or distance, got 'distances'"),
+        (("search", tmp_path, "red", "--target", "listed", "--order", "fits"), "--target listed orders by distance"),
+        (("search", tmp_path, "red", "--duplicates", "hide"), "duplicates must be show or fold, got 'hide'"),
     ):
         assert message in sfumato.refused(*words)
 
