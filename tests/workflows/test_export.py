@@ -147,8 +147,9 @@ def test_folders_that_are_not_whole(run, tmp_path):
         (out / "config.json").write_text(json.dumps(change))
         raises(UserError, message, load_model, out)
     (out / "config.json").write_text(json.dumps(config))
-    (out / "tokenizer.json").unlink()
-    raises(UserError, "tokenizer.json is missing; the folder is incomplete", load_model, out)
+    for name in ("calibration.json", "tokenizer.json"):
+        (out / name).unlink()
+        raises(UserError, f"{name} is missing; the folder is incomplete", load_model, out)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text("{}")
     save_file({"a": torch.ones(1)}, tmp_path / "foreign" / "model.safetensors")
