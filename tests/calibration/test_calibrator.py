@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import scipy
 import torch
 from support.raising import raises
 
@@ -22,7 +21,7 @@ from sfumato.calibration.query_scores import (
     conformal_radius,
     growth_by_halving,
 )
-from sfumato.metrics.reliability import betting_p_value
+from sfumato.metrics.reliability import betting_p_value, mean_loss_p_value
 
 # Three queries, four items; the third query has two matches, and its closest item is none of them.
 DISTANCE = torch.tensor([[0.2, 0.9, 0.8, 0.7], [0.6, 0.3, 0.5, 0.9], [0.8, 0.4, 0.5, 1.0]])
@@ -104,16 +103,13 @@ def test_growth_by_hand():
     assert growth_by_halving(np.array([1]), 1) == 0
 
 
-def test_platt_is_fit_logits():
-    calibration = Calibration.fit(DISTANCE, MATCH)
-    assert (calibration.logit_scale, calibration.logit_bias) == pytest.approx(fit_logits(DISTANCE, MATCH), rel=1e-12)
-    assert calibration.match_fraction == pytest.approx(4 / 12)
-    expected = 1 / (1 + torch.exp(calibration.logit_scale * DISTANCE - calibration.logit_bias))
-    torch.testing.assert_close(calibration.probability(DISTANCE), expected)
-    assert calibration.probability(DISTANCE.double()).dtype == torch.float64
-
-
-def test_prior_shift_by_hand():
+def test_platt_is_fit_logits_and_the_prior_shifts_by_hand():
+    fitted = Calibration.fit(DISTANCE, MATCH)
+    assert (fitted.logit_scale, fitted.logit_bias) == pytest.approx(fit_logits(DISTANCE, MATCH), rel=1e-12)
+    assert fitted.match_fraction == pytest.approx(4 / 12)
+    expected = 1 / (1 + torch.exp(fitted.logit_scale * DISTANCE - fitted.logit_bias))
+    torch.testing.assert_close(fitted.probability(DISTANCE), expected)
+    assert fitted.probability(DISTANCE.double()).dtype == torch.float64
     calibration = calibrated(scores_of([0.1], n_gallery=100))
     growing = calibrated(scores_of([0.1], n_gallery=400, growth=0.5))
     # One match among 100 becomes one among 300: odds 1/99 -> 1/299.
@@ -121,11 +117,9 @@ def test_prior_shift_by_hand():
     assert calibration.prior_shift(100) == pytest.approx(0, abs=1e-12)
     # With growth 1/2 four times the gallery is half the fraction.
     assert growing.prior_shift(1600) == pytest.approx(math.log(0.005 / 0.995 * 99))
-    assert PAIRS.shift(0.5) == pytest.approx(math.log(99))
-    assert calibration.prior_shift(1) == PAIRS.shift(0.5), "never above one half"
+    assert calibration.prior_shift(1) == PAIRS.shift(0.5) == pytest.approx(math.log(99)), "never above one half"
     # sigmoid(2 - 4 * 0.5) is one half; 1/99 of its odds for a fraction of one in 9,802.
-    rare = PAIRS.probability(torch.tensor(0.5), match_fraction=1 / (99 * 99 + 1))
-    assert float(rare) == pytest.approx(1 / 100)
+    assert float(PAIRS.probability(torch.tensor(0.5), match_fraction=1 / (99 * 99 + 1))) == pytest.approx(1 / 100)
 
 
 def test_an_isotonic_fit_of_an_earlier_version_is_linear_between_its_knots():
@@ -167,9 +161,8 @@ def test_abstention_by_hand():
     assert calibration.answered_fraction(0.5) == pytest.approx(399 / 400)
     assert calibration.abstains(torch.tensor([0.99, 1e6]), 0.5).tolist() == [False, True]
     assert calibration.abstains(np.array([0.99, 1e6]), 0.5).tolist() == [False, True]
-    with pytest.raises(
-        ValueError, match="no limit has a risk of at most 0.01 with confidence 0.9 on 400 held-out queries"
-    ) as refused:
+    message = "no limit has a risk of at most 0.01 with confidence 0.9 on 400 held-out queries"
+    with pytest.raises(ValueError, match=message) as refused:
         calibration.abstain_below(0.01)
     reachable = float(re.search(r"the smallest that works is (0\.\d\d);", str(refused.value))[1])
     assert calibration.abstain_below(reachable) > 0
@@ -272,12 +265,11 @@ def test_threshold_by_hand():
     calibration = DirectionCalibration(PairLogits(4.0, 2.0, 0.5), QueryScores.fit(distance, match))
     # Below limit k/20 with k > 10 the mean precision is (10 + (k - 10) / 2) / k, but for the item at the limit: 0.8 at
     # k = 16.7. What can be certified is stricter.
+    right = np.where(np.arange(600) < 300, 1, 0.5)
     limit = next(
         k / 20
         for k in range(20, 0, -1)
-        if hoeffding_bentkus(
-            float(np.mean(np.minimum(1, [0.5 + 0.5 * (i < 300) for i in range(30 * k - 1)]))), 30 * k - 1
-        )
+        if mean_loss_p_value(1 - float(right[: 30 * k - 1].mean()), 30 * k - 1, 0.2) <= 0.1 / 20
     )
     expected = float(calibration.pairs.probability(torch.tensor((600 * limit - 1) / 600)))
     assert calibration.threshold(0.8) == pytest.approx(expected, rel=1e-5)
@@ -290,40 +282,27 @@ def test_threshold_by_hand():
     raises(ValueError, "the largest that works", calibration.threshold, reachable + 0.01)
 
 
-def hoeffding_bentkus(precision, n):
-    """Is a precision of 0.8 certified at level 0.1 / 20? Written with scipy."""
-    loss = 1 - precision
-    entropy = scipy.stats.entropy([loss, 1 - loss], [0.2, 0.8]) if loss < 0.2 else 0
-    bentkus = math.e * scipy.stats.binom.cdf(math.ceil(n * loss - 1e-9), n, 0.2)
-    return min(math.exp(-n * entropy), bentkus) <= 0.1 / 20
-
-
-def test_risk_and_precision_are_kept_on_new_queries():
-    """Each guarantee may be broken by one held-out set in ten: by 23 of 100 in 3 of 1e6 seeds, and far more rarely, as
-    the bounds divide their error among 20 limits."""
+def test_precision_is_kept_on_new_queries():
+    """The guarantee may be broken by one held-out set in ten: by 23 of 100 in 3 of 1e6 seeds, and far more rarely, as
+    the bound divides its error among 20 limits."""
     generator = torch.Generator().manual_seed(5)
-    new, ground_truth = scene(generator, 5000, 40, n_matches=2, shift=3.5)
-    # A third of all queries is hard: nothing of theirs is close.
-    new[::3] = torch.randn(new[::3].shape, generator=generator) + 3.5
-    nearest, place = new.min(1)
-    right = ground_truth.gather(1, place[:, None])[:, 0].bool()
-    broken, answered, spoilt = 0, [], 0
-    pairs = PairLogits(3.0, 1.0, 0.05)
-    probability = pairs.probability(new.double())
-    for k in range(100):
-        distance, match = scene(generator, 400, 40, n_matches=2, shift=3.5)
+
+    def drawn(n_queries):
+        """A third of all queries is hard: nothing of theirs is close."""
+        distance, match = scene(generator, n_queries, 40, n_matches=2, shift=3.5)
         distance[::3] = torch.randn(distance[::3].shape, generator=generator) + 3.5
-        calibration = DirectionCalibration(pairs, QueryScores.fit(distance, match))
-        answer = ~calibration.abstains(nearest, 0.2)
-        assert k or torch.equal(~calibration.abstains(nearest.numpy(), 0.2), answer)
-        broken += bool((~right[answer]).double().mean() > 0.2)
-        answered.append(float(answer.double().mean()))
-        below = probability > calibration.threshold(0.8)
+        return distance, match
+
+    new, ground_truth = drawn(5000)
+    pairs = PairLogits(3.0, 1.0, 0.05)
+    probability, spoilt, shown = pairs.probability(new.double()), 0, []
+    for _ in range(100):
+        below = probability > DirectionCalibration(pairs, QueryScores.fit(*drawn(400))).threshold(0.8)
         some = below.any(1)
         precision = (below & ground_truth.bool()).sum(1)[some] / below.sum(1)[some]
         spoilt += bool(precision.mean() < 0.8)
-    assert broken <= 23 and spoilt <= 23
-    assert np.mean(answered) > 0.3, "kept, and not by answering nothing"
+        shown.append(float(some.double().mean()))
+    assert spoilt <= 23 and np.mean(shown) > 0.3, "kept, and not by showing nothing"
 
 
 def test_there_and_back(tmp_path):

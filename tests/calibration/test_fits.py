@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.calibration.fits import LENGTHS, Evidence, FitsCalibration, JudgedHits, fit_correction, list_features
 
@@ -29,13 +30,10 @@ def evidence(**values):
 def test_constants_survive_json_and_damaged_ones_are_refused():
     values = json.loads(json.dumps(FITS.to_json()))
     assert FitsCalibration.from_json(values) == FITS
-    values["lengths"][1]["hit_with"]["slope"] = -0.1
-    with pytest.raises(ValueError, match='the constants of target "fits" are damaged'):
-        FitsCalibration.from_json(values)
-    with pytest.raises(ValueError, match="damaged"):
-        FitsCalibration.from_json(FITS.to_json() | {"prior": [math.nan]})
-    with pytest.raises(ValueError, match="damaged"):
-        FitsCalibration.from_json(FITS.to_json() | {"lengths": FITS.to_json()["lengths"][:2]})
+    turned = json.loads(json.dumps(values))
+    turned["lengths"][1]["hit_with"]["slope"] = -0.1
+    for damaged in (turned, values | {"prior": [math.nan]}, values | {"lengths": values["lengths"][:2]}):
+        raises(ValueError, 'the constants of target "fits" are damaged', FitsCalibration.from_json, damaged)
 
 
 @pytest.mark.parametrize("n_words", LENGTHS)
@@ -109,25 +107,17 @@ def test_many_verdicts_find_what_is_wrong():
     assert gap < 0.1 * (hits.logit.sigmoid() - truth.sigmoid()).abs().mean()
 
 
-def test_few_verdicts_change_little_and_right_logits_stay():
-    few, _ = judged(5, 1, shift=1.5)
-    found = fit_correction(few.logit, 1 / few.n_words, few)
+def test_few_verdicts_change_little_those_of_one_kind_do_not_run_away_and_right_logits_stay():
+    of_hits = lambda hits: fit_correction(hits.logit, 1 / hits.n_words, hits)
+    few, four, one_kind = judged(5, 1, shift=1.5)[0], judged(4, shift=3)[0], judged(20, shift=40.0)[0]
+    found = of_hits(few)
     assert found is None or abs(corrected(few, found) - few.logit).max() < 3
-    four, _ = judged(4, shift=3)
-    assert fit_correction(four.logit, 1 / four.n_words, four) is None
-    changes = []
-    for seed in range(30):
-        hits, _ = judged(30, seed=seed)
-        found = fit_correction(hits.logit, 1 / hits.n_words, hits)
-        changes.append(found)
-    assert sum(found is None for found in changes) >= 18, "no change is the most careful of equally good ones"
-
-
-def test_one_kind_of_verdicts_does_not_run_away():
-    hits, _ = judged(20, shift=40.0)
-    assert hits.yes.min() == 1
-    found = fit_correction(hits.logit, 1 / hits.n_words, hits)
-    assert math.isfinite(found.shift) and abs(found.shift) < 20 and found.factor > 0
+    assert of_hits(four) is None
+    found = of_hits(one_kind)
+    assert one_kind.yes.min() == 1 and math.isfinite(found.shift) and abs(found.shift) < 20 and found.factor > 0
+    changes = [of_hits(judged(30, seed=seed)[0]) for seed in range(30)]
+    assert changes.count(None) >= 18, "no change is the most careful of equally good ones"
+    assert FITS.refined(judged(200, factor=-1.0)[0]) == FITS, "logits that verdicts turn round"
 
 
 @pytest.mark.parametrize("n_words", LENGTHS)
@@ -144,11 +134,6 @@ def test_the_refined_logits_are_the_corrected_ones(n_words):
     assert after[2] == before[2], "no verdict was about an item without texts"
     assert FitsCalibration.from_json(new.to_json()) == new and new.prior == FITS.prior
     assert new.of(n_words).nothing == FITS.of(n_words).nothing
-
-
-def test_logits_that_verdicts_turn_round_stay():
-    hits, _ = judged(200, factor=-1.0)
-    assert FITS.refined(hits) == FITS
 
 
 def test_items_without_texts_have_their_own():

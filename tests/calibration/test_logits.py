@@ -61,13 +61,6 @@ def test_a_penalty_keeps_separable_rows_finite():
     assert 10 < float(w) < 1e4 and abs(b) < 1
 
 
-def test_bad_input_is_named():
-    zeros = torch.zeros
-    raises(ValueError, "expected", fit_logistic, zeros(3), zeros(3))
-    raises(ValueError, "expected", fit_logistic, zeros(3, 2), zeros(4))
-    raises(ValueError, "add up to 0", fit_logistic, zeros(3, 2), zeros(3), weight=zeros(3))
-
-
 SLOW = {
     "log sum": lambda z: math.log(sum(math.exp(x) for x in z)),
     "first": lambda z: z[0],
@@ -94,8 +87,9 @@ def galleries(n_queries=3000, sizes=(40, 80), seed=0):
     return found
 
 
-def fitted(**options):
-    return ConditionalLogits.fit(galleries(**options), n_queries=3000)
+@pytest.fixture(scope="module")
+def fit():
+    return ConditionalLogits.fit(galleries(), n_queries=3000)
 
 
 def test_features_are_those_of_a_loop():
@@ -106,8 +100,8 @@ def test_features_are_those_of_a_loop():
         assert features == pytest.approx(slow, rel=1e-12)
 
 
-def test_hits_of_new_queries_have_the_stated_probability():
-    fit, (new,) = fitted(), galleries(sizes=(60,), seed=1)
+def test_hits_of_new_queries_have_the_stated_probability(fit):
+    (new,) = galleries(sizes=(60,), seed=1)
     p = torch.sigmoid(fit.logit(new.logit, new.logit, new.n_gallery))[:, 0].numpy()
     right = new.match[:, 0].numpy()
     order = np.argsort(p)
@@ -117,8 +111,8 @@ def test_hits_of_new_queries_have_the_stated_probability():
     assert np.corrcoef(p, right)[0, 1] > by_distance + 0.1
 
 
-def test_the_logit_is_linear_in_the_match_logit_with_one_bias_for_each_query():
-    fit, (new, _) = fitted(), galleries(seed=2)
+def test_the_logit_is_linear_in_the_match_logit_with_one_bias_for_each_query(fit):
+    new, _ = galleries(seed=2)
     logit = fit.logit(new.logit, new.logit, 50)
     assert fit.slope > 0
     bias = logit - fit.slope * new.logit
@@ -127,30 +121,40 @@ def test_the_logit_is_linear_in_the_match_logit_with_one_bias_for_each_query():
     assert one.tolist() == pytest.approx(logit[3].tolist(), abs=1e-12)
 
 
-def test_features_outside_of_the_fit_change_nothing_but_for_the_size():
-    fit = fitted()
+def test_features_outside_of_the_fit_change_nothing_but_for_the_size(fit):
     far, farther = (torch.full((1, 30), x, dtype=torch.float64) for x in (-50.0, -5000.0))
     z = torch.zeros(1, 1, dtype=torch.float64)
     assert torch.equal(fit.logit(z, far, 50), fit.logit(z, farther, 50))
     assert not torch.equal(fit.logit(z, far, 50), fit.logit(z, far, 50_000))
     alone = torch.tensor([[1.0] + [-math.inf] * 49], dtype=torch.float64)
     assert torch.isfinite(fit.logit(z, alone, 1)).all()
+    first = FirstHit(1.0, 0.0, (1.0, -1.0), (0.0, 0.0), (1.0, 2.0))
+    ends = first.logit(torch.zeros(2, 1, dtype=torch.float64), torch.tensor([[9.0, -9.0], [-9.0, 9.0]]))
+    assert ends.flatten().tolist() == [1.0, -2.0]
 
 
-def test_logits_come_back_from_json_and_damaged_ones_are_refused():
-    fit = fitted()
+def test_logits_come_back_from_json_and_damaged_ones_are_refused(fit):
     assert ConditionalLogits.from_json(json.loads(json.dumps(fit.to_json()))) == fit
     for change in ({"slope": -1.0}, {"weights": [1.0]}, {"population": "some"}, {"intercept": math.nan}):
         raises(ValueError, "damaged; calibrate again", ConditionalLogits.from_json, fit.to_json() | change)
 
 
-def test_too_little_is_refused():
-    few = galleries(n_queries=40)
-    raises(ValueError, "needs 50 held-out queries, got 40", ConditionalLogits.fit, few, n_queries=40)
-    some = [NearestItems(g.logit, torch.zeros_like(g.match), g.n_gallery) for g in galleries(n_queries=60)]
-    raises(ValueError, "only one kind", ConditionalLogits.fit, some, n_queries=60)
-    wrong = [NearestItems(g.logit, (g.logit < -3), g.n_gallery) for g in galleries(n_queries=60)]
-    raises(ValueError, "slope of the match logit must be positive", ConditionalLogits.fit, wrong, n_queries=60)
+def test_too_little_and_mistakes_are_refused():
+    zeros, of_queries = torch.zeros, ConditionalLogits.fit
+    few, some = galleries(n_queries=40), galleries(n_queries=60)
+    none = [NearestItems(g.logit, torch.zeros_like(g.match), g.n_gallery) for g in some]
+    wrong = [NearestItems(g.logit, (g.logit < -3), g.n_gallery) for g in some]
+    for message, function, *given in (
+        ("expected", fit_logistic, zeros(3), zeros(3)),
+        ("expected", fit_logistic, zeros(3, 2), zeros(4)),
+        ("add up to 0", lambda: fit_logistic(zeros(3, 2), zeros(3), weight=zeros(3))),
+        ("needs 50 held-out queries, got 40", lambda: of_queries(few, n_queries=40)),
+        ("only one kind", lambda: of_queries(none, n_queries=60)),
+        ("slope of the match logit must be positive", lambda: of_queries(wrong, n_queries=60)),
+        ("at least 10", ReferenceQueries.of, gaussians(9, 4), "csd", "t2i"),
+        ("known", ReferenceQueries.of, gaussians(20, 4), "match_distance", "t2i"),
+    ):
+        raises(ValueError, message, function, *given)
 
 
 def gaussians(n, seed, d=6):
@@ -182,11 +186,6 @@ def test_a_sample_of_many_rounded_to_what_the_file_holds():
     assert not torch.equal(reference.embeddings.mean, ReferenceQueries.of(many, "csd", "t2i", seed=2).embeddings.mean)
 
 
-@pytest.mark.parametrize(("n", "distance", "message"), [(9, "csd", "at least 10"), (20, "match_distance", "known")])
-def test_mistakes_are_named(n, distance, message):
-    raises(ValueError, message, ReferenceQueries.of, gaussians(n, 4), distance, "t2i")
-
-
 def items(n=4000, seed=0, *, gallery=30):
     """First hits whose logit says nothing: they match if their hub feature is large, and the query is not isolated."""
     rng = np.random.default_rng(seed)
@@ -213,12 +212,6 @@ def test_the_first_hit_follows_them_and_the_others_stay_below_it():
     raises(ValueError, "reference", fit.logit, new.logit, new.logit, new.n_gallery)
 
 
-def test_values_outside_of_the_fit_are_set_to_its_ends():
-    first = FirstHit(1.0, 0.0, (1.0, -1.0), (0.0, 0.0), (1.0, 2.0))
-    far = first.logit(torch.zeros(2, 1, dtype=torch.float64), torch.tensor([[9.0, -9.0], [-9.0, 9.0]]))
-    assert far.flatten().tolist() == [1.0, -2.0]
-
-
 def calibration(fit):
     reference = ReferenceQueries.of(gaussians(30, 5), "csd", "t2i")
     pairs = PairLogits(2.0, 1.0, 0.1)
@@ -226,10 +219,10 @@ def calibration(fit):
     return Calibration(**vars(pairs), t2i=DirectionCalibration(pairs, scores, fit, None, reference))
 
 
-def test_there_and_back(tmp_path):
-    made = calibration(ConditionalLogits.fit([items(300)], n_queries=300))
-    made.save(tmp_path / "calibration.json")
-    found = Calibration.load(tmp_path / "calibration.json")
+def test_there_and_back_and_damaged_files_are_named(tmp_path):
+    made, path = calibration(ConditionalLogits.fit([items(300)], n_queries=300)), tmp_path / "calibration.json"
+    made.save(path)
+    found = Calibration.load(path)
     assert found.t2i.conditional == made.t2i.conditional and found.to_json() == made.to_json()
     queries, first = gaussians(4, 6), gaussians(4, 7)
     features = made.t2i.reference.features(queries, first)
@@ -237,13 +230,6 @@ def test_there_and_back(tmp_path):
     distance = csd_matrix(queries, gaussians(12, 8)).sort(1).values
     ask = lambda each: each.t2i.hit_probability(distance, distance, n_gallery=30, reference=features)
     assert torch.equal(ask(found), ask(made))
-    replace(made, t2i=replace(made.t2i, reference=None)).save(tmp_path / "calibration.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.json"]
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    path = tmp_path / "calibration.json"
-    calibration(ConditionalLogits.fit([items(300)], n_queries=300)).save(path)
     beside, whole = path.with_suffix(".safetensors"), path.read_text()
     path.write_text(whole.replace('"first": {"slope": ', '"first": {"slope": -'))
     raises(ValueError, r"calibration\.json", Calibration.load, path)
@@ -252,6 +238,8 @@ def test_a_damaged_file_is_named(tmp_path):
     raises(ValueError, r"calibration\.json", Calibration.load, path)
     beside.unlink()
     raises(ValueError, r"calibration\.json", Calibration.load, path)
+    replace(made, t2i=replace(made.t2i, reference=None)).save(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.json"]
 
 
 def test_features_that_say_nothing_or_are_missing_leave_the_logits_as_they_are():

@@ -87,27 +87,6 @@ def test_logits_are_those_of_loops(fitted, data):
         np.testing.assert_allclose(fitted.decision_function(odd), by_loops(fitted.formula_, odd), rtol=1e-9, atol=1e-8)
 
 
-def test_the_scale_of_a_query_does_not_matter(data):
-    scores, labels, queries = data
-    made = ScoreCalibrator(comparable=False).fit(scores, labels, groups=queries)
-    before = made.predict_proba(scores, groups=queries)[:, 1]
-    number = np.unique(queries, return_inverse=True)[1]
-    random = np.random.default_rng(2)
-    scale, shift = np.exp(random.normal(size=number.max() + 1)), random.normal(0, 50, number.max() + 1)
-    after = made.predict_proba(scores * scale[number] + shift[number], groups=queries)[:, 1]
-    np.testing.assert_allclose(after, before, atol=1e-9)
-    assert not np.allclose(made.predict_proba(scores**3, groups=queries)[:, 1], before, atol=1e-3)
-
-
-def test_smaller_is_better(data):
-    scores, labels, queries = data
-    up, down = ScoreCalibrator(), ScoreCalibrator(higher_is_better=False)
-    up.fit(scores, labels, groups=queries)
-    down.fit(-scores, labels, groups=queries)
-    found = down.predict_proba(-scores, groups=queries)
-    np.testing.assert_allclose(found, up.predict_proba(scores, groups=queries), atol=1e-12)
-
-
 @pytest.mark.filterwarnings("ignore:hits match more often")
 @pytest.mark.parametrize("seed", range(2))
 def test_a_higher_score_never_gets_a_lower_probability(seed):
@@ -180,25 +159,21 @@ def test_a_prior_predicts_and_few_labels_move_it(data):
     scores, labels, queries = data
     prior = ScoreCalibrator(prior="bm25")
     before = prior.predict_proba(scores, groups=queries)
-    strong = ScoreCalibrator(prior="bm25", comparable=False, penalty=1e9).fit(scores, labels, groups=queries)
+    assert before.shape == (len(scores), 2) and np.allclose(before.sum(1), 1)
+    fitted = lambda **given: ScoreCalibrator(comparable=False, **given).fit(scores, labels, groups=queries)
+    score = lambda made: made.score(scores, labels, groups=queries)
+    strong, weak, plain = fitted(prior="bm25", penalty=1e9), fitted(prior="bm25", penalty=1e-6), fitted(penalty=1e-6)
     given = prior._known().weights
     assert list(strong.formula_.weights.values()) == pytest.approx(list(given.values()), abs=1e-4)
-    weak = ScoreCalibrator(prior="bm25", comparable=False, penalty=1e-6).fit(scores, labels, groups=queries)
-    plain = ScoreCalibrator(comparable=False, penalty=1e-6).fit(scores, labels, groups=queries)
-    assert weak.score(scores, labels, groups=queries) == pytest.approx(
-        plain.score(scores, labels, groups=queries), abs=1e-6
-    )
-    assert weak.score(scores, labels, groups=queries) > prior.score(scores, labels, groups=queries)
-    assert before.shape == (len(scores), 2) and np.allclose(before.sum(1), 1)
+    assert score(weak) == pytest.approx(score(plain), abs=1e-6) and score(weak) > score(prior)
 
 
 def test_further_evidence(data):
     scores, labels, queries = data
     hint = labels + np.random.default_rng(3).normal(0, 0.5, len(labels))
-    plain = ScoreCalibrator().fit(scores, labels, groups=queries)
-    made = ScoreCalibrator().fit(np.stack([scores, hint], 1), labels, groups=queries)
-    both = made.score(np.stack([scores, hint], 1), labels, groups=queries)
-    assert both > plain.score(scores, labels, groups=queries) + 0.02
+    both = np.stack([scores, hint], 1)
+    plain, made = (ScoreCalibrator().fit(x, labels, groups=queries) for x in (scores, both))
+    assert made.score(both, labels, groups=queries) > plain.score(scores, labels, groups=queries) + 0.02
     raises(ValueError, "0 columns of further evidence, and the fit had 1", made.predict_proba, scores, groups=queries)
 
 
@@ -231,9 +206,8 @@ def test_a_file_keeps_it_without_a_pickle(fitted, data, tmp_path):
     fitted.save(file)
     loaded = ScoreCalibrator.load(file)
     assert loaded.get_params() == fitted.get_params()
-    np.testing.assert_array_equal(
-        loaded.predict_proba(data[0], groups=data[2]), fitted.predict_proba(data[0], groups=data[2])
-    )
+    found, wanted = (made.predict_proba(data[0], groups=data[2]) for made in (loaded, fitted))
+    np.testing.assert_array_equal(found, wanted)
     values = json.loads(file.read_text())
     for change in ({"format": "x"}, {"formula": {}}, {"arguments": {"a": 1}}, {"arguments": {"penalty": -1}}):
         file.write_text(json.dumps(values | change))
@@ -242,13 +216,6 @@ def test_a_file_keeps_it_without_a_pickle(fitted, data, tmp_path):
     raises(UserError, "later version of sfumato", ScoreCalibrator.load, file)
     file.write_bytes(b"\x80\x04")
     raises(ValueError, "no file of a score calibrator", ScoreCalibrator.load, file)
-
-
-def test_arguments_of_numpy_mean_the_same(data):
-    scores, labels, queries = data
-    made = ScoreCalibrator(comparable=np.True_, penalty=np.float32(1)).fit(scores, labels, groups=queries)
-    same = ScoreCalibrator(comparable=True).fit(scores, labels, groups=queries)
-    assert made.formula_ == same.formula_ and made.formula_.knots is not None
 
 
 BY_RANK = {
@@ -272,11 +239,14 @@ def test_scores_that_are_ranks_say_the_same_of_lists_of_any_length(kind, prior):
     assert np.ptp(said) < 1e-9 and abs(said[0] - expected) < 0.1
 
 
-def test_the_order_of_the_lines_changes_nothing(data):
+def test_neither_the_order_of_the_lines_nor_the_sign_nor_types_of_numpy_change_anything(data):
     score, label, query = data
     order = np.random.default_rng(2).permutation(len(score))
-    one, other = (ScoreCalibrator().fit(score[i], label[i], groups=query[i]) for i in (slice(None), order))
-    np.testing.assert_allclose(one.predict_proba(score, query), other.predict_proba(score, query), rtol=1e-6)
+    made = ScoreCalibrator(comparable=True).fit(score, label, groups=query)
+    other = ScoreCalibrator(higher_is_better=False, comparable=np.True_, penalty=np.float32(1))
+    other.fit(-score[order], label[order], groups=query[order])
+    assert other.formula_.knots is not None
+    np.testing.assert_allclose(other.predict_proba(-score, query), made.predict_proba(score, query), rtol=1e-6)
 
 
 def test_distances_taken_for_scores_are_told(data):
@@ -289,23 +259,26 @@ def test_distances_taken_for_scores_are_told(data):
 
 
 def test_bad_input():
-    made = ScoreCalibrator()
-    raises(ValueError, "got 2 labels for 3 hits", made.fit, [1, 2, 3], [0, 1])
-    raises(ValueError, "got 2 groups for 3 hits", made.fit, [1, 2, 3], [0, 1, 0], groups=[1, 1])
-    raises(ValueError, "not finite", made.fit, [1, np.nan], [0, 1])
-    raises(ValueError, "not 0, 1 or NaN", made.fit, [1, 2], [0, 2])
-    raises(ValueError, "all labels are equal", made.fit, [1, 2], [0, 0])
-    raises(ValueError, "all labels are equal", made.fit, [1, 2], [np.nan, np.nan])
-    raises(ValueError, "X must be", made.fit, np.ones((2, 2, 2)), [0, 1])
-    raises(ValueError, "not fitted", made.predict_proba, [1, 2])
-    raises(ValueError, "prior must be bm25", ScoreCalibrator(prior="dense").predict_proba, [1.0])
-    raises(ValueError, "penalty must be", ScoreCalibrator(penalty=0).fit, [1, 2], [0, 1])
-    raises(ValueError, "comparable must be", ScoreCalibrator(comparable="no").fit, [1, 2], [0, 1])
-    raises(ValueError, "got 1 labels for 2 hits", ScoreCalibrator(prior="bm25").score, [1, 2], [1])
-    raises(ValueError, "no label of y is 0 or 1", ScoreCalibrator(prior="bm25").score, [1, 2], [np.nan, np.nan])
-    raises(ValueError, "above 1e\\+100", made.fit, [1e200, 2], [0, 1])
-    raises(ValueError, "comparable must be", ScoreCalibrator(comparable=1).fit, [1, 2], [0, 1])
-    assert ScoreCalibrator(prior="bm25").predict_proba([]).shape == (0, 2)
+    made, prior = ScoreCalibrator(), ScoreCalibrator(prior="bm25")
+    for message, function, *given in (
+        ("got 2 labels for 3 hits", made.fit, [1, 2, 3], [0, 1]),
+        ("got 2 groups for 3 hits", made.fit, [1, 2, 3], [0, 1, 0], [1, 1]),
+        ("not finite", made.fit, [1, np.nan], [0, 1]),
+        ("not 0, 1 or NaN", made.fit, [1, 2], [0, 2]),
+        ("all labels are equal", made.fit, [1, 2], [0, 0]),
+        ("all labels are equal", made.fit, [1, 2], [np.nan, np.nan]),
+        ("X must be", made.fit, np.ones((2, 2, 2)), [0, 1]),
+        ("above 1e\\+100", made.fit, [1e200, 2], [0, 1]),
+        ("not fitted", made.predict_proba, [1, 2]),
+        ("prior must be bm25", ScoreCalibrator(prior="dense").predict_proba, [1.0]),
+        ("penalty must be", ScoreCalibrator(penalty=0).fit, [1, 2], [0, 1]),
+        ("comparable must be", ScoreCalibrator(comparable="no").fit, [1, 2], [0, 1]),
+        ("comparable must be", ScoreCalibrator(comparable=1).fit, [1, 2], [0, 1]),
+        ("got 1 labels for 2 hits", prior.score, [1, 2], [1]),
+        ("no label of y is 0 or 1", prior.score, [1, 2], [np.nan, np.nan]),
+    ):
+        raises(ValueError, message, function, *given)
+    assert prior.predict_proba([]).shape == (0, 2)
 
 
 def test_prediction_needs_numpy_alone():

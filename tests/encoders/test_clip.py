@@ -27,6 +27,7 @@ TEXT = {
     "clip, gelu": ("clip", {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1, "hidden_act": "gelu"}),
     "siglip": ("siglip", {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3}),
 }
+CASES = [("image", case) for case in IMAGE] + [("text", case) for case in TEXT]
 KINDS = {  # Names, because the classes take seconds to import.
     ("clip", "image"): "CLIPVision",
     ("siglip", "image"): "SiglipVision",
@@ -89,100 +90,65 @@ IDS = torch.randint(1, 30, (4, 7), generator=torch.Generator().manual_seed(2))
 # What the blocks compute ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variance_blocks", [0, 2])
-@pytest.mark.parametrize("case", IMAGE)
-def test_image_features_are_those_of_the_whole_tower(case, variance_blocks):
-    kind, options = IMAGE[case]
-    backbone, values = plain(kind, "image", **options), pixels(size=options["image_size"])
-    with torch.no_grad():
-        whole, last = backbone(standardised(values)), before_last_norm(backbone, standardised(values))
-        raw = image_encoder(backbone, variance_blocks=variance_blocks)(Inputs(values))
-        normed = image_encoder(backbone, variance_blocks=variance_blocks, final_norm=True)(Inputs(values))
-    patches = (options["image_size"] // 8) ** 2
-    assert raw.mean.shape == (3, patches + (kind == "clip"), options["hidden_size"]) and raw.mask is None
-    # CLIP's tower norms the class token for its pooler only, SigLIP's all tokens of its last hidden state.
-    torch.testing.assert_close(normed.mean, backbone.post_layernorm(last))
-    if kind == "clip":
-        torch.testing.assert_close(raw.mean, whole.last_hidden_state)
-        torch.testing.assert_close(normed.mean[:, 0], whole.pooler_output)
-    else:
-        torch.testing.assert_close(normed.mean, whole.last_hidden_state)
-    torch.testing.assert_close(raw.mean, last)
-    assert (raw.mean - normed.mean).abs().max() > 0.1
-    assert (raw.log_var is None) == (variance_blocks == 0)
-
-
-@pytest.mark.parametrize("variance_blocks", [0, 2])
-@pytest.mark.parametrize("case", TEXT)
-def test_text_features_are_those_of_the_whole_tower(case, variance_blocks):
-    kind, options = TEXT[case]
-    backbone = plain(kind, "text", **options)
-    mask = torch.ones_like(IDS, dtype=torch.bool)
-    with torch.no_grad():
-        whole = backbone(IDS)
-        normed = text_encoder(backbone, variance_blocks=variance_blocks)(Inputs(IDS, mask))
-        unmasked = text_encoder(backbone, variance_blocks=variance_blocks)(Inputs(IDS))
-    torch.testing.assert_close(normed.mean, whole.last_hidden_state)
-    assert normed.mask is mask and unmasked.mask is None and torch.equal(unmasked.mean, normed.mean)
-
-
-@pytest.mark.parametrize("side", ["image", "text"])
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_the_log_variance_takes_its_own_last_blocks_and_no_norm(kind, side):
+@pytest.mark.parametrize(("side", "case"), CASES)
+def test_features_are_those_of_the_whole_tower_and_the_log_variance_has_its_own_last_blocks_and_no_norm(side, case):
     """As a whole tower with these blocks in place of its own last ones, before its last norm."""
-    options = (IMAGE["clip 8/24"] if side == "image" else TEXT["clip"])[1]
-    backbone, values = plain(kind, side, **options), pixels() if side == "image" else IDS
-    encoder = (image_encoder if side == "image" else text_encoder)(backbone, variance_blocks=2)
-    other = copy.deepcopy(backbone)
+    kind, options = (IMAGE if side == "image" else TEXT)[case]
+    backbone, values, mask = plain(kind, side, **options), IDS, torch.ones_like(IDS, dtype=torch.bool)
+    build, given, other = text_encoder, IDS, copy.deepcopy(backbone)
+    if side == "image":
+        build, values, mask = image_encoder, pixels(size=options["image_size"]), None
+        given = standardised(values)
+    encoder = build(backbone, variance_blocks=2)
     with torch.no_grad():
         for parameter in encoder.variance_blocks.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-        for place, block in zip((1, 2), encoder.variance_blocks, strict=True):
-            other.encoder.layers[place].load_state_dict(block.state_dict())
-        features = encoder(Inputs(values))
-    expected = before_last_norm(other, standardised(values) if side == "image" else values)
-    torch.testing.assert_close(features.log_var, expected)
+        for block, place in zip(encoder.variance_blocks, other.encoder.layers[-2:], strict=True):
+            place.load_state_dict(block.state_dict())
+        features, alone = encoder(Inputs(values, mask)), build(backbone, variance_blocks=0)(Inputs(values))
+        whole, last = backbone(given), before_last_norm(backbone, given)
+    torch.testing.assert_close(features.log_var, before_last_norm(other, given))
     assert (features.log_var - features.mean).abs().max() > 0.1
+    assert features.mask is mask and alone.mask is alone.log_var is None
+    torch.testing.assert_close(alone.mean, features.mean)
+    if side == "text":
+        torch.testing.assert_close(features.mean, whole.last_hidden_state)
+        return
+    torch.testing.assert_close(features.mean, last)
+    with torch.no_grad():
+        normed = build(backbone, final_norm=True)(Inputs(values)).mean
+    # CLIP's tower norms the class token for its pooler only, SigLIP's all tokens of its last hidden state.
+    torch.testing.assert_close(normed, backbone.post_layernorm(last))
+    torch.testing.assert_close(*((normed[:, 0], whole.pooler_output) if kind == "clip" else (normed, whole[0])))
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_features_of_a_model_of_both_sides_saved_to_a_folder(kind, tmp_path):
     """Through the files of transformers: each side finds its part, and SigLIP its own pixel statistics."""
-    model, config = {
-        "clip": (transformers.CLIPModel, transformers.CLIPConfig),
-        "siglip": (transformers.SiglipModel, transformers.SiglipConfig),
-    }[kind]
-    sides = {
-        side: plain(kind, side, torch.float32, **IMAGE["clip 8/24"][1] if side == "image" else TEXT["clip"][1])
-        for side in ("image", "text")
-    }
-    both = model(
-        config(text_config=sides["text"].config.to_dict(), vision_config=sides["image"].config.to_dict())
-    ).eval()
-    both.vision_model.load_state_dict(sides["image"].state_dict())
-    both.text_model.load_state_dict(sides["text"].state_dict())
+    vision = plain(kind, "image", torch.float32, **IMAGE["clip 8/24"][1])
+    words = plain(kind, "text", torch.float32, **TEXT["clip"][1])
+    name = {"clip": "CLIP", "siglip": "Siglip"}[kind]
+    model, config = (getattr(transformers, name + ending) for ending in ("Model", "Config"))
+    both = model(config(text_config=words.config.to_dict(), vision_config=vision.config.to_dict()))
+    both.vision_model.load_state_dict(vision.state_dict())
+    both.text_model.load_state_dict(words.state_dict())
     both.save_pretrained(tmp_path)
     image, text = clip_image_encoder(str(tmp_path), final_norm=True).eval(), clip_text_encoder(str(tmp_path)).eval()
-    mean, std = (
-        ((0.5,) * 3, (0.5,) * 3)
-        if kind == "siglip"
-        else ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-    )
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    if kind == "siglip":
+        mean = std = (0.5,) * 3
     whole = (torch.arange(3 * 3 * 24 * 24).view(3, 3, 24, 24) * 7 % 256).to(torch.uint8)
     values = (whole / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     with torch.no_grad():
-        expected = sides["image"].post_layernorm(before_last_norm(sides["image"], values))
+        expected = vision.post_layernorm(before_last_norm(vision, values))
         torch.testing.assert_close(image(Inputs(whole)).mean, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(text(Inputs(IDS)).mean, sides["text"](IDS).last_hidden_state, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(text(Inputs(IDS)).mean, words(IDS).last_hidden_state, rtol=1e-5, atol=1e-5)
     assert text.causal == (kind == "clip")
 
 
 def test_each_side_saved_alone_and_in_half_precision_learns_in_float32(tmp_path):
-    image, text = (
-        plain("clip", "image", torch.float32, **IMAGE["clip 8/24"][1]),
-        plain("siglip", "text", torch.float32, **TEXT["siglip"][1]),
-    )
+    image = plain("clip", "image", torch.float32, **IMAGE["clip 8/24"][1])
+    text = plain("siglip", "text", torch.float32, **TEXT["siglip"][1])
     image.half().save_pretrained(tmp_path / "image")
     text.bfloat16().save_pretrained(tmp_path / "text")
     for encoder, values, backbone in (
@@ -225,30 +191,6 @@ def test_a_random_start_is_that_of_the_whole_tower():
         assert layer.weight.std().item() == pytest.approx(expected, rel=0.06)
 
 
-@pytest.mark.parametrize("side", ["image", "text"])
-@pytest.mark.parametrize(("blocks", "variance_blocks"), [(1, 1), (2, 0), (12, 3)])
-def test_blocks_are_numbered_from_the_top(side, blocks, variance_blocks):
-    """The names of an encoder's parameters against the number of the same tensor in the whole tower."""
-    shape = {"hidden_size": 4, "num_hidden_layers": blocks, "num_attention_heads": 1}
-    backbone = plain("clip", side, torch.float32, **shape, **({"image_size": 16} if side == "image" else {}))
-    make, config = (ClipImageEncoder, ClipImageConfig) if side == "image" else (ClipTextEncoder, ClipTextConfig)
-    encoder = make(backbone, config(variance_blocks=variance_blocks))
-    assert encoder.depth == blocks
-    place = {id(p): i for i, block in enumerate(backbone.encoder.layers) for p in block.parameters()}
-    own = {id(p): i for i, block in enumerate(encoder.variance_blocks) for p in block.parameters()}
-    seen = set()
-    for name, parameter in encoder.named_parameters():
-        if id(parameter) in place:
-            expected = blocks - place[id(parameter)]
-        elif id(parameter) in own:
-            expected = variance_blocks - own[id(parameter)]
-        else:
-            expected = 0
-        assert encoder.blocks_from_top(name) == expected, name
-        seen.add(expected)
-    assert seen == set(range(blocks + 1))
-
-
 # Size of the pictures -------------------------------------------------------------------------------------------------
 
 
@@ -279,33 +221,29 @@ def test_position_codes_are_interpolated_to_another_size(kind, size, tmp_path):
 # Descriptions ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [None, 40])
-@pytest.mark.parametrize(("side", "case"), [("image", case) for case in IMAGE] + [("text", case) for case in TEXT])
+@pytest.mark.parametrize(("side", "case", "size"), [*((*case, None) for case in CASES), ("image", "clip 8/24", 40)])
 def test_an_encoder_is_built_again_from_its_description(side, case, size, tmp_path):
+    """Without weights another one, with them the same; and it describes itself in the same words."""
     kind, options = (IMAGE if side == "image" else TEXT)[case]
     plain(kind, side, torch.float32, **options).save_pretrained(tmp_path)
-    settings = {"final_norm": True, "variance_blocks": 2} if side == "image" else {"variance_blocks": 1}
-    build = clip_image_encoder if side == "image" else clip_text_encoder
-    first = build(str(tmp_path), **settings, **({"size": size} if side == "image" else {})).eval()
-    second = build(description=json.loads(json.dumps(first.description)), **settings).eval()
     if side == "image":
-        assert_rebuilt(first, second, Inputs(pixels(size=first.size, dtype=torch.float32)))
-        assert second.size == (size or options["image_size"])
+        build, settings, changes = clip_image_encoder, {"final_norm": True, "variance_blocks": 2}, {"size": size}
     else:
-        assert_rebuilt(first, second, Inputs(IDS))
-        assert second.max_tokens == 9 and second.causal == (kind == "clip")
-
-
-def assert_rebuilt(first, second, inputs):
-    """Without weights another one, with them the same; and it describes itself in the same words."""
-    assert second.description == first.description
-    assert str(second) == str(first)
+        build, settings, changes = clip_text_encoder, {"variance_blocks": 1}, {}
+    first = build(str(tmp_path), **settings, **changes).eval()
+    second = build(description=json.loads(json.dumps(first.description)), **settings).eval()
+    inputs = Inputs(pixels(size=first.size, dtype=torch.float32) if side == "image" else IDS)
+    assert second.description == first.description and str(second) == str(first)
     with torch.no_grad():
         expected = first(inputs)
         assert (second(inputs).mean - expected.mean).abs().max() > 0.01
         second.load_state_dict(first.state_dict())
         features = second(inputs)
     assert torch.equal(features.mean, expected.mean) and torch.equal(features.log_var, expected.log_var)
+    if side == "image":
+        assert second.size == (size or options["image_size"])
+    else:
+        assert second.max_tokens == 9 and second.causal == (kind == "clip")
 
 
 def test_towers_without_weights_have_clips_shapes():
@@ -317,11 +255,10 @@ def test_towers_without_weights_have_clips_shapes():
         large = clip_image_encoder(architecture="ViT-L/14", size=336, activation="gelu", variance_blocks=2)
     for ours, theirs in ((image, whole), (text, words)):
         assert sorted(p.shape for p in ours.parameters()) == sorted(p.shape for p in theirs.parameters())
-    assert (image.depth, text.depth, text.max_tokens, image.size) == (12, 12, 77, 224)
-    assert type(image.shared_blocks[0].mlp.activation_fn) is type(whole.encoder.layers[0].mlp.activation_fn)
-    assert (large.depth, large.channels, large.size, len(large.variance_blocks)) == (24, 1024, 336, 2)
+    assert (text.max_tokens, image.size) == (77, 224)
     assert large.embeddings.position_embedding.weight.shape == (24 * 24 + 1, 1024)
-    assert type(large.shared_blocks[0].mlp.activation_fn) is not type(image.shared_blocks[0].mlp.activation_fn)
+    activations = [type(one.shared_blocks[0].mlp.activation_fn) for one in (image, large)]
+    assert activations[0] is type(whole.encoder.layers[0].mlp.activation_fn) is not activations[1]
 
 
 # Checkpointing and padding --------------------------------------------------------------------------------------------

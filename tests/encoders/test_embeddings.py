@@ -5,6 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable
 from sfumato.data.pairs import PairData, make_pair_data
@@ -46,20 +47,15 @@ def test_files_of_one_vector_are_read_too():
     expected = torch.stack([torch.arange(6.0), VALUES[5].float(), torch.ones(6)]).unsqueeze(1)
     torch.testing.assert_close(store.batch(np.arange(3)).values, expected, rtol=0, atol=0)
     problems = {}
-    store, kept = EmbeddingProcessor(6).read(
-        [lambda: npy(np.ones(5)), lambda: npy(np.ones((2, 6))), items[0], lambda: b"no"], on_error=problems.__setitem__
-    )
+    wrong = [lambda: npy(np.ones(5)), lambda: npy(np.ones((2, 6))), items[0], lambda: b"no"]
+    store, kept = EmbeddingProcessor(6).read(wrong, on_error=problems.__setitem__)
     assert kept.tolist() == [2] and sorted(problems) == [0, 1, 3]
     assert "holds 1 x 5 numbers; this model reads one embedding of 6" in str(problems[0])
-    with pytest.raises(ValueError, match="holds 2 x 6 numbers"):
-        EmbeddingProcessor(6).read([lambda: npy(np.ones((2, 6)))])
-
-
-def test_texts_and_other_tables_are_refused():
-    with pytest.raises(UserError, match="reads embeddings and has no encoder for 'a dog': give a .npy file of 6"):
-        EmbeddingProcessor(6).read([lambda: "a dog"], on_error=lambda i, error: None)
-    with pytest.raises(UserError, match=r"mine.npy: has 6 channels, and this model reads 7"):
-        EmbeddingProcessor(7).read([EmbeddingRow(TABLE, 0)])
+    raises(ValueError, "holds 2 x 6 numbers", EmbeddingProcessor(6).read, wrong[1:])
+    text = "reads embeddings and has no encoder for 'a dog': give a .npy file of 6"
+    raises(UserError, text, EmbeddingProcessor(6).read, [lambda: "a dog"], on_error=lambda i, error: None)
+    message = "mine.npy: has 6 channels, and this model reads 7"
+    raises(UserError, message, EmbeddingProcessor(7).read, [EmbeddingRow(TABLE, 0)])
 
 
 @pytest.mark.parametrize("config", [EmbeddingImageConfig(whiten=0), EmbeddingTextConfig(whiten=0)])
@@ -72,17 +68,15 @@ def test_the_encoder_whitens_and_describes_itself(tmp_path, config):
     values = VALUES.double()
     expected = (values - values.mean(0)) / values.std(0, unbiased=False)
     torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="has the channels of its data; none are given"):
-        build_embeddings(config, context(tmp_path))
+    raises(ValueError, "has the channels of its data; none are given", build_embeddings, config, context(tmp_path))
 
 
 def test_data_say_how_many_channels_they_have():
     rows = tuple(EmbeddingRow(TABLE, row) for row in range(2))
     wide = tuple(EmbeddingRow(EmbeddingTable("w", [[VALUES, VALUES], [torch.ones(40, 1)]]), row) for row in range(2))
-    data = PairData(
-        ("a", "b"), rows, ("c", "d"), ("c", "d"), ("caption",) * 2, np.array([[0, 0], [1, 1]]), text_rows=wide
-    )
+    texts = ("c", "d"), ("c", "d"), ("caption",) * 2
+    data = PairData(("a", "b"), rows, *texts, np.array([[0, 0], [1, 1]]), text_rows=wide)
     assert described_by(data) == {"image": {"channels": 6}, "text": {"channels": 7}}
     assert described_by(make_pair_data([], [], [])) == {}
-    with pytest.raises(ValueError, match="got 1 text rows for 2 texts"):
-        PairData(("a",), rows[:1], ("c", "d"), ("c", "d"), ("caption",) * 2, np.array([[0, 0]]), text_rows=wide[:1])
+    of_rows = lambda text_rows: PairData(("a",), rows[:1], *texts, np.array([[0, 0]]), text_rows=text_rows)
+    raises(ValueError, "got 1 text rows for 2 texts", of_rows, wide[:1])

@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 import torch
 from pydantic import BaseModel, Field, PositiveInt
+from support.raising import raises
 from support.tiny_models import tiny_architecture, tiny_resnet
 from support.toy import make_toy
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -116,12 +117,10 @@ def test_an_encoder_from_outside_trains_evaluates_embeds_and_is_exported(registe
     exported = load_model(export_run(run, tmp_path / "out"))
     texts = ["a red circle", "blue"]
     assert torch.equal(loaded.model.embed_texts(texts).mean, exported.model.embed_texts(texts).mean)
-    # The text encoder reads characters: swapping two of them within a text changes nothing but their order.
-    same = loaded.model.embed_texts(["ab", "ba"]).mean
-    torch.testing.assert_close(same[0], same[1])
 
 
 def test_its_section_is_as_strict_as_ours(registered, tmp_path):
+    recipe, toy = make_toy(tmp_path), ["model.image.kind=toy", "model.text.kind=toy"]
     for override, message in (
         ("model.image.widht=3", r"unknown key 'model.image.widht'; did you mean 'model.image.width'\?"),
         ("model.image.size=1", r"model.image.size: Input should be greater than or equal to 2 \(got 1\)"),
@@ -129,16 +128,14 @@ def test_its_section_is_as_strict_as_ours(registered, tmp_path):
         ("optim.freeze_image_epochs=1", "model.image with kind='toy' starts from random weights"),
         ("optim.layer_decay=0.5", "optim.layer_decay needs the blocks of a clip encoder"),
     ):
-        with pytest.raises(UserError, match=message):
-            toy_recipe(tmp_path / override.partition("=")[0].replace(".", "-") / override[-1], override)
+        raises(UserError, message, load_recipe, recipe, [*toy, override])
 
 
 def test_a_run_of_an_encoder_that_is_not_registered_says_which_are(registered, tmp_path):
     save_recipe(toy_recipe(tmp_path), tmp_path / "r.toml")
     del ENCODERS["image"]["toy"]
     known = ", ".join(sorted(ENCODERS["image"]))
-    with pytest.raises(UserError, match=rf"model.image.kind: unknown 'toy'; known: {known}"):
-        load_recipe(tmp_path / "r.toml")
+    raises(UserError, f"model.image.kind: unknown 'toy'; known: {known}", load_recipe, tmp_path / "r.toml")
 
 
 def test_registrations_that_do_not_fit_are_refused(registered):
@@ -150,8 +147,7 @@ def test_registrations_that_do_not_fit_are_refused(registered):
         (("image", "new", ToyImageConfig), "kind of ToyImageConfig has the default 'toy', expected 'new'"),
     ]
     for arguments, message in cases:
-        with pytest.raises(ValueError, match=message):
-            register_encoder(*arguments, build_toy_image)
+        raises(ValueError, message, register_encoder, *arguments, build_toy_image)
     assert "new" not in ENCODERS["image"] | ENCODERS["text"]
 
 
@@ -160,12 +156,9 @@ def test_registrations_that_do_not_fit_are_refused(registered):
 
 def test_a_section_of_the_wrong_kind_or_side_is_refused():
     known = ", ".join(sorted(ENCODERS["image"]))
-    with pytest.raises(ValueError, match=rf"unknown kind of image encoder 'gru'; known: {known}"):
-        encoder_entry("image", "gru")
-    with pytest.raises(
-        ValueError, match="got a SmallTextConfig, which is not the config class of the image side of 'small'"
-    ):
-        encoder_section("image", SmallTextConfig())
+    raises(ValueError, f"unknown kind of image encoder 'gru'; known: {known}", encoder_entry, "image", "gru")
+    message = "got a SmallTextConfig, which is not the config class of the image side of 'small'"
+    raises(ValueError, message, encoder_section, "image", SmallTextConfig())
     section = SmallImageConfig(width=3)
     assert encoder_section("image", section) is section
     for value, message in (
@@ -175,8 +168,7 @@ def test_a_section_of_the_wrong_kind_or_side_is_refused():
         ({"kind": 7}, f"model.image.kind: unknown '7'; known: {known}"),
         ({"kind": ["small"]}, "model.image.kind: unknown"),
     ):
-        with pytest.raises(UserError, match=message):
-            check_recipe({"name": "x", "model": {"image": value}}, "here")
+        raises(UserError, message, check_recipe, {"name": "x", "model": {"image": value}}, "here")
 
 
 KINDS = [(side, kind) for side, kinds in ENCODERS.items() for kind in kinds]

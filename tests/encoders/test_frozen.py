@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.raising import raises
 
 from sfumato.data.emoji import load_emoji
 from sfumato.data.image_decoding import decode_image
+from sfumato.encoders import package_weights
 from sfumato.encoders.backbones import SideBySide, TransformersNetwork, image_backbone, text_backbone
 from sfumato.encoders.convolutional import WEIGHTS, efficientnet_lite
 from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore, TokenFeatures
@@ -68,21 +70,16 @@ def test_without_projection_each_channel_has_mean_0_and_variance_1():
     assert np.isfinite(outputs(fitted(2, constant), constant)).all()
 
 
-def test_training_reads_features_that_were_whitened_once():
+def test_training_reads_features_that_were_whitened_once_with_statistics_that_are_saved():
     store = correlated_store()
-    encoder = fitted(3, store)
+    encoder, again = fitted(3, store), FeatureInput(CHANNELS, 0.5, whiten=3).eval()
     prepared = encoder.prepared(store)
     assert prepared.rows.shape == (len(store.rows), 3) and prepared.rows.dtype == np.float16
     np.testing.assert_allclose(outputs(encoder, prepared), outputs(encoder, store), rtol=2e-3, atol=2e-3)
     for unchanged in (fitted(0, store), fitted(None, store), fitted(CHANNELS, store)):
         assert unchanged.prepared(store) is store
-
-
-def test_the_statistics_are_saved_with_the_weights():
-    store = correlated_store()
-    again = FeatureInput(CHANNELS, 0.5, whiten=3).eval()
-    again.load_state_dict(fitted(3, store).state_dict())
-    np.testing.assert_array_equal(outputs(again, store), outputs(fitted(3, store), store))
+    again.load_state_dict(encoder.state_dict())
+    np.testing.assert_array_equal(outputs(again, store), outputs(encoder, store))
     assert not list(again.parameters()) and not FeatureInput(CHANNELS, 0.5).state_dict()
 
 
@@ -102,29 +99,25 @@ def test_backbones_side_by_side():
     first, second = both([b"x", b"xyz"])
     np.testing.assert_array_equal(first, [[4, 4, 4, 5, 5, 5, 5]] * 2)
     np.testing.assert_array_equal(second, [[6, 6, 6, 7, 7, 7, 7]] * 2)
-    with pytest.raises(UserError, match=r"have 2 and 9 tokens an image; .* set model.image.grid"):
-        SideBySide([Fixed("a", 2, 3), Fixed("b", 9, 4)])([b"x"])
+    uneven = SideBySide([Fixed("a", 2, 3), Fixed("b", 9, 4)])
+    raises(UserError, "have 2 and 9 tokens an image; .* set model.image.grid", uneven, [b"x"])
 
 
-def test_a_pooled_text_is_the_average_of_its_tokens():
-    texts = ["a dog", "two dogs run over the grass"]
-    tokens, pooled = (text_backbone("minilm-l6-v2", pooled=p) for p in (False, True))
-    assert tokens.fingerprint != pooled.fingerprint
-    for of_tokens, average in zip(tokens(texts), pooled(texts), strict=True):
-        assert average.shape == (1, 384)
-        np.testing.assert_allclose(average[0], of_tokens.astype(float).mean(0), atol=2e-3)
-
-
-def test_layers_stand_side_by_side_and_the_last_is_the_usual_one():
+def test_a_pooled_text_is_the_average_of_its_tokens_and_layers_stand_side_by_side():
+    """The last layer is the usual one."""
     texts = ["a red fox", "dog"]
-    usual, both = (text_backbone("minilm-l6-v2", pooled=True, layers=layers) for layers in ((), (0, 6)))
-    assert (usual.channels, both.channels) == (384, 768) and usual.fingerprint != both.fingerprint
-    for alone, beside in zip(usual(texts), both(texts), strict=True):
-        assert beside.shape == (1, 768)
+    tokens, usual, both = (
+        text_backbone("minilm-l6-v2", **given) for given in ({}, {"pooled": True}, {"pooled": True, "layers": (0, 6)})
+    )
+    assert (usual.channels, both.channels) == (384, 768)
+    assert len({one.fingerprint for one in (tokens, usual, both)}) == 3
+    for of_tokens, alone, beside in zip(tokens(texts), usual(texts), both(texts), strict=True):
+        assert (alone.shape, beside.shape) == ((1, 384), (1, 768))
+        np.testing.assert_allclose(alone[0], of_tokens.astype(float).mean(0), atol=2e-3)
         np.testing.assert_allclose(beside[:, 384:], alone, atol=2e-3)
         assert np.abs(beside[:, :384] - alone).max() > 0.1
-    with pytest.raises(UserError, match=r"model\.text\.layers: .* has the layers 0 to 6, got 7"):
-        text_backbone("minilm-l6-v2", layers=(7,))
+    message = r"model\.text\.layers: .* has the layers 0 to 6, got 7"
+    raises(UserError, message, text_backbone, "minilm-l6-v2", layers=(7,))
 
 
 def test_the_hidden_network_reads_the_average_token():
@@ -189,24 +182,13 @@ def test_the_packaged_text_network_is_that_of_transformers():
         torch.testing.assert_close(x[mask], y[mask], rtol=0.02, atol=0.1, msg=lambda text, k=k: f"layer {k}: {text}")
 
 
-def test_a_trained_model_loads_its_backbone_when_it_is_first_needed():
+def test_a_trained_model_knows_its_channels_and_loads_its_backbone_when_it_is_first_needed(tmp_path):
     loaded = []
-
-    class Known:
-        fingerprint = "known"
-
-        def __call__(self, items):
-            return [np.zeros((1, 3), np.float16) for _ in items]
-
-    deferred = Deferred(lambda: loaded.append(1) or Known(), 3)
+    deferred = Deferred(lambda: loaded.append(1) or Fixed("known", 1, 3), 3)
     assert deferred.channels == 3 and not loaded
-    assert len(deferred([b"", b""])) == 2 and deferred.fingerprint == "known"
-    assert loaded == [1]
+    assert len(deferred([b"", b""])) == 2 and deferred.fingerprint == "known" and loaded == [1]
     with pytest.raises(AttributeError):
         deferred.pieces
-
-
-def test_channels_are_known_before_a_packaged_backbone_is_loaded(tmp_path):
     for build, config in (
         (build_frozen_image, FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32)),
         (build_frozen_text, FrozenTextConfig(backbone="minilm-l6-v2", layers=(0, 2))),
@@ -214,22 +196,6 @@ def test_channels_are_known_before_a_packaged_backbone_is_loaded(tmp_path):
         processor, encoder = build(config, BuildContext(4, True, 0.0, 0.0, cache=tmp_path, trained=True))
         assert isinstance(processor.backbone, Deferred)
         assert encoder.channels == processor.backbone._loaded.channels
-
-
-def test_features_of_several_threads_are_those_of_one_and_of_one_image_at_a_time():
-    images = [source.read_bytes() for source in load_emoji()["test"].images[:11]]
-    backbone, before = image_backbone("efficientnet-lite0", size=64, grid=1), torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        several = backbone(images)
-        assert torch.get_num_threads() == 3
-        torch.set_num_threads(1)
-        alone = [backbone([image])[0] for image in images]
-    finally:
-        torch.set_num_threads(before)
-    np.testing.assert_allclose(np.stack(several).astype(float), np.stack(alone).astype(float), rtol=2e-3, atol=2e-3)
-    with pytest.raises(ValueError, match="not an image"):
-        backbone([*images[:5], b"torn", *images[5:]])
 
 
 def test_large_jpegs_are_decoded_at_a_reduced_size_with_nearly_the_same_features():
@@ -242,3 +208,23 @@ def test_large_jpegs_are_decoded_at_a_reduced_size_with_nearly_the_same_features
     assert not np.array_equal(backbone.decode(file.getvalue()), whole)  # Fewer pixels were decoded.
     reduced, full = (backbone([item])[0][0].astype(float) for item in (file.getvalue(), whole))
     assert reduced @ full / np.linalg.norm(reduced) / np.linalg.norm(full) > 0.999
+
+
+def test_a_text_is_embedded_once_for_both_uses_and_only_the_latest_are_kept(monkeypatch):
+    """Sentence vectors that the text encoder of a search has just computed are not computed again."""
+    texts, network = ["a dog", "two children play in the snow", "a dog"], package_weights.shared_minilm()
+    long = " ".join(["word"] * 100)
+    network._sentences.clear()
+    fresh = package_weights.sentence_vectors([*texts, long])  # Nothing is remembered of these.
+    text_backbone("minilm-l6-v2", max_tokens=64)([*texts, long])
+    calls, states = [], network._states
+    monkeypatch.setattr(network, "_states", lambda *given: calls.append(given) or states(*given))
+    remembered = package_weights.sentence_vectors(texts)
+    assert not calls
+    torch.testing.assert_close(remembered, fresh[:3], atol=1e-5, rtol=0)
+    # A text longer than the encoder reads is not mistaken for its beginning.
+    torch.testing.assert_close(package_weights.sentence_vectors([*texts, long])[3:], fresh[3:], atol=1e-5, rtol=0)
+    assert [len(tokens["input_ids"]) for tokens, _ in calls] == [1]
+    monkeypatch.setattr(package_weights, "_LATEST", 4)
+    text_backbone("minilm-l6-v2")([f"word {i}" for i in range(9)])
+    assert len(network._sentences) == 4

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.tiny_models import architecture_of, taught_clip, taught_open_clip, tiny_clip, tiny_open_clip, two_colours
+from support.tiny_models import architecture_of, taught_open_clip, tiny_clip, tiny_open_clip, two_colours
 
 import sfumato
 from sfumato.encoders.joint import save_model_object
@@ -47,10 +47,9 @@ class Encoding(torch.nn.Module):
             part.save_pretrained(folder)
 
 
-@pytest.fixture
-def manifest(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
-    return two_colours(tmp_path)
 
 
 def adopted_object(model, encode, manifest, folder):
@@ -63,28 +62,29 @@ def adopted_object(model, encode, manifest, folder):
     for place in ("elsewhere", "exported"):
         loaded = sfumato.load(folder / place)
         torch.testing.assert_close(loaded.embed_texts(["red blue 1"]).mean, expected, atol=1e-5, rtol=1e-4)
-        assert loaded.calibrated and loaded.embed_images([folder / "photos/1.png"]).n == 1
+        assert loaded.calibrated and loaded.embed_images([manifest.parent / "photos/1.png"]).n == 1
     card = (folder / "exported" / "README.md").read_text()
     assert "in this folder: `encoder`" in card and str(folder) not in card
     assert str(folder) not in (folder / "exported" / "config.json").read_text()
 
 
 @pytest.mark.slow
-def test_an_object_that_encodes_is_adopted(tmp_path, manifest):
-    model = Encoding(taught_clip(tmp_path / "model", manifest))
+def test_an_object_that_encodes_is_adopted(tmp_path, taught):
+    model = Encoding(shutil.copytree(taught[1], tmp_path / "model"))
     shutil.rmtree(tmp_path / "model")
-    adopted_object(model, model.encode, manifest, tmp_path)
+    adopted_object(model, model.encode, taught[0], tmp_path)
 
 
 @pytest.mark.slow
-def test_a_sentence_transformer_is_adopted(tmp_path, manifest):
+def test_a_sentence_transformer_is_adopted(tmp_path, taught):
     package = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
-    model = package.SentenceTransformer(str(taught_clip(tmp_path / "model", manifest)))
+    model = package.SentenceTransformer(str(shutil.copytree(taught[1], tmp_path / "model")))
     shutil.rmtree(tmp_path / "model")
-    adopted_object(model, model.encode, manifest, tmp_path)
+    adopted_object(model, model.encode, taught[0], tmp_path)
 
 
-def test_a_model_of_open_clip_is_adopted(tmp_path, manifest, monkeypatch):
+def test_a_model_of_open_clip_is_adopted(tmp_path):
+    manifest = two_colours(tmp_path)
     taught = taught_open_clip(tmp_path / "model", manifest)
     model, _, tokenizer = tiny_open_clip(tmp_path / "other")
     name = architecture_of(taught)

@@ -2,9 +2,9 @@
 
 import io
 
-import pytest
 import torch
 from PIL import Image
+from support.raising import raises
 from support.tiny_models import import_open_clip, tiny_open_clip
 
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
@@ -47,13 +47,10 @@ def test_models_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     import_open_clip()
     monkeypatch.setattr("sfumato.encoders.joint.hub_reachable", lambda: False)
     for name in ("open_clip:ViT-B-32/laion2b_s34b_b79k", "hf-hub:nobody/nothing"):
-        with pytest.raises(UserError, match="no connection to the hub.*Give a local folder"):
-            joint_backbone(name, "image")
+        raises(UserError, "no connection to the hub.*Give a local folder", joint_backbone, name, "image")
     tiny_open_clip(tmp_path / "model")
     weights = tmp_path / "model" / "open_clip_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match="cannot load .*model"):
-        joint_backbone(str(tmp_path / "model"), "text")
+    raises(UserError, "cannot load .*model", joint_backbone, str(tmp_path / "model"), "text")
     weights.rename(tmp_path / "model" / "open_clip_pytorch_model.bin")
-    with pytest.raises(UserError, match="other weights are pickles"):
-        joint_backbone(str(tmp_path / "model"), "text")
+    raises(UserError, "other weights are pickles", joint_backbone, str(tmp_path / "model"), "text")

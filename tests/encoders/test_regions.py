@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 from torch import nn
 
 from sfumato.data.image_inputs import regions_to_bytes
@@ -40,14 +41,10 @@ def loop(layer, regions, lengths, *, training):
                 message = [m + relation * x for m, x in zip(message, g[j], strict=True)]
             moved.append(((n, i), linear(layer.out, message)))
     values = np.array([vector for _, vector in moved])
-    mean, var = (
-        (values.mean(0), values.var(0))
-        if training
-        else (layer.norm.running_mean.numpy(), layer.norm.running_var.numpy())
-    )
-    normal = (values - mean) / np.sqrt(
-        var + layer.norm.eps
-    ) * layer.norm.weight.detach().numpy() + layer.norm.bias.detach().numpy()
+    norm = layer.norm
+    mean, var = (values.mean(0), values.var(0)) if training else (norm.running_mean.numpy(), norm.running_var.numpy())
+    weight, bias = (p.detach().numpy() for p in (norm.weight, norm.bias))
+    normal = (values - mean) / np.sqrt(var + norm.eps) * weight + bias
     return {place: regions[place].numpy() + row for (place, _), row in zip(moved, normal, strict=True)}
 
 
@@ -117,13 +114,8 @@ def test_the_gru_ends_at_the_last_region_in_their_order():
         unit = nn.functional.normalize(reasoning.linear(features[n, :length]), dim=-1)
         state = torch.zeros(1, 6)
         cell = nn.GRUCell(5 + 1, 6)
-        for ours, theirs in (
-            ("weight_ih", "weight_ih_l0"),
-            ("weight_hh", "weight_hh_l0"),
-            ("bias_ih", "bias_ih_l0"),
-            ("bias_hh", "bias_hh_l0"),
-        ):
-            setattr(cell, ours, getattr(reasoning.gru, theirs))
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            setattr(cell, name, getattr(reasoning.gru, f"{name}_l0"))
         for region in unit:
             state = cell(region[None], state)
         torch.testing.assert_close(found[n], state[0])
@@ -140,20 +132,14 @@ def test_the_log_variance_shares_nothing_with_the_mean():
     assert encoder_of().variance_layers is None and encoder_of()(inputs).log_var is None
 
 
-def test_without_layers_and_gru_the_regions_pass():
-    encoder = RegionEncoder(5, 6, layers=0, recurrent=False, variance=True)
-    inputs = Inputs(torch.randn(3, 4, 5))
-    assert encoder.channels == 5 and not list(encoder.parameters())
-    assert torch.equal(encoder(inputs).mean, inputs.values) and encoder(inputs).log_var is None
-
-
-def test_regions_are_dropped_while_training_only():
-    encoder = RegionEncoder(5, 6, layers=0, recurrent=False, region_dropout=0.5)
+def test_regions_pass_without_layers_and_gru_and_are_dropped_while_training_only():
+    encoder = RegionEncoder(5, 6, layers=0, recurrent=False, variance=True, region_dropout=0.5)
     inputs = Inputs(torch.randn(200, 8, 5))
     torch.manual_seed(0)
-    kept = encoder.train()(inputs).mask.float().mean()
-    assert 0.45 < kept < 0.55  # 1,600 regions, each dropped with probability 1/2.
-    assert encoder.eval()(inputs).mask.all()
+    assert encoder.channels == 5 and not list(encoder.parameters())
+    assert 0.45 < encoder.train()(inputs).mask.float().mean() < 0.55  # 1,600, each dropped with probability 1/2.
+    found = encoder.eval()(inputs)
+    assert found.mask.all() and torch.equal(found.mean, inputs.values) and found.log_var is None
 
 
 def test_a_store_reads_what_a_batch_needs_and_pads_it():
@@ -173,17 +159,7 @@ def test_a_store_reads_what_a_batch_needs_and_pads_it():
     assert batch.values.shape == (2, 4, 5) and batch.mask.sum(1).tolist() == [1, 4]
     assert np.array_equal(batch.values[0, :1], features[2]) and not batch.values[0, 1:].any()
     assert store.batch(np.array([], np.int64)).values.shape[0] == 0
-    with pytest.raises(ValueError, match="not a .npy file"):
-        RegionProcessor(5).read(items)
-
-
-def test_features_that_go_away_are_an_error_with_their_position():
-    there = {"now": True}
-
-    def item():
-        return regions_to_bytes(np.ones((2, 5), np.float32)) if there["now"] else b""
-
-    store, _ = RegionProcessor(5).read([item])
-    there["now"] = False
-    with pytest.raises(OSError, match="the features at position 0 can no longer be read"):
-        store.batch(np.array([0]))
+    raises(ValueError, "not a .npy file", RegionProcessor(5).read, items)
+    reads.clear()
+    store, _ = RegionProcessor(5).read([lambda: b"" if reads else item(0)()])
+    raises(OSError, "the features at position 0 can no longer be read", store.batch, np.array([0]))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.raising import raises
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
@@ -60,6 +61,8 @@ def test_the_log_variance_is_that_of_the_variance_token_and_the_mean_sees_it_too
     after = encoder(Inputs(PIXELS))
     assert (after.log_var - before.log_var).abs().max() > 0.1
     assert (after.mean - before.mean).abs().max() > 1e-3
+    names = [f"encoder.shared_blocks.{k}.mlp.fc1.weight" for k in (1, 0)] + ["encoder.embeddings.class_embedding"]
+    assert [encoder.blocks_from_top(name) for name in (*names, "variance_token")] == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -93,10 +96,8 @@ def test_as_released_a_text_fills_the_context():
     whole = torch.nn.functional.pad(IDS, (0, 1), value=1)
     tokens = encoder(Inputs(whole))
     assert tokens.mean.shape == (4, 1, 12) and tokens.log_var is None
-    with pytest.raises(ValueError, match="padded to 7 tokens"):
-        encoder(Inputs(IDS))
-    with pytest.raises(ValueError, match="all of them in the mask"):
-        encoder(Inputs(whole, torch.nn.functional.pad(MASK, (0, 1))))
+    raises(ValueError, "padded to 7 tokens", encoder, Inputs(IDS))
+    raises(ValueError, "all of them in the mask", encoder, Inputs(whole, torch.nn.functional.pad(MASK, (0, 1))))
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -105,12 +106,3 @@ def test_every_pooling_takes_the_variance_token_as_it_is(pooling):
     head = GaussianHead(12, 5, HeadOptions(pooling=pooling)).eval()
     tokens = text_encoder()(Inputs(IDS, MASK))
     torch.testing.assert_close(head(tokens).log_var, head.log_var.linear(tokens.log_var[:, 0]))
-
-
-def test_blocks_are_counted_from_the_top():
-    encoder = image_encoder()
-    assert encoder.blocks_from_top("encoder.shared_blocks.1.mlp.fc1.weight") == 1
-    assert encoder.blocks_from_top("encoder.shared_blocks.0.mlp.fc1.weight") == 2
-    assert (
-        encoder.blocks_from_top("variance_token") == 0 == encoder.blocks_from_top("encoder.embeddings.class_embedding")
-    )

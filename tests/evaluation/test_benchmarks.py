@@ -2,12 +2,13 @@ import numpy as np
 import pytest
 import torch
 from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists, evaluate_score_matrix
+from support.raising import raises
 from support.references_metrics import metrics_by_definition
 
 from sfumato.distances import csd_matrix
 from sfumato.evaluation.benchmarks import figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_pairs, in_folds
-from sfumato.evaluation.protocols import Embeddings
+from sfumato.evaluation.protocols import Embeddings, SimilarityMatrix, ranked_by
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import ALL_METRICS, RECALLS
@@ -23,6 +24,7 @@ def embeddings(n, seed):
 
 
 IMAGE, TEXT = embeddings(20, 1), embeddings(50, 2)
+SCORES = np.random.default_rng(5).permutation(1000).reshape(20, 50).astype(np.float32)
 
 
 def ground_truths():
@@ -36,22 +38,15 @@ def ground_truths():
     t2i = Relevance.from_pairs(*np.nonzero(random.random((50, 20)) < 0.2), n_queries=50, n_gallery=20)
     differing = GroundTruth("differing", IMAGES, TEXTS, i2t, t2i)
     few_images, few_texts = IMAGES[::-3], TEXTS[5:30][::-1]
-    few = ground_truth_from_pairs(
-        "few",
-        few_images,
-        few_texts,
-        [p for p in own if p[0] in few_images and p[1] in few_texts],
-        metrics=("recall@2",),
-    )
+    among = [p for p in own if p[0] in few_images and p[1] in few_texts]
+    few = ground_truth_from_pairs("few", few_images, few_texts, among, metrics=("recall@2",))
     return [ground_truth_from_pairs("whole", IMAGES, TEXTS, own), folded, differing, few]
 
 
 def by_definition(distance, ground_truth):
     """{direction: metrics}: a truth at a time, a fold at a time, by the slow definitions."""
-    image_place, text_place = (
-        [IMAGES.index(i) for i in ground_truth.image_ids],
-        [TEXTS.index(t) for t in ground_truth.text_ids],
-    )
+    image_place = [IMAGES.index(i) for i in ground_truth.image_ids]
+    text_place = [TEXTS.index(t) for t in ground_truth.text_ids]
     distance = distance[np.ix_(image_place, text_place)]
     everything = (np.arange(len(image_place)), np.arange(len(text_place)))
     result = {}
@@ -115,10 +110,7 @@ def test_order_of_the_embeddings_is_that_of_their_ids():
     random = np.random.default_rng(4)
     a, b = random.permutation(20), random.permutation(50)
     more = embeddings(3, 9)  # Items that no ground truth knows are in no gallery.
-    images = GaussianEmbedding(
-        torch.cat([IMAGE[torch.from_numpy(a)].mean, more.mean]),
-        torch.cat([IMAGE[torch.from_numpy(a)].log_var, more.log_var]),
-    )
+    images = GaussianEmbedding.cat([IMAGE[torch.from_numpy(a)], more])
     ids = [IMAGES[i] for i in a] + ["x", "y", "z"]
     ours = evaluate_benchmarks(images, TEXT[torch.from_numpy(b)], ids, [TEXTS[j] for j in b], ground_truths())
     for ground_truth in ground_truths():
@@ -145,79 +137,62 @@ def whole_lists(scores):
     )
 
 
-@pytest.mark.parametrize("layout", ["strings", "numbers", "arrays"])
-def test_whole_lists_agree_with_the_scores_they_were_sorted_by(layout):
-    scores = np.random.default_rng(5).permutation(1000).reshape(20, 50).astype(np.float32)
-    i2t, t2i = whole_lists(scores)
-    if layout == "numbers":
-        i2t, t2i = ({int(q): [int(x) for x in row] for q, row in lists.items()} for lists in (i2t, t2i))
-    elif layout == "arrays":
-        i2t, t2i = ({int(q): np.array(row, np.int32) for q, row in lists.items()} for lists in (i2t, t2i))
-    ours = evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, ground_truths(), batch_size=7)
-    assert ours == evaluate_score_matrix(scores, IMAGES, TEXTS, ground_truths(), better="smaller")
+@pytest.mark.parametrize("kind", [str, int, np.int32])
+def test_whole_lists_agree_with_the_scores_they_were_sorted_by(kind):
+    id_of = int if kind is np.int32 else kind
+    listed = lambda row: np.array(row, np.int32) if kind is np.int32 else list(map(kind, row))
+    lists = [{id_of(q): listed(row) for q, row in side.items()} for side in whole_lists(SCORES)]
+    ours = evaluate_ranked_lists(*lists, IMAGES, TEXTS, ground_truths(), batch_size=7)
+    assert ours == evaluate_score_matrix(SCORES, IMAGES, TEXTS, ground_truths(), better="smaller")
 
 
 def test_short_lists_are_exact_or_refused_also_in_folds():
-    scores = np.random.default_rng(5).permutation(1000).reshape(20, 50).astype(np.float32)
-    i2t, t2i = whole_lists(scores)
+    i2t, t2i = whole_lists(SCORES)
     whole, folded = (ground_truth.with_metrics("recall@1", "recall@2") for ground_truth in ground_truths()[:2])
-    expected = evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, [whole, folded])
+    of_lists = lambda i2t, t2i, truth: evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, [truth])[truth.name]
     for k in (2, 5, 15, 30, 45):
         short = {q: row[:k] for q, row in i2t.items()}
-        assert evaluate_ranked_lists(short, t2i, IMAGES, TEXTS, [whole])["whole"] == expected["whole"]
+        assert of_lists(short, t2i, whole) == of_lists(i2t, t2i, whole)
         left = min(sum(t in {TEXTS[j] for j in folded.folds[int(q) // 4][1]} for t in row) for q, row in short.items())
         if left >= 2:
-            assert evaluate_ranked_lists(short, t2i, IMAGES, TEXTS, [folded])["coco_1k"] == expected["coco_1k"]
+            assert of_lists(short, t2i, folded) == of_lists(i2t, t2i, folded)
         else:  # What is left of the fold is too short: the official package counts too little here.
-            with pytest.raises(
-                ValueError, match=r"coco_1k, i2t: the list of '\d+' holds [01] of (8|10|12) items, but recall@"
-            ):
-                evaluate_ranked_lists(short, t2i, IMAGES, TEXTS, [folded])
-    with pytest.raises(ValueError, match="whole, t2i: .* recall@2 needs 2"):
-        evaluate_ranked_lists(i2t, {q: row[:1] for q, row in t2i.items()}, IMAGES, TEXTS, [whole])
+            message = r"coco_1k, i2t: the list of '\d+' holds [01] of (8|10|12) items, but recall@"
+            raises(ValueError, message, of_lists, short, t2i, folded)
+    one = {q: row[:1] for q, row in t2i.items()}
+    raises(ValueError, "whole, t2i: .* recall@2 needs 2", of_lists, i2t, one, whole)
 
 
-def test_lists_are_only_needed_where_there_is_something_to_find():
+def test_lists_are_only_needed_where_there_is_something_to_find_and_bad_ones_are_named():
     ground_truth = ground_truths()[2]
     i2t, t2i = whole_lists(coarse())
     needed = {q for q, total in zip(IMAGES, ground_truth.i2t.totals, strict=True) if total}
     some = {q: row for q, row in i2t.items() if q in needed}
     assert len(some) < 20
-    assert evaluate_ranked_lists(some, t2i, IMAGES, TEXTS, [ground_truth])["differing"]["i2t"]["n_queries"] == len(some)
-    some.pop(min(needed))
-    with pytest.raises(ValueError, match=f"i2t: there is no list for query '{min(needed)}'"):
-        evaluate_ranked_lists(some, t2i, IMAGES, TEXTS, [ground_truth])
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+    of_lists = lambda lists: evaluate_ranked_lists(lists, t2i, IMAGES, TEXTS, [ground_truth])
+    assert of_lists(some)["differing"]["i2t"]["n_queries"] == len(some)
+    assert "4" in needed
+    for row, message in (
         (["100", "999"], "i2t: the list of '4' holds the unknown id '999'"),
         ([100, 101, 100], "i2t: the list of '4' holds '100' more than once"),
-    ],
-)
-def test_bad_lists_are_refused_by_name(row, message):
-    i2t, t2i = whole_lists(coarse())
-    with pytest.raises(ValueError, match=message):
-        evaluate_ranked_lists(i2t | {"4": row}, t2i, IMAGES, TEXTS, ground_truths()[:1])
+    ):
+        raises(ValueError, message, of_lists, i2t | {"4": row})
+    some.pop("4")
+    raises(ValueError, "i2t: there is no list for query '4'", of_lists, some)
 
 
 def test_averages_of_thresholds_and_sums():
-    first, second = (
-        ground_truth_from_pairs(name, IMAGES, TEXTS, pairs)
-        for name, pairs in (("p@0", [("0", "100")]), ("p@1", [("0", "100"), ("1", "101"), ("2", "101")]))
-    )
-    grouped = [GroundTruth(t.name, IMAGES, TEXTS, t.i2t, t.t2i, averaged_as="p") for t in (first, second)]
-    result = evaluate_score_matrix(coarse(), IMAGES, TEXTS, grouped, better="larger")
+    thresholds = (("p@0", [("0", "100")]), ("p@1", [("0", "100"), ("1", "101"), ("2", "101")]))
+    truths = [ground_truth_from_pairs(name, IMAGES, TEXTS, pairs) for name, pairs in thresholds]
+    grouped = [GroundTruth(t.name, IMAGES, TEXTS, t.i2t, t.t2i, averaged_as="p") for t in truths]
+    of_truths = lambda truths: evaluate_score_matrix(coarse(), IMAGES, TEXTS, truths, better="larger")
+    averaged, zero, one = (of_truths(grouped)[name] for name in ("p", "p@0", "p@1"))
     for direction in ("i2t", "t2i"):
-        for name in ALL_METRICS:
-            assert result["p"][direction][name] == pytest.approx(
-                (result["p@0"][direction][name] + result["p@1"][direction][name]) / 2
-            )
-    assert result["p"]["rsum"] == pytest.approx((result["p@0"]["rsum"] + result["p@1"]["rsum"]) / 2)
+        mean = {name: (zero[direction][name] + one[direction][name]) / 2 for name in ALL_METRICS}
+        assert {name: averaged[direction][name] for name in ALL_METRICS} == pytest.approx(mean)
+    assert averaged["rsum"] == pytest.approx((zero["rsum"] + one["rsum"]) / 2)
     clash = [*grouped, ground_truth_from_pairs("p", IMAGES, TEXTS, [("0", "100")])]
-    with pytest.raises(ValueError, match="'p' is the name of a ground truth and of an average"):
-        evaluate_score_matrix(coarse(), IMAGES, TEXTS, clash, better="larger")
+    raises(ValueError, "'p' is the name of a ground truth and of an average", of_truths, clash)
 
 
 def test_single_queries_average_to_the_figures():
@@ -231,28 +206,42 @@ def test_single_queries_average_to_the_figures():
                 for name in set(values) - {"best_rank"}:
                     assert values[name].mean() == pytest.approx(result[ground_truth.name][direction][name])
     ids, values = ranks["differing"]["i2t"].per_query(["map@r"])
-    assert ids == [i for i, total in zip(IMAGES, ground_truths()[2].i2t.totals, strict=True) if total] and list(
-        values
-    ) == ["map@r"]
+    has = ground_truths()[2].i2t.totals > 0
+    assert ids == [i for i, one in zip(IMAGES, has, strict=True) if one] and list(values) == ["map@r"]
     assert ranks["whole"]["t2i"].metrics(["recall@7"]).keys() == {"recall@7", "n_queries", "n_without_positives"}
 
 
 def test_what_does_not_fit_is_refused():
-    chosen = ground_truths()
-    with pytest.raises(ValueError, match="19 image_ids and 50 text_ids for 20 by 50 images and texts"):
-        evaluate_benchmarks(IMAGE, TEXT, IMAGES[1:], TEXTS, chosen)
-    with pytest.raises(ValueError, match="names must be distinct"):
-        evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, [chosen[0], chosen[0]])
-    with pytest.raises(
-        ValueError,
-        match=r"1 of the 20 images of the benchmark whole are not among the 20 images that.*, e.g. '0'.*the id 'new'",
-    ):
-        evaluate_benchmarks(IMAGE, TEXT, ("new", *IMAGES[1:]), TEXTS, chosen)
-    with pytest.raises(ValueError, match="only 49 of the 50 text_ids are distinct"):
-        evaluate_benchmarks(IMAGE, TEXT, IMAGES, (TEXTS[1], *TEXTS[1:]), chosen)
+    whole = ground_truths()[0]
     nothing = ground_truth_from_pairs("nothing", IMAGES, TEXTS, [])
-    with pytest.raises(ValueError, match="nothing, i2t: retrieval_metrics: no query has a relevant item"):
-        evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, [nothing])
-    with pytest.raises(ValueError, match="NaN"):
-        evaluate_score_matrix(np.full((20, 50), np.nan), IMAGES, TEXTS, chosen, better="larger")
+    absent = r"1 of the 20 images of the benchmark whole are not among the 20 images that.*, e.g. '0'.*the id 'new'"
+    for image_ids, text_ids, truths, message in (
+        (IMAGES[1:], TEXTS, [whole], "19 image_ids and 50 text_ids for 20 by 50 images and texts"),
+        (IMAGES, TEXTS, [whole, whole], "names must be distinct"),
+        (("new", *IMAGES[1:]), TEXTS, [whole], absent),
+        (IMAGES, (TEXTS[1], *TEXTS[1:]), [whole], "only 49 of the 50 text_ids are distinct"),
+        (IMAGES, TEXTS, [nothing], "nothing, i2t: retrieval_metrics: no query has a relevant item"),
+    ):
+        raises(ValueError, message, evaluate_benchmarks, IMAGE, TEXT, image_ids, text_ids, truths)
+    nan = np.full((20, 50), np.nan)
+    raises(ValueError, "NaN", evaluate_score_matrix, nan, IMAGES, TEXTS, [whole], better="larger")
     assert evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, []) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_similarities_by_loops(dtype):
+    """Means of different lengths, so that both differ from the squared distance."""
+    images, texts = IMAGE.to(dtype), TEXT.to(dtype)
+    a, b = images.mean.double().numpy(), texts.mean.double().numpy()
+    dot = np.array([[sum(x * y for x, y in zip(p, q, strict=True)) for q in b] for p in a])
+    lengths = np.sqrt((a**2).sum(1))[:, None] * np.sqrt((b**2).sum(1))
+    for score, expected in (("dot", dot), ("cosine", dot / lengths)):
+        matrix = SimilarityMatrix(images, texts, score)
+        assert matrix.shape == (20, 50)
+        np.testing.assert_allclose(matrix[:].double().numpy(), expected, atol=2e-6)
+        np.testing.assert_allclose(matrix[3:5, 7:9].double().numpy(), expected[3:5, 7:9], atol=2e-6)
+        result = figures(rank(ranked_by(score, images, texts), IMAGES, TEXTS, ground_truths()))
+        for ground_truth in ground_truths():
+            check(result, -expected, ground_truth)
+    by_distance = figures(rank(ranked_by("squared_l2", images, texts), IMAGES, TEXTS, ground_truths()))
+    assert by_distance["whole"] != result["whole"]

@@ -50,26 +50,27 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_rows_without_ids_are_in_the_order_of_the_truth(folder):
-    ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
+@pytest.fixture
+def ground_truths(folder):
+    return read_ground_truths(ground_truth=folder / "truth.json")
+
+
+def test_rows_without_ids_are_in_the_order_of_the_truth(folder, ground_truths):
     plain = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
     assert plain.text_ids == ground_truths[0].text_ids and plain.uncertainty() is None
     # float64 images and float32 texts meet in float64.
     assert plain.images.dtype == plain.texts.dtype == torch.float64
-    shuffled = read_embedded_set(
-        f"{folder}/i.npy", f"{folder}/shuffled.npy", ground_truths, text_ids=folder / "shuffled.txt"
-    )
-    assert measure(plain).figures == measure(shuffled).figures
-    wrong = read_embedded_set(f"{folder}/i.npy", f"{folder}/shuffled.npy", ground_truths)
-    assert measure(wrong).figures != measure(plain).figures
-    expected = evaluate_benchmarks(
-        plain.images, plain.texts, plain.image_ids, plain.text_ids, ground_truths, distance="csd"
-    )
-    assert measure(plain).figures == expected
+    files = f"{folder}/i.npy", f"{folder}/shuffled.npy", ground_truths
+    shuffled, wrong = read_embedded_set(*files, text_ids=folder / "shuffled.txt"), read_embedded_set(*files)
+    assert measure(plain).figures == measure(shuffled).figures != measure(wrong).figures
+    ids = plain.image_ids, plain.text_ids
+    assert measure(plain).figures == evaluate_benchmarks(plain.images, plain.texts, *ids, ground_truths, distance="csd")
+    np.save(folder / "half.npy", np.float16(np.load(folder / "i.npy")))
+    found = read_embedded_set(f"{folder}/half.npy", f"{folder}/t.npy", ground_truths)
+    assert found.images.dtype == torch.float32, "half precision is widened"
 
 
-def test_a_file_of_ours_has_its_log_variances(folder):
-    ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
+def test_a_file_of_ours_has_its_log_variances(folder, ground_truths):
     points = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
     found = read_embedded_set(f"{folder}/i.npy", f"{folder}/ours.safetensors", ground_truths)
     assert found.text_ids != points.text_ids and measure(found).figures != measure(points).figures
@@ -77,20 +78,6 @@ def test_a_file_of_ours_has_its_log_variances(folder):
     expected = dict(zip(points.text_ids, np.exp(np.load(folder / "t_log_var.npy")).sum(1), strict=True))
     assert found.uncertainty()["t2i"] == pytest.approx(expected, rel=1e-5)
     assert set(found.uncertainty()["i2t"].values()) == {0.0} and points.uncertainty() is None
-
-
-def test_half_precision_is_widened(folder):
-    np.save(folder / "half.npy", np.float16(np.load(folder / "i.npy")))
-    found = read_embedded_set(
-        f"{folder}/half.npy", f"{folder}/t.npy", read_ground_truths(ground_truth=folder / "truth.json")
-    )
-    assert found.images.dtype == torch.float32
-
-
-def test_cocos_file_names_find_their_uncertainty():
-    point = GaussianEmbedding(torch.zeros(1, 2), torch.zeros(1, 2))
-    names = EmbeddedSet(point, point, ("COCO_val2014_000000391895.jpg",), ("7",), ())
-    assert names.uncertainty()["i2t"] == {"391895": 2.0, "COCO_val2014_000000391895.jpg": 2.0}
 
 
 def test_lists_are_measured_as_they_are(folder):
@@ -108,14 +95,11 @@ def test_lists_are_measured_as_they_are(folder):
     assert found.figures == measure(embedded, "squared_l2").figures and found.score == "lists"
     single = per_query_table(found.ranks)
     assert np.isnan(single["recall@10"]).all() and not np.isnan(single["r_precision"]).any()
-    with pytest.raises(ValueError, match="recall@5 needs 5"):
-        measure_lists(
-            folder / "lists.json", read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@5"])
-        )
+    deeper = read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@5"])
+    raises(ValueError, "recall@5 needs 5", measure_lists, folder / "lists.json", deeper)
 
 
-def test_a_matrix_of_scores_is_the_ranking_by_it(folder, capsys):
-    ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
+def test_a_matrix_of_scores_is_the_ranking_by_it(folder, ground_truths, capsys):
     embedded = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
     distance = torch.cdist(embedded.images.mean, embedded.texts.mean).square().numpy()
     expected = measure(embedded, "squared_l2").figures
@@ -158,10 +142,9 @@ def test_a_matrix_of_scores_is_the_ranking_by_it(folder, capsys):
         (np.array([["a"]]), "distance", "type <U1; expected a matrix of numbers"),
     ],
 )
-def test_matrices_that_cannot_be_ranked(folder, scores, kind, message):
+def test_matrices_that_cannot_be_ranked(folder, ground_truths, scores, kind, message):
     np.save(folder / "scores.npy", scores)
-    truths = read_ground_truths(ground_truth=folder / "truth.json")
-    raises(UserError, message, measure_scores, folder / "scores.npy", kind, truths)
+    raises(UserError, message, measure_scores, folder / "scores.npy", kind, ground_truths)
 
 
 def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
@@ -169,15 +152,27 @@ def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
     wanted = {"scores": folder / "d.npy", "scores_are": "distance", "ground_truth": folder / "truth.json"}
     measured, embedded = measure_files(Files(**wanted))
     assert embedded is None and measured.score == "distance matrix"
-    for more, score, message in (
-        ({}, "csd", "ranked as it is; leave out --score"),
-        ({"ranked": folder / "x.json"}, None, "or --scores; not several of them"),
-        ({"images": "a.npy", "texts": "b.npy"}, None, "not several of them"),
-        ({"scores": None}, None, "nothing to evaluate"),
+    truth, both = {"ground_truth": folder / "truth.json"}, {"images": "a.npy", "texts": "b.npy"}
+    own, nothing = (
+        {"images": f"{folder}/i.npy", "texts": f"{folder}/t.npy"},
+        "give a model, or --images and --texts, or --ranked",
+    )
+    lists = {"ranked": folder / "l.json"}
+    for files, score, message in (
+        (wanted, "csd", "ranked as it is; leave out --score"),
+        (wanted | lists, None, "or --scores; not several of them"),
+        (wanted | both, None, "not several of them"),
+        (wanted | {"scores": None}, None, "nothing to evaluate"),
+        (truth | both | {"scores_are": "distance"}, None, "--scores-are belongs to a matrix of scores"),
+        ({}, None, nothing),
+        ({"images": "x.npy"}, None, nothing),
+        ({"texts": "x.npy"}, None, nothing),
+        (lists | both, None, nothing),
+        (lists | {"images": "x.npy"}, None, nothing),
+        (truth | lists, "csd", "leave out --score"),
+        (truth | own, "match_probability", "match_probability needs the logits of a model"),
     ):
-        raises(UserError, message, measure_files, Files(**wanted | more), score)
-    only = Files(images="a.npy", texts="b.npy", scores_are="distance", ground_truth=folder / "truth.json")
-    raises(UserError, "--scores-are belongs to a matrix of scores", measure_files, only)
+        raises(UserError, message, measure_files, Files(**files), score)
 
 
 def test_numbers_and_padded_file_names_of_coco_are_one_image():
@@ -186,12 +181,12 @@ def test_numbers_and_padded_file_names_of_coco_are_one_image():
     truth = ground_truth_from_pairs("x", names, ["a", "b", "c"], zip(names, "abc", strict=True))
     found = measure(EmbeddedSet(point, point, ("42", "7", "139"), ("a", "b", "c"), (truth,)))
     assert found.figures["x"]["i2t"]["recall@1"] == 1 and found.uncertainty["x"]["i2t"]["bins"]
+    assert EmbeddedSet(point[:1], point[:1], names[:1], ("7",), ()).uncertainty()["i2t"] == {"42": 1.0, names[0]: 1.0}
     turned = ground_truth_from_pairs("x", (42, 7, 139), ["a", "b", "c"], zip((42, 7, 139), "abc", strict=True))
     assert measure(EmbeddedSet(point, point, names, ("a", "b", "c"), (turned,))).figures == found.figures
 
 
-def test_mistakes_are_named(folder, tmp_path):
-    ground_truths = read_ground_truths(ground_truth=folder / "truth.json")
+def test_mistakes_are_named(folder, ground_truths):
     truth = {"ground_truth": folder / "truth.json"}
     for arguments, message in (
         ({}, r"either --truth FILE or --benchmark NAME \(coco, flickr30k"),
@@ -203,32 +198,18 @@ def test_mistakes_are_named(folder, tmp_path):
         ({"metrics": ["recal@1"]} | truth, "unknown metric 'recal@1'"),
     ):
         raises(ValueError if "metrics" in arguments else UserError, message, read_ground_truths, **arguments)
-    with pytest.raises(
-        UserError, match=r"12 image embeddings without ids for a ground truth \(truth\) of 6 images; give --image-ids"
-    ):
-        read_embedded_set(f"{folder}/t.npy", f"{folder}/t.npy", ground_truths)
     np.save(folder / "wide.npy", np.zeros((M, D + 1)))
-    with pytest.raises(ValueError, match=r"i.npy has 3 dimensions, .*wide.npy has 4"):
-        read_embedded_set(f"{folder}/i.npy", f"{folder}/wide.npy", ground_truths)
-    for nothing in (
-        Files(),
-        Files(images="x.npy"),
-        Files(texts="x.npy"),
-        Files(ranked=folder / "l.json", images="x.npy", texts="y.npy"),
-        Files(ranked=folder / "l.json", images="x.npy"),
-    ):
-        raises(UserError, "give a model, or --images and --texts, or --ranked", measure_files, nothing)
-    with pytest.raises(UserError, match="leave out --score"):
-        measure_files(Files(ranked=folder / "l.json", ground_truth=folder / "truth.json"), "csd")
-    raises(UserError, "match_probability needs the logits of a model", measure_files, Files(
-        images=f"{folder}/i.npy", texts=f"{folder}/t.npy", ground_truth=folder / "truth.json"), "match_probability",
-    )  # fmt: skip
+    counts = r"12 image embeddings without ids for a ground truth \(truth\) of 6 images; give --image-ids"
+    raises(UserError, counts, read_embedded_set, f"{folder}/t.npy", f"{folder}/t.npy", ground_truths)
+    sizes = r"i.npy has 3 dimensions, .*wide.npy has 4"
+    raises(ValueError, sizes, read_embedded_set, f"{folder}/i.npy", f"{folder}/wide.npy", ground_truths)
 
 
 def test_named_benchmarks(shared):
     found = read_ground_truths("coco", annotations=shared / "data" / "coco5k_text", metrics=["recall@1"])
     names = ["coco_5k", "coco_1k", "cxc", "rpc2", "rpc2_cxc", "cxc_1k", "rpc2_1k", "rpc2_cxc_1k", "eccv"]
     assert [t.name for t in found] == names and {t.metrics for t in found} == {("recall@1",)}
-    with pytest.raises(UserError, match="for --split val name Karpathy's file with --annotations dataset_coco.json"):
-        read_ground_truths("coco", annotations=shared / "data" / "coco5k_text", split="val")
+    message = "for --split val name Karpathy's file with --annotations dataset_coco.json"
+    folder = shared / "data" / "coco5k_text"
+    raises(UserError, message, read_ground_truths, "coco", annotations=folder, split="val")
     assert read_ground_truths("emoji", split="val")[0].name == "emoji"

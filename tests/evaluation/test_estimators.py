@@ -27,12 +27,8 @@ from sfumato.metrics.relevance import Relevance
 def by_loops(query, gallery, scale=1.3, bias=2.0, left_out=()):
     """One query's numbers, in float64, from the definitions."""
     mean, var = query.mean[0].double().tolist(), query.var[0].double().tolist()
-    items = [
-        (g.mean[0].double().tolist(), g.var[0].double().tolist())
-        for j in range(gallery.n)
-        if j not in left_out
-        for g in [gallery[j : j + 1]]
-    ]
+    rows = zip(gallery.mean.double().tolist(), gallery.var.double().tolist(), strict=True)
+    items = [row for j, row in enumerate(rows) if j not in left_out]
     means = [sum((a - b) ** 2 for a, b in zip(mean, m, strict=True)) for m, _ in items]
     csd = [gap + sum(var) + sum(v) for gap, (_, v) in zip(means, items, strict=True)]
     logit = [bias - scale * x for x in csd]
@@ -68,11 +64,14 @@ def test_every_estimator_is_its_loop():
         assert estimator.kind in ("aleatoric", "epistemic", "both") and estimator.formula and estimator.cost
 
 
-def largest_variance(block):
-    return block.queries.var.amax(1)
-
-
-TOY = Estimator("largest_variance", "largest variance of the query", "aleatoric", "n d", largest_variance, False)
+TOY = Estimator(
+    "largest_variance",
+    "largest variance of the query",
+    "aleatoric",
+    "n d",
+    lambda block: block.queries.var.amax(1),
+    False,
+)
 
 
 @pytest.fixture
@@ -89,39 +88,28 @@ def test_a_registered_estimator_is_measured_like_the_others(toy):
     assert usable_estimators(queries, gallery)[toy.name] is toy
     assert described(usable_estimators())[toy.name]["estimates"] == toy.formula
     # Each query is at its true item, except those with a large largest variance, which are at another item.
-    items, wrong = (
-        GaussianEmbedding.point(gallery.mean),
-        queries.var.amax(1, keepdim=True) > queries.var.amax(1).median(),
-    )
+    items = GaussianEmbedding.point(gallery.mean)
+    wrong = queries.var.amax(1, keepdim=True) > queries.var.amax(1).median()
     clear = GaussianEmbedding(torch.where(wrong, items.mean[-1], items.mean[:N]), queries.log_var)
     ground_truth = Relevance.from_lists([[i] for i in range(N)], n_gallery=M)
-    figures = measure_trust(
-        clear, items, ground_truth, MATCHING, estimators=usable_estimators(items), n_resamples=0
-    ).estimators
+    chosen = usable_estimators(items)
+    figures = measure_trust(clear, items, ground_truth, MATCHING, estimators=chosen, n_resamples=0).estimators
     assert figures[toy.name]["wrong_auroc"].value == 1 > figures["total_variance"]["wrong_auroc"].value
-    raises(
-        ValueError,
-        "there is an estimator 'largest_variance' already",
-        register_estimator,
-        replace(toy, function=ESTIMATORS["total_variance"].function),
-    )
     assert register_estimator(toy) is toy  # The place that took the name may define it again.
-
-
-def test_estimators_without_a_proper_name_or_kind_are_not_registered():
-    with pytest.raises(ValueError, match="'largest variance' is not an identifier"):
-        register_estimator(replace(TOY, name="largest variance"))
-    with pytest.raises(ValueError, match="unknown kind 'model'; known: aleatoric, epistemic, both"):
-        register_estimator(replace(TOY, kind="model"))
-    assert TOY.name not in ESTIMATORS
+    for change, message in (
+        ({"function": ESTIMATORS["total_variance"].function}, "there is an estimator 'largest_variance' already"),
+        ({"name": "largest variance"}, "'largest variance' is not an identifier"),
+        ({"kind": "model"}, "unknown kind 'model'; known: aleatoric, epistemic, both"),
+    ):
+        raises(ValueError, message, register_estimator, replace(toy, **change))
 
 
 def test_items_that_are_left_out_are_as_good_as_not_there():
     queries, gallery = scene(1)
-    lists = [[], [0], [3, 4, 5], *[[int(j)] for j in estimate_nearest(queries, gallery)[3:]]]
-    found = estimate_uncertainty(
-        queries, gallery, MATCHING, without=Relevance.from_lists(lists, n_gallery=M), memory_mb=4 * M * 4 / 2**20
-    )
+    nearest = DISTANCES["csd"].matrix(queries, gallery).argmin(1).tolist()
+    lists = [[], [0], [3, 4, 5], *[[j] for j in nearest[3:]]]
+    without = Relevance.from_lists(lists, n_gallery=M)
+    found = estimate_uncertainty(queries, gallery, MATCHING, without=without, memory_mb=4 * M * 4 / 2**20)
     whole = estimate_uncertainty(queries, gallery, MATCHING)
     for i in range(N):
         for name, value in by_loops(queries[i : i + 1], gallery, left_out=lists[i]).items():
@@ -130,30 +118,14 @@ def test_items_that_are_left_out_are_as_good_as_not_there():
         assert (found[name][3:] != whole[name][3:]).all() == estimator.needs_gallery, name
 
 
-def estimate_nearest(queries, gallery):
-    return DISTANCES["csd"].matrix(queries, gallery).argmin(1).tolist()
-
-
 @pytest.mark.parametrize("rows", [1, 4, 100])
-def test_blocks_of_any_size_give_the_same(rows):
+def test_blocks_of_any_size_give_the_same_and_nothing_larger_is_held(rows, monkeypatch):
     queries, gallery = scene(2)
-    whole = estimate_uncertainty(queries, gallery, MATCHING, memory_mb=100)
+    whole, seen, block = estimate_uncertainty(queries, gallery, MATCHING, memory_mb=100), [], module.Block
+    monkeypatch.setattr(module, "Block", lambda *given: seen.append(len(given[2])) or block(*given))
     for name, values in estimate_uncertainty(queries, gallery, MATCHING, memory_mb=rows * M * 4 / 2**20).items():
         np.testing.assert_allclose(values, whole[name], rtol=1e-4, atol=1e-5, err_msg=name)
-
-
-def test_nothing_of_the_size_n_by_m_is_held(monkeypatch):
-    queries, gallery = scene(3, n=64)
-    seen = []
-    real = module.Block
-
-    def spy(*arguments):
-        seen.append(arguments[2].shape[0])
-        return real(*arguments)
-
-    monkeypatch.setattr(module, "Block", spy)
-    estimate_uncertainty(queries, gallery, MATCHING, memory_mb=8 * M * 4 / 2**20)
-    assert seen == [8] * 8
+    assert max(seen) == min(rows, N) and sum(seen) == N
 
 
 def test_kl_goes_from_image_to_text_in_both_directions():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.errors import UserError
 from sfumato.evaluation.judgements import (
@@ -54,10 +55,8 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, wrong, said):
         read_judgements(path)
     assert said in str(error.value)
     path.write_text("[1]\n")
-    with pytest.raises(UserError, match="line 1: got list, expected an object"):
-        read_judgements(path)
-    with pytest.raises(UserError, match="cannot read"):
-        read_judgements(tmp_path / "none.jsonl")
+    raises(UserError, "line 1: got list, expected an object", read_judgements, path)
+    raises(UserError, "cannot read", read_judgements, tmp_path / "none.jsonl")
 
 
 def test_the_latest_verdict_of_one_judge_counts():
@@ -77,16 +76,13 @@ def test_qrels_are_four_columns_and_come_back(tmp_path):
     lines = (tmp_path / "q").read_text().splitlines()
     assert lines[0] == "a%20dog 0 x%20y.jpg 1" and all(len(line.split()) == 4 for line in lines)
     back = read_qrels(tmp_path / "q", "team")
-    assert [(b.query, b.id, b.yes, b.judge) for b in back] == [
-        ("a dog", "x y.jpg", 1, "team"),
-        ("100% ü", "b", 0, "team"),
-    ]
+    verdicts = [("a dog", "x y.jpg", 1, "team"), ("100% ü", "b", 0, "team")]
+    assert [(b.query, b.id, b.yes, b.judge) for b in back] == verdicts
     assert [b.pair for b in read_verdicts(tmp_path / "q")] == [b.pair for b in back]
     (tmp_path / "q").write_text("301\tQ0\tdoc\t2\n301 0 spam -2\n")
     assert [(b.query, b.id, b.yes) for b in read_qrels(tmp_path / "q")] == [("301", "doc", 1)]
     (tmp_path / "q").write_text("301 0 doc 1\n301 0 doc\n")
-    with pytest.raises(UserError, match="line 2: '301 0 doc' is no line of TREC qrels"):
-        read_qrels(tmp_path / "q")
+    raises(UserError, "line 2: '301 0 doc' is no line of TREC qrels", read_qrels, tmp_path / "q")
 
 
 def lists(n_queries=30, k=12, seed=0):
@@ -144,24 +140,17 @@ def test_figures_by_hand_and_unjudged_hits_are_unknown():
     assert found.precision.value == 0.75 and found.first.value == 0
     assert found.said.value == pytest.approx((0.9 + 3 * 0.4) / 4) and found.excess.value == pytest.approx(0.525 - 0.75)
     assert found.ndcg.value == pytest.approx(1 / math.log2(3)), "the one between is not there"
+    assert condensed_ndcg([1, 0, 1]) == pytest.approx((1 + 1 / 2) / (1 + 1 / math.log2(3)))
+    assert condensed_ndcg([1, 1, 0]) == 1 and math.isnan(condensed_ndcg([0, 0]))
     assert found.calibration_error.value == pytest.approx(0.225), "one bin"
     bare = judged_figures([replace(hit, probability=None) for hit in hits], given)
     assert bare.calibration_error.value is None and bare.precision == found.precision
-    with pytest.raises(UserError, match="none of the hits was judged"):
-        judged_figures(hits, [replace(ONE, query="gone")])
-
-
-def test_intervals_are_over_queries():
-    """Ten hits of one query that agree say less than ten of ten queries."""
+    raises(UserError, "none of the hits was judged", judged_figures, hits, [replace(ONE, query="gone")])
+    # Intervals are over queries: ten hits of one query that agree say less than ten of ten queries.
     many = [ShownHit(f"q{q}", f"{i}", i + 1, 0.5) for q in range(20) for i in range(10)]
     given = [replace(ONE, query=h.query, id=h.id, yes=int(h.query[1:]) % 2, weight=1.0) for h in many]
     found = judged_figures(many, given).precision
     assert found.value == 0.5 and 0.3 < found.high - found.low < 0.6, "20 cases, not 200"
-
-
-def test_ndcg_by_hand():
-    assert condensed_ndcg([1, 0, 1]) == pytest.approx((1 + 1 / 2) / (1 + 1 / math.log2(3)))
-    assert condensed_ndcg([1, 1, 0]) == 1 and math.isnan(condensed_ndcg([0, 0]))
 
 
 def test_the_calibration_error_with_weights():

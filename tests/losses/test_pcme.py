@@ -36,8 +36,8 @@ def test_every_term_is_its_loop(isotropic):
     output = pcme_loss(*pair, MATCH, options, **given)
     expected = 2 * references.pcme(image, text, MATCH.tolist(), 3, 4)
     assert float(output.terms["match"]) == pytest.approx(expected, rel=1e-12)
-    joint = [z for item in image + text for z in item]
-    assert float(output.terms["uniformity"]) == pytest.approx(0.7 * references.uniformity(joint), rel=1e-12)
+    joint = uniformity_by_loops([t for e in pair for t in (e.mean, e.log_var)], eps)
+    assert float(output.terms["uniformity"]) == pytest.approx(0.7 * float(joint), rel=1e-12)
     torch.testing.assert_close(output.terms["vib"], 0.3 * sum(vib_loss(e) for e in pair))
     compressed = pcme_loss(*pair, MATCH, dataclasses.replace(options, sigmoid="compressed"), **given).terms["match"]
     assert float(compressed) == pytest.approx(2 * references.pcme(image, text, MATCH.tolist(), 6, 8), rel=1e-12)
@@ -77,6 +77,8 @@ def test_its_logits_as_a_function_of_csd_are_near_its_own_probability(sigmoid, f
     loss = PCMELoss(PCMEOptions(logit_scale=a, logit_bias=b, sigmoid=sigmoid))
     scale, bias = loss.match_logits()
     assert bias / scale == pytest.approx((b / a) ** 2, rel=1e-5)  # Where a match is as likely as not.
+    for options in (PCMEOptions(logit_bias=-1.0), PCMEOptions(distance="wasserstein2")):
+        assert PCMELoss(options).match_logits() is None
     wrong, right = [], []
     for csd in (0.9, 0.96, 1.0, 1.0167, 1.05, 1.1, 1.2):
         variance = 0.01
@@ -92,11 +94,6 @@ def test_its_logits_as_a_function_of_csd_are_near_its_own_probability(sigmoid, f
         assert true == pytest.approx(0.045, abs=0.005)
         assert 1 / (1 + math.exp(scale * 1.2 - bias)) == pytest.approx(0.037, abs=0.001)
         assert 1 / (1 + math.exp(a * 1.2 - b)) == pytest.approx(0.0010, abs=0.0002)
-
-
-def test_without_a_distance_at_which_a_match_is_likely_or_by_another_distance_it_has_no_logits():
-    assert PCMELoss(PCMEOptions(logit_bias=-1.0)).match_logits() is None
-    assert PCMELoss(PCMEOptions(distance="wasserstein2")).match_logits() is None
 
 
 def uniformity_by_loops(leaves, eps):
@@ -124,13 +121,11 @@ def test_uniformity_in_float32_is_the_loop_in_float64(total_variance, max_pairs)
     leaves = [t.requires_grad_() for pair in zip(means, log_vars, strict=True) for t in pair]
     image, text = GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:])
     loss = PCMELoss(PCMEOptions(beta=0, uniformity_weight=1, n_samples=3))
-    value = loss_of_block(loss, PairBlock.whole(image, text, MATCH.float(), "test"), max_pairs=max_pairs).terms[
-        "uniformity"
-    ]
+    block = PairBlock.whole(image, text, MATCH.float(), "test")
+    value = loss_of_block(loss, block, max_pairs=max_pairs).terms["uniformity"]
     value.backward()
     exact = [t.detach().double().requires_grad_() for t in leaves]
-    seed = zlib.crc32(b"0 0")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(zlib.crc32(b"0 0"))
     eps = [torch.randn((n, 3, d), generator=generator).double() for n in (4, 6)]
     expected = uniformity_by_loops(exact, eps)
     expected.backward()
@@ -143,12 +138,6 @@ def test_uniformity_in_float32_is_the_loop_in_float64(total_variance, max_pairs)
 def parity(shared):
     path = shared / "parity" / "pcme_mc_loss.json"
     return json.loads(path.read_text())["cases"], load_file(path.with_suffix(".safetensors"))
-
-
-def weights(match, d, beta, uniformity):
-    """Options that make our loss the released one over its number of pairs; docs/concepts/losses.md has the rule."""
-    n, m = match.shape
-    return {"beta": beta * d / n, "uniformity_weight": uniformity / (n * m)}
 
 
 def relatively_equal(actual, expected, rtol):
@@ -214,9 +203,9 @@ def test_parity_of_the_original_in_all_terms_with_converted_weights(shared, name
         sides.append(GaussianEmbedding(z.mean(1), head))
         noise.append((z - z.mean(1, keepdim=True)) / (head / 2).exp().unsqueeze(1))
     match = tensors[f"{group}/matched"]
-    options = PCMEOptions(
-        sigmoid="compressed", **weights(match, sides[0].d, case["vib_beta"], case.get("uniform_lambda", 0))
-    )
+    beta = case["vib_beta"] * sides[0].d / match.shape[0]  # docs/concepts/losses.md has the rule.
+    uniformity = case.get("uniform_lambda", 0) / match.numel()
+    options = PCMEOptions(sigmoid="compressed", beta=beta, uniformity_weight=uniformity)
     output = pcme_loss(*sides, match, options, logit_scale=a, logit_bias=b, noise=tuple(noise))
     weighted = {"match": 1, "vib": options.beta, "uniformity": options.uniformity_weight}
     assert set(output.terms) == {key for key, weight in weighted.items() if weight}

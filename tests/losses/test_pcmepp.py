@@ -1,4 +1,4 @@
-"""PCME++ against slow loops, its pseudo-positives by hand, and what its parts must do."""
+"""PCME++ and the bottleneck against slow loops, pseudo-positives by hand, and what its parts must do."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from support.batches import MATCH, batch
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.losses.base import vib_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, pseudo_positives
 from sfumato.matching import match_logit
 
@@ -33,15 +34,18 @@ def test_pcmepp_is_the_loops_by_any_distance(distance):
     )
 
 
-def test_weights_of_zero_leave_terms_out():
-    image, text = batch()
-    full = pcmepp_loss(image, text, MATCH, logit_scale=2.0, logit_bias=1.0)
+def test_weights_of_zero_leave_terms_out_and_pseudo_positives_start_when_they_are_told_to():
+    image, text = batch(dtype=torch.float32)
+    full = PCMEPPLoss()(image, text, MATCH)
     assert set(full.terms) == {"match", "pseudo_positive", "vib"}
-    stats = PCMEPPLoss().double()(image, text, MATCH).stats
-    assert stats["pseudo_positives_i2t"] > 0 and stats["pseudo_positives_t2i"] > 0
+    assert full.stats["pseudo_positives_i2t"] > 0 and full.stats["pseudo_positives_t2i"] > 0
     points = GaussianEmbedding.point(image.mean), GaussianEmbedding.point(text.mean)
-    bare = pcmepp_loss(*points, MATCH, PCMEPPOptions(alpha=0, beta=0), logit_scale=2.0, logit_bias=1.0)
+    bare = PCMEPPLoss(PCMEPPOptions(alpha=0, beta=0))(*points, MATCH)
     assert set(bare.terms) == {"match"} and torch.isfinite(bare.total)
+    late = PCMEPPLoss(PCMEPPOptions(pseudo_positives_from=3))
+    assert "pseudo_positive" not in late(image, text, MATCH, epoch=2).terms
+    assert "pseudo_positive" in late(image, text, MATCH, epoch=3).terms
+    assert "pseudo_positive" in late(image, text, MATCH).terms
 
 
 def test_pseudo_positives_by_hand():
@@ -51,15 +55,6 @@ def test_pseudo_positives_by_hand():
     # Row 0: the truth lies at 3; column 1 is closer, column 2 ties. Row 1: the truth is column 1 at 2.5; everything is
     # closer.
     assert pseudo_positives(distance, match).tolist() == [[1.0, 1.0, 1.0, 0.0], pytest.approx([0.7, 0.7, 0.7, 0.7])]
-
-
-def test_pseudo_positives_start_when_they_are_told_to():
-    loss = PCMEPPLoss(PCMEPPOptions(pseudo_positives_from=3))
-    image, text = batch(dtype=torch.float32)
-    match = MATCH.float()
-    assert "pseudo_positive" not in loss(image, text, match, epoch=2).terms
-    assert "pseudo_positive" in loss(image, text, match, epoch=3).terms
-    assert "pseudo_positive" in loss(image, text, match).terms
 
 
 def test_scale_never_turns_negative_whatever_the_optimiser_does():
@@ -73,3 +68,29 @@ def test_scale_never_turns_negative_whatever_the_optimiser_does():
         assert loss.logits.logit_scale >= 0  # It may underflow to 0, where the loss is constant, and never turns over.
     with pytest.raises(ValueError, match="logit_scale must be above 0, got 0"):
         PCMEPPLoss(PCMEPPOptions(logit_scale=0))
+
+
+def test_vib_by_hand_and_its_guard():
+    assert vib_loss(GaussianEmbedding(torch.ones(1, 4), torch.zeros(1, 4))).item() == pytest.approx(0.5)
+    zeros = torch.zeros(3, 4)
+    assert vib_loss(GaussianEmbedding(zeros, zeros)) == 0
+    assert vib_loss(GaussianEmbedding(zeros, zeros + 1e-3)).item() == pytest.approx(1e-6 / 4, rel=2e-2)
+    image, text = batch()
+    assert vib_loss(image).item() == pytest.approx(references.vib(image.mean.tolist(), image.var.tolist()), rel=1e-12)
+    wide = GaussianEmbedding(image.mean, torch.full_like(image.mean, 12.0))
+    options = PCMEPPOptions(alpha=0, beta=1.0)
+    output = PCMEPPLoss(options).double()(wide, text, MATCH)
+    assert output.stats["vib_ignored"] == 1
+    for same in (output, pcmepp_loss(wide, text, MATCH, options, logit_scale=1.0, logit_bias=1.0)):
+        assert same.terms["vib"].item() == pytest.approx(vib_loss(text).item())
+
+
+def test_a_bottleneck_that_overflows_leaves_no_nan():
+    log_var = torch.tensor([[89.0, 0.0]], requires_grad=True)  # exp(89) is more than float32 holds.
+    image = GaussianEmbedding(torch.zeros(1, 2), log_var)
+    text = GaussianEmbedding(torch.ones(1, 2), torch.zeros(1, 2))
+    match = torch.ones(1, 1)
+    output = PCMEPPLoss(PCMEPPOptions(distance="squared_l2", alpha=0, beta=1.0))(image, text, match)
+    output.total.backward()
+    assert output.stats["vib_ignored"] == 1 and torch.isfinite(output.total)
+    assert log_var.grad.tolist() == [[0.0, 0.0]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.batches import MATCH, batch
 from support.largest import LargestTensor
+from support.raising import raises
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
@@ -120,19 +121,19 @@ def test_sparse_labels_are_dense_labels(name):
             torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_sparse_labels_are_checked():
+def test_sparse_labels_are_checked_and_a_batch_without_a_match_is_refused():
     image, text = batch()
-    with pytest.raises(ValueError, match=r"match must lie in \[0, 1\], got values from 2 to 2"):
-        PCMEPPLoss()(image, text, torch.sparse_coo_tensor([[1, 1], [2, 2]], [1.0, 1.0], (4, 6), check_invariants=True))
-    with pytest.raises(ValueError, match=r"match must have shape \(images, texts\) = \(4, 6\), got \(6, 4\)"):
-        PCMEPPLoss()(image, text, MATCH.T.to_sparse())
-    nothing = torch.zeros(4, 6).to_sparse()
-    assert torch.isfinite(PCMEPPLoss()(image, text, nothing).total)
-    with pytest.raises(ValueError, match="no pair of the batch matches"):
-        LOSSES["infonce"]()(image, text, nothing)
+    twice = torch.sparse_coo_tensor([[1, 1], [2, 2]], [1.0, 1.0], (4, 6), check_invariants=True)
+    raises(ValueError, r"match must lie in \[0, 1\], got values from 2 to 2", PCMEPPLoss(), image, text, twice)
+    shape = r"match must have shape \(images, texts\) = \(4, 6\), got \(6, 4\)"
+    raises(ValueError, shape, PCMEPPLoss(), image, text, MATCH.T.to_sparse())
+    assert torch.isfinite(PCMEPPLoss()(image, text, torch.zeros(4, 6).to_sparse()).total)
+    for name in ("infonce", "triplet"):
+        for nothing in (torch.zeros(4, 6), torch.zeros(4, 6).to_sparse()):
+            raises(ValueError, "no pair of the batch matches", LOSSES[name](), image, text, nothing)
 
 
-def test_gradients_may_be_taken_again_and_by_functions():
+def test_gradients_of_one_side_may_be_taken_again_and_by_functions():
     image, text = batch()
     module = PCMEPPLoss().double()
     loss = lambda mean: module(GaussianEmbedding(mean, image.log_var), text, MATCH).total
@@ -141,25 +142,8 @@ def test_gradients_may_be_taken_again_and_by_functions():
     first, second = (torch.autograd.grad(total, mean, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
     torch.testing.assert_close(torch.func.grad(loss)(image.mean), first, rtol=1e-12, atol=1e-14)
-
-
-def test_a_side_without_gradient_needs_none():
-    tensors = leaves(batch())
-    loss = PCMEPPLoss(PCMEPPOptions(beta=0)).double()
-    _, (_, _, text_mean, _, *_) = value_and_gradients(loss, tensors, MATCH, 2**20)
-    image, text = embeddings(tensors)
-    loss(image.detach(), text, MATCH).total.backward()
-    assert tensors[0].grad is None
-    torch.testing.assert_close(tensors[2].grad, text_mean, rtol=1e-12, atol=1e-14)
-
-
-def test_a_block_without_texts_has_a_gradient_of_its_images_only():
-    tensors = leaves(batch(dtype=torch.float32))
-    image, text = embeddings(tensors)
-    block = PairBlock(image[:0], text[:0], image, text, MATCH[:0].float(), MATCH.T[:0].float())
-    loss = PCMEPPLoss(PCMEPPOptions(beta=0))
-    loss.part(block, torch.tensor([24.0], dtype=torch.float64)).total.backward()
-    assert all(t.grad.eq(0).all() for t in tensors)
+    _, (of_both, *_) = value_and_gradients(module, leaves((image, text)), MATCH, 2**20)
+    torch.testing.assert_close(of_both, first, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", ["pcmepp", "infonce"])

@@ -1,25 +1,29 @@
-"""Tables worked by hand, loops, scikit-learn and scipy, and how often a 95 % interval holds the truth."""
+"""Correlations, areas and resamples: tables worked by hand, loops and scipy."""
 
 import itertools
 
 import numpy as np
 import pytest
 import scipy
+import torch
+from support.raising import raises
 
 from sfumato.metrics import bootstrap as measures
 from sfumato.metrics.bootstrap import (
     Interval,
     _row_ranks,
     auroc,
+    average_ranks,
     balanced_spearman,
     bootstrap,
     mean_statistic,
     on_all,
+    pearson,
     percentile_interval,
     resampled_balanced_spearman,
     spearman,
 )
-from sfumato.metrics.reliability import RecallByUncertainty
+from sfumato.metrics.reliability import RecallByUncertainty, wilson_interval
 
 aurc, excess_aurc, prediction_rejection_ratio, risk_at_coverage = (
     lambda u, e, *given, statistic=statistic: on_all(statistic(u, e, *given), len(u))
@@ -42,16 +46,12 @@ def scene(seed, n=57, levels=8):
 def test_auroc_by_hand_and_by_pairs():
     assert auroc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([0, 0, 1, 1])) == 0.875
     assert auroc(np.array([1.0, 2.0, 3.0]), np.array([True, False, False])) == 0
+    assert auroc(np.array([-np.inf, -np.inf, 0.0, np.inf]), np.array([0, 1, 0, 1])) == pytest.approx(0.625)
     for seed in range(5):
         score, positive = scene(seed)
         pairs = [(p > q) + 0.5 * (p == q) for p, q in itertools.product(score[positive == 1], score[positive == 0])]
         assert auroc(score, positive) == pytest.approx(np.mean(pairs), abs=1e-12)
         assert auroc(-score, positive) == pytest.approx(1 - np.mean(pairs), abs=1e-12)
-
-
-def test_infinite_scores_keep_their_place():
-    assert auroc(np.array([-np.inf, -np.inf, 0.0, np.inf]), np.array([0, 1, 0, 1])) == pytest.approx(0.625)
-    assert aurc(np.full(4, -np.inf), np.array([1.0, 0, 0, 1])) == pytest.approx(0.5)
 
 
 def test_aurc_by_hand():
@@ -66,9 +66,12 @@ def test_aurc_by_hand():
     assert prediction_rejection_ratio(np.zeros(4), error) == pytest.approx(0, abs=1e-12)
     assert prediction_rejection_ratio(-error, error) < -0.5
     assert aurc(np.zeros(4), error) == pytest.approx(0.5)
-    assert [risk_at_coverage(uncertainty, error, c) for c in (0.25, 0.26, 0.5, 0.6, 1.0)] == pytest.approx(
-        [0, 1 / 2, 1 / 2, 1 / 3, 1 / 2]
-    )
+    assert aurc(np.full(4, -np.inf), error) == pytest.approx(0.5)
+    for coverage, risk in ((0.25, 0), (0.26, 1 / 2), (0.5, 1 / 2), (0.6, 1 / 3), (1.0, 1 / 2)):
+        assert risk_at_coverage(uncertainty, error, coverage) == pytest.approx(risk)
+    # 0.1 * 30 is a little more than 3: three items, none of which is wrong.
+    error = np.r_[np.zeros(3), np.ones(27)]
+    assert [risk_at_coverage(np.arange(30.0), error, coverage) for coverage in (0.1, 0.101)] == [0, 0.25]
 
 
 def test_aurc_with_ties_is_the_mean_over_all_orders():
@@ -82,13 +85,6 @@ def test_aurc_with_ties_is_the_mean_over_all_orders():
     assert np.ptp(areas) > 0.05
     assert aurc(uncertainty, error) == pytest.approx(np.mean(areas), abs=1e-12)
     assert risk_at_coverage(uncertainty, error, 0.5) == pytest.approx(np.mean(risks), abs=1e-12)
-
-
-def test_coverage_is_rounded_up_and_not_by_floating_point():
-    # 0.1 * 30 is a little more than 3: three items, none of which is wrong.
-    error = np.r_[np.zeros(3), np.ones(27)]
-    assert risk_at_coverage(np.arange(30.0), error, 0.1) == 0
-    assert risk_at_coverage(np.arange(30.0), error, 0.101) == 0.25
 
 
 def plain_statistic(function, *arrays):
@@ -120,10 +116,8 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items():
         "deciles": (measures.decile_statistic(distinct, error), plain_statistic(deciles, distinct, error)),
     }  # fmt: skip
     for groups in (None, np.arange(len(x)) // 5):
-        fast, plain = (
-            bootstrap({name: pair[k] for name, pair in pairs.items()}, len(x), n_resamples=40, groups=groups)
-            for k in (0, 1)
-        )
+        sides = ({name: pair[k] for name, pair in pairs.items()} for k in (0, 1))
+        fast, plain = (bootstrap(side, len(x), n_resamples=40, groups=groups) for side in sides)
         for name, ours in fast.items():
             assert ours.low < ours.high, name
             assert tuple(vars(ours).values()) == pytest.approx(tuple(vars(plain[name]).values()), abs=1e-10), name
@@ -137,28 +131,6 @@ def test_intervals_of_a_mean_are_scipys_and_those_of_theory():
     error = values.std() / 20
     assert abs(ours.low - theirs.low) < 0.25 * error and abs(ours.high - theirs.high) < 0.25 * error
     assert ours.low == pytest.approx(values.mean() - 1.96 * error, abs=0.3 * error)
-
-
-def test_95_percent_intervals_hold_the_truth_95_times_in_a_hundred():
-    # 300 data sets; a binomial with p = 0.95 (0.94 for the percentile method at n = 150) has a deviation of 1.3 %:
-    # outside of [0.90, 0.985] in fewer than 1 of 1,000 seeds (and the seed is fixed). The true AUROC of N(1,1) against
-    # N(0,1) is 0.7602.
-    ground_truth, random, held = scipy.stats.norm.cdf(1 / np.sqrt(2)), np.random.default_rng(0), 0
-    for _ in range(300):
-        positive = random.random(150) < 0.4
-        score = random.normal(size=150) + positive
-        found = bootstrap({"a": measures.auroc_statistic(score, positive)}, 150, n_resamples=400)["a"]
-        held += found.low <= ground_truth <= found.high
-    assert 0.90 <= held / 300 <= 0.985
-
-
-def test_items_that_belong_together_are_resampled_together():
-    # Five equal copies of each of 80 values: the interval is that of 80, about sqrt(5) as wide as if all 400 were
-    # independent.
-    values = np.repeat(np.random.default_rng(2).normal(size=80), 5)
-    alone = bootstrap({"m": mean_statistic(values)}, 400, seed=3)["m"]
-    together = bootstrap({"m": mean_statistic(values)}, 400, seed=3, groups=np.repeat(np.arange(80), 5))["m"]
-    assert (together.high - together.low) / (alone.high - alone.low) == pytest.approx(np.sqrt(5), rel=0.15)
 
 
 def test_resamples_are_seeded_and_common_and_chunks_change_nothing():
@@ -184,9 +156,8 @@ def test_balanced_resamples_are_centred_on_the_balanced_correlation_and_see_ties
     random = np.random.default_rng(4)
     multiplicity = np.concatenate([random.integers(1, 4, 200), random.integers(4, 40, 60)])
     x = np.log(multiplicity) + random.normal(size=260)
-    drawn = resampled_balanced_spearman(
-        {"x": x, "flat": np.zeros(260), "same": x}, multiplicity, n_resamples=300, seed=1
-    )
+    measured = {"x": x, "flat": np.zeros(260), "same": x}
+    drawn = resampled_balanced_spearman(measured, multiplicity, n_resamples=300, seed=1)
     assert drawn["x"].shape == (300,) and (drawn["x"] == drawn["same"]).all() and np.isnan(drawn["flat"]).all()
     # 300 resamples: the mean is within five standard errors of the value on the data, and a bias of 0.03 is allowed for
     # ties.
@@ -197,3 +168,80 @@ def test_balanced_resamples_are_centred_on_the_balanced_correlation_and_see_ties
     assert np.isnan(resampled_balanced_spearman({"x": x}, np.ones(260), n_resamples=3)["x"]).all()
     values, chosen = random.integers(0, 4, 30), random.integers(0, 30, (20, 11))
     np.testing.assert_array_equal(_row_ranks(values, chosen), scipy.stats.rankdata(values[chosen], axis=1) - 1)
+
+
+@pytest.mark.parametrize("levels", [2, 4, 50, 10**9])
+def test_correlations_equal_scipys(levels):
+    random = np.random.default_rng(levels)
+    for _ in range(10):
+        x = random.integers(0, levels, 37)
+        y = x * random.integers(0, 2, 37) + random.integers(0, levels, 37)
+        assert spearman(x, y) == pytest.approx(scipy.stats.spearmanr(x, y).statistic, abs=1e-12)
+        np.testing.assert_allclose(average_ranks(x), scipy.stats.rankdata(x) - 1)
+        assert pearson(x, y) == pytest.approx(scipy.stats.pearsonr(x, y).statistic, abs=1e-12)
+    assert np.isnan(spearman(np.zeros(5), np.arange(5))) and np.isnan(spearman(np.array([1.0]), np.array([2.0])))
+    raises(ValueError, "must be equal", pearson, np.zeros(3), np.zeros(4))
+
+
+def test_recall_by_uncertainty_worked_by_hand():
+    uncertainty = np.array([5.0, 1.0, 3.0, 2.0, 4.0, 9.0, 9.0])
+    hit = np.array([0, 1, 0, 1, 1, 0, np.nan])
+    result = RecallByUncertainty.of(torch.from_numpy(uncertainty), hit, n_bins=3)
+    # Without the NaN: in order 1 2 | 3 4 | 5 9, hits 1 1 | 0 1 | 0 0.
+    assert result.bins == [
+        {"uncertainty": 1.5, "recall": 1.0, "count": 2},
+        {"uncertainty": 3.5, "recall": 0.5, "count": 2},
+        {"uncertainty": 7.0, "recall": 0.0, "count": 2},
+    ]
+    assert result.correlation == pytest.approx(-1)
+    assert result.spearman == pytest.approx(scipy.stats.spearmanr(uncertainty[:6], hit[:6]).statistic)
+    assert result == RecallByUncertainty(**vars(result)) and "6 queries in 3 groups" in repr(result)
+
+
+def test_ten_bins_of_equal_size_and_none_rather_than_nan():
+    uncertainty = np.random.default_rng(0).permutation(1003) / 1003
+    rises = RecallByUncertainty.of(uncertainty, (uncertainty > 0.55).astype(float))
+    assert [b["count"] for b in rises.bins] == [101] * 3 + [100] * 7 and rises.correlation > 0.8
+    constant = RecallByUncertainty.of(np.zeros(20), np.arange(20) % 2)
+    assert constant.correlation is None and constant.spearman is None
+    few = RecallByUncertainty.of(np.array([1.0, 2.0]), np.array([1.0, 0.0]))
+    assert [b["count"] for b in few.bins] == [1, 1]
+
+
+def test_balanced_spearman_hears_the_rare_ambiguous_items():
+    # 500 items of multiplicity 1 and 2 with noise in x, and 5 in each higher power of two where x follows exactly.
+    random = np.random.default_rng(3)
+    multiplicity = np.concatenate([random.integers(1, 3, 500), np.repeat(2 ** np.arange(2, 8), 5)])
+    x = np.where(multiplicity > 2, multiplicity, random.normal(1.5, 1.0, len(multiplicity)))
+    plain, balanced = spearman(x, multiplicity), balanced_spearman(x, multiplicity, per_bin=5)
+    assert balanced > 0.8 > 0.5 > plain
+
+
+def test_balanced_spearman_is_exact_when_every_bin_is_taken_whole_and_seeded_otherwise():
+    random = np.random.default_rng(4)
+    multiplicity, x = random.integers(1, 40, 60), random.normal(size=60)
+    assert balanced_spearman(x, multiplicity, per_bin=60, n_sets=3) == pytest.approx(
+        scipy.stats.spearmanr(x, multiplicity).statistic
+    )
+    draws = [balanced_spearman(x, multiplicity, per_bin=3, n_sets=7, seed=s) for s in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+    assert np.isnan(balanced_spearman(x, np.ones(60)))
+
+
+def test_the_figure_has_each_group_with_its_interval():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    u = np.arange(40.0)
+    found = RecallByUncertainty.of(u, (u < 24).astype(float), n_bins=4)
+    axes = found.plot()
+    line = axes.lines[0]
+    assert line.get_xdata().tolist() == [1, 2, 3, 4] and line.get_ydata().tolist() == [1.0, 1.0, 0.4, 0.0]
+    [bars] = [c for c in axes.collections if len(c.get_segments()) == 4]
+    ends = [tuple(segment[:, 1]) for segment in bars.get_segments()]
+    assert ends == [pytest.approx(wilson_interval(r, 10)) for r in (1.0, 1.0, 0.4, 0.0)]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["4.5", "14.5", "24.5", "34.5"]
+    assert f"{found.correlation:.2f}" in axes.get_title(loc="left") and found.plot(axes) is axes
+    odd = RecallByUncertainty.of(np.array([1.0, np.inf]), np.ones(2), n_bins=2).plot()
+    assert odd.get_xticklabels()[1].get_text() == "∞"
+    assert "correlation of group and recall undefined" in odd.get_title(loc="left")

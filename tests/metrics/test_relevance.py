@@ -1,5 +1,5 @@
 import numpy as np
-import pytest
+from support.raising import raises
 
 from sfumato.metrics.relevance import Relevance
 
@@ -31,15 +31,16 @@ def test_lists_pairs_and_dense_agree():
 
 
 def test_bad_positions_are_named():
-    with pytest.raises(ValueError, match=r"gallery position is outside of 0\.\.2 \(found 1\.\.3\)"):
-        Relevance.from_lists([[1, 3]], n_gallery=3)
-    with pytest.raises(ValueError, match="query position"):
-        Relevance.from_pairs(np.array([-1]), np.array([0]), n_queries=1, n_gallery=1)
-    with pytest.raises(ValueError, match="must be equal"):
-        Relevance.from_pairs(np.array([0, 0]), np.array([0]), n_queries=1, n_gallery=1)
+    for rows, columns, message in (
+        ([0, 0], [1, 3], r"gallery position is outside of 0\.\.2 \(found 1\.\.3\)"),
+        ([-1], [0], "query position"),
+        ([0, 0], [0], "must be equal"),
+    ):
+        pairs = np.array(rows), np.array(columns)
+        raises(ValueError, message, Relevance.from_pairs, *pairs, n_queries=1, n_gallery=3)
     for wrong in ([1], [0, -1]):
-        with pytest.raises(ValueError, match="give each query one number, at least 0"):
-            Relevance.from_lists([[0], [1]], n_gallery=2, n_outside=np.array(wrong))
+        message, outside = "give each query one number, at least 0", np.array(wrong)
+        raises(ValueError, message, Relevance.from_lists, [[0], [1]], n_gallery=2, n_outside=outside)
 
 
 def test_items_outside_of_the_gallery_count_in_totals_and_stay_with_their_query():

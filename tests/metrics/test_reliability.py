@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import pytest
 import scipy
@@ -15,16 +16,25 @@ from sfumato.metrics.reliability import (
 )
 
 
-def test_worked_by_hand():
-    probability = torch.tensor([0.0, 0.1, 0.5, 0.6, 0.9, 1.0])
-    match = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
-    curve = reliability_curve(probability, match, n_bins=2, binning="width")
-    assert [b["count"] for b in curve] == [2, 4]
-    assert [b["probability"] for b in curve] == pytest.approx([0.05, 0.75])
-    assert [b["observed"] for b in curve] == pytest.approx([0.5, 0.75])
-    ece = expected_calibration_error(probability, match, n_bins=2, binning="width")
-    assert ece == pytest.approx(2 / 6 * 0.45)
-    assert brier_score(probability, match) == pytest.approx((0.81 + 0.25 + 0.16 + 0.01) / 6)
+@pytest.mark.parametrize(
+    ("binning", "probability", "match", "bins", "ece"),
+    [  # (count, mean probability, observed)
+        ("width", [0.0, 0.1, 0.5, 0.6, 0.9, 1.0], [0, 1, 0, 1, 1, 1], [(2, 0.05, 0.5), (4, 0.75, 0.75)], 0.9 / 6),
+        ("width", [0.9, 0.01, 0.02, 0.03, 0.04], [1, 0, 0, 0, 1], [(4, 0.025, 0.25), (1, 0.9, 1)], 0.2),
+        ("count", [0.9, 0.01, 0.02, 0.03, 0.04], [1, 0, 0, 0, 1], [(3, 0.02, 0), (2, 0.47, 1)], (0.06 + 1.06) / 5),
+    ],
+)
+def test_bins_worked_by_hand(binning, probability, match, bins, ece):
+    probability, match = torch.tensor(probability), torch.tensor(match, dtype=torch.float32)
+    curve = reliability_curve(probability, match, n_bins=2, binning=binning)
+    assert [tuple(b[key] for key in ("count", "probability", "observed")) for b in curve] == list(
+        map(pytest.approx, bins)
+    )
+    assert expected_calibration_error(probability, match, n_bins=2, binning=binning) == pytest.approx(ece)
+    by_default = expected_calibration_error(probability, match, n_bins=2)
+    assert by_default == expected_calibration_error(probability, match, n_bins=2, binning="count")
+    slow = sum((p - y) ** 2 for p, y in zip(probability.tolist(), match.tolist(), strict=True)) / len(match)
+    assert brier_score(probability, match) == pytest.approx(slow)
 
 
 def test_bad_input_is_named():
@@ -32,25 +42,10 @@ def test_bad_input_is_named():
     raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([1.5]), good)
     raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([torch.nan]), good)
     raises(ValueError, "n_bins", reliability_curve, good, good, n_bins=0)
+    raises(ValueError, "unknown binning 'mass'; known: width, count", reliability_curve, good, good, binning="mass")
     for function in (reliability_curve, brier_score):
         raises(ValueError, r"must be \(k,\)", function, torch.zeros(2), torch.zeros(3))
     raises(ValueError, "got no probabilities", expected_calibration_error, torch.zeros(0), torch.zeros(0))
-
-
-def test_bins_of_equal_count_by_hand():
-    probability = torch.tensor([0.9, 0.01, 0.02, 0.03, 0.04])
-    match = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0])
-    curve = reliability_curve(probability, match, n_bins=2, binning="count")
-    assert [b["count"] for b in curve] == [3, 2]
-    assert [b["probability"] for b in curve] == pytest.approx([0.02, 0.47])
-    assert [b["observed"] for b in curve] == pytest.approx([0.0, 1.0])
-    by_count = expected_calibration_error(probability, match, n_bins=2, binning="count")
-    assert by_count == pytest.approx((3 * 0.02 + 2 * 0.53) / 5)
-    assert by_count == expected_calibration_error(probability, match, n_bins=2), "bins with equally many by default"
-    by_width = expected_calibration_error(probability, match, n_bins=2, binning="width")
-    assert by_width == pytest.approx((4 * 0.225 + 0.1) / 5) and by_width != by_count
-    with pytest.raises(ValueError, match="unknown binning 'mass'; known: width, count"):
-        reliability_curve(probability, match, binning="mass")
 
 
 def test_intervals_and_tails_of_binomials_are_scipys():
@@ -66,17 +61,9 @@ def test_intervals_and_tails_of_binomials_are_scipys():
             assert binomial_tail(k, n, p) == pytest.approx(right, rel=1e-9, abs=1e-12), (k, n, p)
 
 
-def test_bounds_by_hand():
-    # Hoeffding's form for no loss at all: (1 - limit)^n; Bentkus' is e times that.
-    assert mean_loss_p_value(0.0, 10, 0.3) == pytest.approx(0.7**10)
-    assert mean_loss_p_value(0.3, 10, 0.3) == mean_loss_p_value(0.0, 0, 0.3) == 1
-
-
-@pytest.mark.parametrize("shape", [(0.5, 2.0), (8.0, 32.0), (0.02, 0.08)])
-def test_p_values_of_mean_losses_are_valid(shape):
-    # Beta losses of mean 0.2 against a limit of 0.2: at most a tenth of 2,000 p-values is below 0.1, up to 4.5 standard
-    # errors.
-    losses = scipy.stats.beta.rvs(*shape, size=(2000, 60), random_state=1)
-    rejected = sum(mean_loss_p_value(float(row.mean()), 60, 0.2) <= 0.1 for row in losses) / 2000
-    assert rejected <= 0.1 + 4.5 * 0.0067
-    assert mean_loss_p_value(0.1, 200, 0.2) < 0.01
+@pytest.mark.parametrize("loss, n, limit", [(0.0, 10, 0.3), (0.1, 30, 0.2), (0.17, 600, 0.2), (0.19, 5000, 0.2)])
+def test_p_values_of_mean_losses_are_scipys_bounds_of_hoeffding_and_bentkus(loss, n, limit):
+    hoeffding = math.exp(-n * scipy.stats.entropy([loss, 1 - loss], [limit, 1 - limit]))
+    bentkus = math.e * scipy.stats.binom.cdf(math.ceil(n * loss - 1e-9), n, limit)
+    assert mean_loss_p_value(loss, n, limit) == pytest.approx(min(hoeffding, bentkus, 1), rel=1e-9)
+    assert mean_loss_p_value(limit, n, limit) == mean_loss_p_value(0.0, 0, limit) == 1

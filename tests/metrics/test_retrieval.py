@@ -89,12 +89,6 @@ def test_an_accelerator_agrees_with_the_processor():
     np.testing.assert_array_equal(relevant_ranks(distance.cuda(), relevance), relevant_ranks(distance, relevance))
 
 
-def test_any_type_of_distance_is_ranked():
-    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64):
-        distance = torch.tensor([[3.0, 1.0, 2.0, 1.0]]).to(dtype)
-        assert relevant_ranks(distance, Relevance.from_lists([[0, 1, 3]], n_gallery=4)).tolist() == [3, 0, 1], dtype
-
-
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 2040, 2041, 8 * 255 * 3 + 5])
 def test_the_last_of_a_long_gallery_has_the_largest_rank(m):
     # Counts in bytes would overflow from 255 words of 8 bytes.
@@ -104,7 +98,10 @@ def test_the_last_of_a_long_gallery_has_the_largest_rank(m):
     assert relevant_ranks(torch.zeros(1, m), relevance).tolist() == ([0] if m == 1 else [0, m - 1])
 
 
-def test_infinite_distances_rank_last_and_nan_is_refused():
+def test_any_type_of_distance_is_ranked_infinite_ones_last_and_nan_is_refused():
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64):
+        distance = torch.tensor([[3.0, 1.0, 2.0, 1.0]]).to(dtype)
+        assert relevant_ranks(distance, Relevance.from_lists([[0, 1, 3]], n_gallery=4)).tolist() == [3, 0, 1], dtype
     relevance = Relevance.from_lists([[0, 2]], n_gallery=3)
     assert relevant_ranks(torch.tensor([[torch.inf, 1.0, torch.inf]]), relevance).tolist() == [1, 2]
     raises(ValueError, "NaN", relevant_ranks, torch.tensor([[0.0, torch.nan, 1.0]]), relevance)
@@ -146,23 +143,21 @@ def test_extreme_integers_keep_their_order():
     assert ranks_from_scores(scores, relevance, better="smaller").tolist() == [0, 4, 1, 3, 2]
 
 
-def test_blocks_of_a_memmap_are_small(tmp_path):
-    scores = np.lib.format.open_memmap(tmp_path / "scores.npy", "w+", np.float32, (10, 256))
-    blocks = score_blocks(scores, better="larger", memory_mb=4 / 1024)
-    assert [(start, len(block)) for start, block in blocks] == [(0, 4), (4, 4), (8, 2)]
-
-
-def test_bad_scores_are_refused():
+def test_bad_scores_are_refused_and_blocks_are_small():
     relevance = Relevance.from_lists([[0]], n_gallery=3)
-    with pytest.raises(ValueError, match="better is 'higher'; say 'larger'"):
-        ranks_from_scores(np.zeros((1, 3)), relevance, better="higher")
-    with pytest.raises(ValueError, match="1 columns for a gallery of 3"):
-        ranks_from_scores(np.zeros((1, 3)), relevance, better="larger", queries="columns")
-    raises(ValueError, "2 columns for a gallery of 3", ranks_from_scores, np.zeros((1, 2)), relevance, better="larger")
-    raises(ValueError, r"shape \(3,\)", list, score_blocks(np.zeros(3), better="larger"))
-    for wrong in (np.zeros((1, 3), complex), np.full((1, 3), "a"), np.zeros((1, 3), np.uint64)):
-        raises(ValueError, "expected real numbers", ranks_from_scores, wrong, relevance, better="larger")
-    raises(ValueError, "NaN", ranks_from_scores, np.array([[0, np.nan, 1]]), relevance, better="larger")
+    for scores, given, message in (
+        (np.zeros((1, 3)), {"better": "higher"}, "better is 'higher'; say 'larger'"),
+        (np.zeros((1, 3)), {"queries": "columns"}, "1 columns for a gallery of 3"),
+        (np.zeros((1, 2)), {}, "2 columns for a gallery of 3"),
+        (np.zeros(3), {}, r"shape \(3,\)"),
+        (np.zeros((1, 3), complex), {}, "expected real numbers"),
+        (np.full((1, 3), "a"), {}, "expected real numbers"),
+        (np.zeros((1, 3), np.uint64), {}, "expected real numbers"),
+        (np.array([[0, np.nan, 1]]), {}, "NaN"),
+    ):
+        raises(ValueError, message, ranks_from_scores, scores, relevance, **{"better": "larger", **given})
+    blocks = score_blocks(np.zeros((10, 256), np.float32), better="larger", memory_mb=4 / 1024)
+    assert [(start, len(block)) for start, block in blocks] == [(0, 4), (4, 4), (8, 2)]
 
 
 def test_whole_lists_give_the_ranks_of_the_distances():
@@ -186,17 +181,19 @@ def test_short_lists_give_exactly_what_they_determine_and_refuse_the_rest():
     result = retrieval_metrics(ranks, relevance, depth=depth, names=wanted)
     whole, _ = ranks_from_lists([[3, 4, 0, 1, 2], [2, 0, 1, 3, 4], [0, 1, 2, 3, 4]], relevance)
     assert result == retrieval_metrics(whole, relevance, names=wanted)
-    with pytest.raises(ValueError, match=r"query 0 holds 2 of 5 items, but recall@3 needs 3 \(2 of 2 lists"):
-        retrieval_metrics(ranks, relevance, depth=depth, names=["recall@1", "recall@3"])
-    ranks, depth = ranks_from_lists([[4], [0, 1], []], relevance)
-    with pytest.raises(ValueError, match=r"query 0 holds 1 of 5 items, but r_precision needs 2 \(1 of 2"):
-        retrieval_metrics(ranks, relevance, depth=depth, names=["r_precision"])
-    with pytest.raises(ValueError, match=r"query 1 holds 2 of 5 items, but the rank of its best item needs 5"):
-        retrieval_metrics(ranks, relevance, depth=depth, names=["median_rank"])
-    raises(ValueError, "needs", retrieval_metrics, ranks, relevance, depth=depth)
-
-
-def test_whole_lists_are_fine_for_any_k_and_for_items_that_nothing_can_find():
+    for lists, names, message in (
+        (
+            [[3, 4], [2, 0], []],
+            ["recall@1", "recall@3"],
+            r"query 0 holds 2 of 5 items, but recall@3 needs 3 \(2 of 2 lists",
+        ),
+        ([[4], [0, 1], []], ["r_precision"], r"query 0 holds 1 of 5 items, but r_precision needs 2 \(1 of 2"),
+        ([[4], [0, 1], []], ["median_rank"], "query 1 holds 2 of 5 items, but the rank of its best item needs 5"),
+        ([[4], [0, 1], []], ALL_METRICS, "needs"),
+    ):
+        ranks, depth = ranks_from_lists(lists, relevance)
+        raises(ValueError, message, retrieval_metrics, ranks, relevance, depth=depth, names=names)
+    # Whole lists are fine for any k, and for items that nothing can find.
     relevance = Relevance.from_lists([[0, 1]], n_gallery=3, n_outside=np.array([4]))
     ranks, depth = ranks_from_lists([[1, 2, 0]], relevance)
     result = retrieval_metrics(ranks, relevance, names=("recall@10", "r_precision", "map@r"), depth=depth)

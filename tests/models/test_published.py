@@ -172,7 +172,7 @@ def test_parity_prolip_class_statistics(prolip):
 
 
 def test_logits_of_prolip_are_read_as_logits_of_csd(prolip):
-    """That both are equal is tested with the loss, in losses/test_prolip.py."""
+    """That both are equal is tested with the loss, in losses/test_contrastive.py."""
     folder, _, _, outputs = prolip
     published = load_pretrained(folder)
     scale, bias = (outputs[f"out64/logit_{name}"].item() for name in ("scale", "bias"))

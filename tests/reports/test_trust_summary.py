@@ -25,10 +25,14 @@ def said(capsys, **changes):
     return folded(capsys.readouterr().out)
 
 
-def test_probabilities_that_hold_are_to_be_shown(capsys):
+def test_probabilities_that_hold_are_to_be_shown_and_a_model_at_chance_gets_no_advice_at_all(capsys):
     assert HITS.verdict == "holds"
     words = said(capsys)
     assert "; show it; it holds for queries" in words and "at chance" not in words
+    assert "it holds" in said(capsys, recall=Interval(0.4, None, None)), "without resamples the value decides"
+    words = said(capsys, above_chance=False, recall=Interval(0.01, 0.005, 0.015))
+    assert "rely on nothing: the model does not rank better than chance here" in words
+    assert "show it" not in words
 
 
 @pytest.mark.parametrize("recall", [Interval(0.012, 0.008, 0.016), Interval(0.01, None, None), Interval(0.0, 0.0, 0.0)])
@@ -36,13 +40,3 @@ def test_first_hits_at_chance_are_named_instead_of_show_it(capsys, recall):
     words = said(capsys, recall=recall)
     assert "do not show it; the first hits are at chance" in words and "it holds" not in words
     assert "rely on nothing" not in words
-
-
-def test_without_resamples_the_value_decides(capsys):
-    assert "it holds" in said(capsys, recall=Interval(0.4, None, None))
-
-
-def test_a_model_at_chance_gets_no_advice_at_all(capsys):
-    words = said(capsys, above_chance=False, recall=Interval(0.01, 0.005, 0.015))
-    assert "rely on nothing: the model does not rank better than chance here" in words
-    assert "show it" not in words

@@ -108,6 +108,16 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recipe.parent
 
 
+@pytest.fixture(scope="session")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A manifest of photographs, and the folder of a model of transformers that matches them; to be read, or copied."""
+    from support.tiny_models import taught_clip, two_colours
+
+    folder = tmp_path_factory.mktemp("taught")
+    manifest = two_colours(folder)
+    return manifest, taught_clip(folder / "model", manifest)
+
+
 class Command:
     """Runs a command in this process; returns (exit status, standard output, standard error)."""
 

@@ -102,11 +102,6 @@ def pcme(images, texts, match, scale, bias):
     return total / len(images) / len(texts)
 
 
-def uniformity(vectors):
-    values = [-2 * math.dist(x, y) ** 2 for i, x in enumerate(vectors) for y in vectors[:i]]
-    return max(values) + math.log(sum(math.exp(v - max(values)) for v in values) / len(values))
-
-
 def match_dispersion(vectors):
     unit = [[a / math.sqrt(sum(b * b for b in v)) for a in v] for v in vectors]
     values = [1 - sum(a * b for a, b in zip(x, y, strict=True)) for x in unit for y in unit]

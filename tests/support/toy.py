@@ -1,13 +1,18 @@
 """A tiny data set of coloured shapes, and a tiny recipe for it: a run takes a second or two."""
 
 import itertools
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
 from sfumato.models.build import save_state
+from sfumato.models.recipe import Recipe
 
 COLOURS = ("red", "green", "blue", "orange", "black", "purple")
 SHAPES = ("circle", "square", "cross", "bar")
@@ -68,15 +73,29 @@ def assert_same_tensors(a: Path, b: Path) -> None:
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-def stop_after_checkpoint_of(epoch):
-    """Stands in for save_state, and interrupts the run right after an epoch's checkpoint."""
+def assert_same_runs(a: Path, b: Path) -> None:
+    """Both end with the same bits."""
+    for name in ("last.safetensors", "model.safetensors"):
+        assert_same_tensors(a / name, b / name)
+
+
+def log_of(run: Path) -> list[dict[str, Any]]:
+    """The figures of each epoch."""
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def fit_until(recipe: Recipe, folder: Path, stop: Callable[[dict[str, Any]], bool]) -> None:
+    """A run that is interrupted right after it has saved a state of which this is true."""
+    from sfumato.training.loop import fit
 
     def save(path, modules, optimiser, about):
         save_state(path, modules, optimiser, about)
-        if path.name == "last.safetensors" and about["epoch"] == epoch:
+        if path.name == "last.safetensors" and stop(about):
             raise KeyboardInterrupt
 
-    return save
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("sfumato.training.saving.save_state", save)
+        fit(recipe, folder)
 
 
 def make_two_methods(folder: Path) -> Path:

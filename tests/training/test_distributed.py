@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from support.process_group import gradients_of_losses
 from support.processes import command, process_group
-from support.toy import make_toy
+from support.toy import log_of, make_toy
 
 from sfumato.losses import LOSSES
 from sfumato.models.process_group import PeerLostError, ProcessGroup, _answered, alone
@@ -84,7 +84,7 @@ def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path, sfumato
     recipe = make_toy(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     said = succeed(2, command, "train", recipe, "--out", whole, *HALF)
-    lines = [json.loads(line) for line in (whole / "log.jsonl").read_text().splitlines()]
+    lines = log_of(whole)
     assert [line["epoch"] for line in lines] == list(range(12)) and lines[1]["val/score"] > 0
     # On some processors the tiny model has learnt too little to be calibrated, and says so, once.
     assert (whole / "calibration.json").exists() != any("are not calibrated" in each for each in said)

@@ -12,10 +12,10 @@ import filelock
 import pytest
 import torch
 from support.processes import Started, command
-from support.toy import assert_same_tensors, make_toy
+from support.raising import raises
+from support.toy import assert_same_runs, fit_until, log_of, make_toy
 
 from sfumato.errors import UserError
-from sfumato.models.build import save_state
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
@@ -38,7 +38,7 @@ def run(toy):
 
 def test_a_run_leaves_what_is_needed_and_learns(run):
     folder, result = run
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = log_of(folder)
     assert [line["epoch"] for line in lines] == [0, 1, 2]
     assert "pseudo_positives_i2t" not in lines[0] and lines[1]["pseudo_positives_i2t"] >= 0
     assert {"logit_scale", "logit_bias", "total_variance/text", "gradient_norm", "val/rsum"} <= lines[-1].keys()
@@ -66,30 +66,18 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
     ],
     ids=["moving-average", "mean", "float16"],
 )
-def test_resumed_within_epochs_equals_uninterrupted(toy, tmp_path, monkeypatch, capsys, overrides):
+def test_resumed_within_epochs_equals_uninterrupted(toy, tmp_path, capsys, overrides):
     """Stopped after a part of the first epoch and of the second: the same bits as without any interruption."""
     fit(load_recipe(toy, overrides), tmp_path / "whole")
     recipe = load_recipe(toy, [*overrides, "train.save_minutes=1e-9"])
-    for place in ((-1, 1), (0, 2)):
-
-        def stop(path, modules, optimiser, about, place=place):
-            save_state(path, modules, optimiser, about)
-            if "part" in about and (about["epoch"], about["part"]["step"]) == place:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr("sfumato.training.saving.save_state", stop)
-            with pytest.raises(KeyboardInterrupt):
-                fit(recipe, tmp_path / "parts")
+    for epoch, step in ((-1, 1), (0, 2)):
+        stop = lambda about, place=(epoch, step): (about["epoch"], about.get("part", {}).get("step")) == place
+        fit_until(recipe, tmp_path / "parts", stop)
     fit(recipe, tmp_path / "parts")
     said = capsys.readouterr().err
     assert all(f"resuming in epoch {n} of 3, after step {n} of 3" in said for n in (1, 2))
-    for name in ("last.safetensors", "model.safetensors"):
-        assert_same_tensors(tmp_path / "whole" / name, tmp_path / "parts" / name)
-    whole, parts = (
-        [json.loads(line) | {"seconds": 0} for line in (tmp_path / run / "log.jsonl").read_text().splitlines()]
-        for run in ("whole", "parts")
-    )
+    assert_same_runs(tmp_path / "whole", tmp_path / "parts")
+    whole, parts = ([line | {"seconds": 0} for line in log_of(tmp_path / run)] for run in ("whole", "parts"))
     assert whole == parts and ("loss_scale" in whole[0]) == ("train.precision=float16" in overrides)
 
 
@@ -99,9 +87,8 @@ def test_an_epoch_in_work_is_saved_by_time(toy, tmp_path, monkeypatch):
     for minutes, parts in ((0, 0), (10, 0), (1e-9, 2)):
         saved.clear()
         fit(load_recipe(toy, ["train.epochs=1", f"train.save_minutes={minutes}"]), tmp_path / str(minutes))
-        assert [about["part"]["step"] for about in map(json.loads, saved) if "part" in about] == list(
-            range(1, 1 + parts)
-        )
+        steps = [about["part"]["step"] for about in map(json.loads, saved) if "part" in about]
+        assert steps == list(range(1, 1 + parts))
 
 
 @pytest.mark.slow
@@ -126,7 +113,7 @@ def test_a_scaled_gradient_that_overflows_float16_skips_its_step_and_halves_the_
     for (scale, weights, skipped), (scale_after, weights_after, _) in itertools.pairwise(seen):
         assert scale_after == scale / (2 if skipped else 1)
         assert torch.equal(weights_after, weights) == skipped
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    lines = log_of(tmp_path / "run")
     assert [line["skipped"] for line in lines] == [sum(skipped for *_, skipped in seen[i : i + 3]) / 3 for i in (0, 3)]
     assert 0 < lines[1]["gradient_norm"] < 1e3  # Of the steps that were made.
     seen.clear()
@@ -153,8 +140,7 @@ def test_sigterm_saves_after_the_step_in_work(toy, run, tmp_path):
     assert status == 128 + signal.SIGTERM and "Traceback" not in said, said
     assert "ended by SIGTERM, saved after step 2 of epoch 1; the same command continues" in " ".join(said.split())
     fit(load_recipe(toy, ["train.save_minutes=1"]), tmp_path / "run")  # How often it is saved may change.
-    for name in ("last.safetensors", "model.safetensors"):
-        assert_same_tensors(run[0] / name, tmp_path / "run" / name)
+    assert_same_runs(run[0], tmp_path / "run")
 
 
 def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
@@ -179,7 +165,7 @@ def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
     assert kills
     for name in ("last.safetensors", "model.safetensors"):
         assert (run[0] / name).read_bytes() == (folder / name).read_bytes()
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = log_of(folder)
     assert [line["epoch"] for line in lines] == [0, 1, 2]
 
 
@@ -222,21 +208,25 @@ def test_one_text_an_image_is_said_before_anything_is_trained(tmp_path, capsys, 
     assert 0 <= said.index("one text an image") < said.index(meaning) < said.index("train:") < said.index("epoch 1/1")
 
 
-def test_a_folder_of_another_recipe_is_refused(toy, run):
-    for overrides, message in (
-        (["optim.lr=0.1"], r"another recipe: optim.lr is 0.002 there and 0.1 here. Give another folder"),
-        (
-            ["optim.lr=0.1", "train.epochs=9"],
-            "optim.lr is 0.002 there and 0.1 here; train.epochs is 3 there and 9 here",
-        ),
-        (["train.epochs=2"], "train.epochs is 3 there and 2 here, and a run can only be extended"),
-    ):
-        with pytest.raises(UserError, match=message):
-            fit(load_recipe(toy, overrides), run[0])
-    with pytest.raises(UserError, match=f"delete that one: rm -r {run[0]}$"):
-        fit(load_recipe(toy, ["optim.lr=0.1"]), run[0])
-    with pytest.raises(UserError, match="not empty"):
-        fit(load_recipe(toy), toy.parent)
+def test_folders_that_a_run_cannot_go_on_in_say_why(toy, run, tmp_path):
+    """Another recipe's, those of no run, one in use, and runs that cannot be extended."""
+    averaged, stripped, locked = (tmp_path / name for name in ("averaged", "stripped", "locked"))
+    fit(load_recipe(toy, ["train.epochs=1", "train.swa_epochs=1"]), averaged)
+    shutil.copytree(run[0], stripped)
+    (stripped / "last.safetensors").unlink()
+    locked.mkdir()
+    lr, shorter = "optim.lr is 0.002 there and 0.1 here", "train.epochs is 3 there and 2 here"
+    with filelock.FileLock(locked / ".lock"):
+        for overrides, folder, message in (
+            (["optim.lr=0.1"], run[0], f"another recipe: {lr}. Give another folder.*delete that one: rm -r {run[0]}$"),
+            (["optim.lr=0.1", "train.epochs=9"], run[0], f"{lr}; train.epochs is 3 there and 9 here"),
+            (["train.epochs=2"], run[0], f"{shorter}, and a run can only be extended"),
+            ([], toy.parent, "not empty"),
+            ([], locked, "another process is training"),
+            (["train.epochs=2", "train.swa_epochs=1"], averaged, "averaged over the last epochs"),
+            (["train.epochs=4"], stripped, "last.safetensors is missing"),
+        ):
+            raises(UserError, message, fit, load_recipe(toy, overrides), folder)
 
 
 def test_an_extended_run_is_the_longer_run_where_the_learning_rate_has_no_schedule(toy, run, tmp_path, capsys):
@@ -245,8 +235,7 @@ def test_an_extended_run_is_the_longer_run_where_the_learning_rate_has_no_schedu
     for one in recipe:
         fit(one, tmp_path / "extended")
     fit(recipe[1], tmp_path / "whole")
-    for name in ("model.safetensors", "last.safetensors"):
-        assert_same_tensors(tmp_path / "extended" / name, tmp_path / "whole" / name)
+    assert_same_runs(tmp_path / "extended", tmp_path / "whole")
     assert "extended from 1 to 2 epochs" in capsys.readouterr().err
     fit(recipe[1], tmp_path / "extended")
     said = capsys.readouterr().err
@@ -254,16 +243,6 @@ def test_an_extended_run_is_the_longer_run_where_the_learning_rate_has_no_schedu
     shutil.copytree(run[0], tmp_path / "cosine")
     fit(load_recipe(toy, ["train.epochs=4"]), tmp_path / "cosine")
     assert "it is 25% of its peak, where the former schedule ended at 0%" in capsys.readouterr().err
-
-
-def test_runs_that_cannot_be_extended_say_why(toy, run, tmp_path):
-    fit(load_recipe(toy, ["train.epochs=1", "train.swa_epochs=1"]), tmp_path / "averaged")
-    with pytest.raises(UserError, match="averaged over the last epochs"):
-        fit(load_recipe(toy, ["train.epochs=2", "train.swa_epochs=1"]), tmp_path / "averaged")
-    shutil.copytree(run[0], tmp_path / "stripped")
-    (tmp_path / "stripped" / "last.safetensors").unlink()
-    with pytest.raises(UserError, match="last.safetensors is missing"):
-        fit(load_recipe(toy, ["train.epochs=4"]), tmp_path / "stripped")
 
 
 def test_a_run_is_found_from_any_folder(toy, tmp_path, monkeypatch):
@@ -278,25 +257,11 @@ def test_a_run_is_found_from_any_folder(toy, tmp_path, monkeypatch):
     assert load_split(load_run(tmp_path / "run").model, saved.data, "test").data.image_ids
 
 
-def test_a_first_attempt_with_a_wrong_path_does_not_lock_the_folder(tmp_path):
-    recipe = make_toy(tmp_path)
-    with pytest.raises(UserError, match="there is no nowhere"):
-        fit(load_recipe(recipe, ["data.path=nowhere"]), tmp_path / "run")
+def test_a_first_attempt_with_wrong_data_does_not_lock_the_folder(tmp_path):
+    recipe, only = make_toy(tmp_path), tmp_path / "only"
+    shutil.copytree(tmp_path / "data", only / "test")
+    for path, message in (("nowhere", "there is no nowhere"), (only, "no split 'train'; it has test")):
+        raises(UserError, message, fit, load_recipe(recipe, [f"data.path={path}"]), tmp_path / "run")
     (tmp_path / "run" / ".last.safetensors.x.tmp").write_bytes(b"left by a killed writer")
     assert fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "run")["epochs"] == 1
     assert not list((tmp_path / "run").glob(".*.tmp"))
-
-
-def test_two_processes_do_not_train_in_one_folder(toy):
-    folder = toy.parent / "locked"
-    folder.mkdir()
-    with filelock.FileLock(folder / ".lock"), pytest.raises(UserError, match="another process is training"):
-        fit(load_recipe(toy), folder)
-
-
-def test_data_without_a_training_split_is_refused(tmp_path):
-    recipe = make_toy(tmp_path)
-    (tmp_path / "only").mkdir()
-    (tmp_path / "data").rename(tmp_path / "only" / "test")
-    with pytest.raises(UserError, match="no split 'train'; it has test"):
-        fit(load_recipe(recipe, [f"data.path={tmp_path / 'only'}"]), tmp_path / "run")

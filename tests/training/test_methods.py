@@ -1,18 +1,12 @@
-"""Every method learns a small world with its heads and its loss; runs of what no table of the papers trains."""
-
-import json
+"""Every method learns a small world with its heads and its loss; test_published_recipes.py trains the recipes."""
 
 import pytest
 import torch
-from support.tiny_models import tiny_architecture
-from support.toy import make_toy
 
 from sfumato.encoders.encoder_protocol import TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.models.build import build_loss
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.models.run import load_run
-from sfumato.training.loop import fit
 
 METHODS = {
     "pcmepp": ("emoji-pcmepp",), "infonce": ("emoji-infonce",), "vse++": ("emoji-vsepp",),
@@ -60,26 +54,3 @@ def test_a_method_learns_a_small_world(method):
         distance = loss.distance.matrix(*(head(side) for head, side in zip(heads, small_world(200, 0), strict=True)))
     own = torch.arange(200)
     assert min((distance.argmin(dim) == own).float().mean() for dim in (0, 1)) > 0.6
-
-
-# test_published_recipes.py trains every recipe of the papers.
-RUNS = {
-    "daa": ["data.graded=true", "loss.name=daa", "loss.sum_epochs=2", "model.variance=false"],
-    "clip towers with unc": [
-        *(f'model.{side}={{ kind = "clip", architecture = "ViT-Ti/16", variance_token = true, {own} }}'
-          for side, own in (("image", "size = 16"), ("text", "max_tokens = 8"))),
-        *("model.pooling=token", "optim.name=adamp", "optim.layer_decay=0.7", "optim.freeze_image_epochs=1"),
-        *("optim.warmup_epochs=0", "augment.text_tokens=0.2", "augment.mixed_share=0.25"),
-        *("augment.label_smoothing=1e-4", "train.swa_epochs=1"),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("method", RUNS)
-def test_a_run_of_a_method_of_no_table_learns(method, tmp_path, monkeypatch):
-    tiny_architecture(monkeypatch)
-    recipe = load_recipe(make_toy(tmp_path), [*RUNS[method], "optim.lr=5e-3", "train.epochs=3"])
-    fit(recipe, tmp_path / "run")
-    first, *_, last = (json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines())
-    assert last["loss"] < first["loss"] and last["val/t2i/recall@10"] > 0 and last["gradient_norm"] > 0
-    assert load_run(tmp_path / "run").model.embed_texts(["giraffe"]).d == 16

@@ -1,18 +1,17 @@
 """How far a step goes: groups, learning rates, freezing, schedule and clipping against tables worked by hand."""
 
 import itertools
-import json
 import math
 
 import pytest
 import torch
-from support.toy import make_toy
+from support.toy import log_of, make_toy
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.encoder_protocol import Encoder, Inputs
-from sfumato.encoders.feature_rows import FeatureInput, RegionEncoder
+from sfumato.encoders.feature_rows import RegionEncoder
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder, WordEncoder
 from sfumato.encoders.towers import DualEncoder, Tower
@@ -115,6 +114,18 @@ def test_learning_rates_are_counted_from_the_top_whatever_the_depth():
         assert max(g["lr"] for g in optimiser.param_groups if g["lr"] != 20) == 1.0
 
 
+DECAYS = [
+    "image.encoder.embeddings.patch_embedding.weight", "image.encoder.embeddings.position_embedding.weight",
+    "text.encoder.embeddings.token_embedding.weight", "text.encoder.mean_blocks.0.self_attn.k_proj.weight",
+    "image.head.mean.linear.weight",
+]  # fmt: skip
+STAYS = [
+    "image.encoder.embeddings.class_embedding", "image.encoder.norm_in.weight", "image.encoder.norm_in.bias",
+    "text.encoder.shared_blocks.0.layer_norm2.weight", "text.encoder.mean_blocks.0.mlp.fc1.bias",
+    "text.head.log_var.linear.bias",
+]  # fmt: skip
+
+
 def test_matrices_alone_decay_and_every_parameter_is_in_one_group():
     model, loss = clip_model(), LOSSES["pcmepp"]()
     optimiser = build_optimiser(model, loss, OptimConfig(weight_decay=0.3, layer_decay=0.7))
@@ -122,64 +133,26 @@ def test_matrices_alone_decay_and_every_parameter_is_in_one_group():
     everything = [*model.parameters(), *loss.parameters()]
     assert sorted(held) == sorted(id(p) for p in everything) and len(set(held)) == len(held)
     decay = {name: options_of(optimiser, p)[1] for name, p in model.named_parameters()}
-    for name in (
-        "image.encoder.embeddings.patch_embedding.weight",
-        "image.encoder.embeddings.position_embedding.weight",
-        "text.encoder.embeddings.token_embedding.weight",
-        "text.encoder.mean_blocks.0.self_attn.k_proj.weight",
-        "image.head.mean.linear.weight",
-    ):
-        assert decay[name] == 0.3, name
-    for name in (
-        "image.encoder.embeddings.class_embedding",
-        "image.encoder.norm_in.weight",
-        "image.encoder.norm_in.bias",
-        "text.encoder.shared_blocks.0.layer_norm2.weight",
-        "text.encoder.mean_blocks.0.mlp.fc1.bias",
-        "text.head.log_var.linear.bias",
-    ):
-        assert decay[name] == 0, name
+    assert {decay[name] for name in DECAYS} == {0.3} and {decay[name] for name in STAYS} == {0}
     assert [options_of(optimiser, p)[1] for p in loss.parameters()] == [0, 0]
 
 
-def test_a_step_of_adamw_moves_every_parameter_as_far_as_the_table_says():
+def test_a_step_of_adamw_moves_every_parameter_as_far_as_its_rate_and_the_schedules_factor_say():
     """AdamW's first step is p (1 - lr decay) - lr sign(g) for any size of g; lr includes the schedule's factor."""
     model, loss = clip_model(), LOSSES["pcmepp"]()
-    config = OptimConfig(
-        lr=1e-2, layer_decay=0.5, image_lr_multiplier=0.5, logits_lr_multiplier=2, weight_decay=0.1, eps=1e-16
-    )
-    optimiser = build_optimiser(model, loss, config)
-    rates = {  # Times the factor of 0.25 below.
-        "image.encoder.shared_blocks.0.mlp.fc1.weight": 1e-2 * 0.5 * 0.125,
-        "image.encoder.shared_blocks.1.mlp.fc1.bias": 1e-2 * 0.5 * 0.25,
-        "image.encoder.variance_blocks.0.mlp.fc1.weight": 1e-2 * 0.5 * 0.5,
-        "text.encoder.shared_blocks.0.mlp.fc1.weight": 1e-2 * 0.25,
-        "text.head.mean.linear.weight": 1e-2,
-        "text.head.mean.linear.bias": 1e-2,
-    }
+    optimiser = build_optimiser(model, loss, OptimConfig(lr=1e-2, layer_decay=0.5, weight_decay=0.1, eps=1e-16))
+    everything = [*model.parameters(), *loss.parameters()]
+    rates = [options_of(optimiser, p) for p in everything]
     for _ in range(3):  # What was set before does not compound.
         set_learning_rate(optimiser, 0.25)
     generator = torch.Generator().manual_seed(3)
-    before = {name: model.get_parameter(name).detach().clone() for name in rates}
-    for parameter in [*model.parameters(), *loss.parameters()]:
+    before = [p.detach().clone() for p in everything]
+    for parameter in everything:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
-    scale = loss.logits.logit_bias.detach().clone()
     optimiser.step()
-    for name, rate in rates.items():
-        parameter = model.get_parameter(name)
-        decay = 0.1 if parameter.ndim > 1 else 0.0
-        expected = before[name] * (1 - 0.25 * rate * decay) - 0.25 * rate * parameter.grad.sign()
-        torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=2e-7, msg=lambda m, n=name: f"{n}: {m}")
-    bias = loss.logits.logit_bias
-    torch.testing.assert_close(bias.detach(), scale - 0.25 * 2e-2 * bias.grad.sign(), rtol=0, atol=1e-6)
-
-
-def test_encoders_without_blocks_have_the_multiplier_alone():
-    model = DualEncoder(*(Tower(None, FeatureInput(4, 0.0), GaussianHead(4, 3)) for _ in "it"))
-    model.image.encoder.extra = torch.nn.Linear(2, 2)
-    optimiser = build_optimiser(model, LOSSES["infonce"](), OptimConfig(lr=1.0, layer_decay=0.5, image_lr_multiplier=3))
-    assert options_of(optimiser, model.image.encoder.extra.weight)[0] == 3
-    assert options_of(optimiser, model.image.head.mean.linear.weight)[0] == 1
+    for parameter, (rate, decay), start in zip(everything, rates, before, strict=True):
+        expected = start * (1 - 0.25 * rate * decay) - 0.25 * rate * parameter.grad.sign()
+        torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-6)
 
 
 # Freezing -------------------------------------------------------------------------------------------------------------
@@ -189,25 +162,24 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
     model, loss = clip_model(), LOSSES["pcmepp"]()
     optimiser = build_optimiser(model, loss, OptimConfig(lr=1e-2, weight_decay=0.5))
 
-    def step():
+    def moved():
+        """The names of what a step changes."""
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
         optimiser.zero_grad()
         image, text = model(Inputs(torch.rand(4, 3, 8, 8)), Inputs(torch.randint(0, 20, (4, 6))))
         loss(image, text, torch.eye(4)).total.backward()
         optimiser.step()
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
 
-    start = step()  # So that there are moments, which would go on moving a parameter whose gradient is merely zero.
+    moved()  # So that there are moments, which would go on moving a parameter whose gradient is merely zero.
+    resting = {n for n, _ in model.named_parameters() if n.startswith("image.encoder.") and "variance_blocks" not in n}
+    matrices = {n for n, _ in model.named_parameters() if n.endswith(("mlp.fc1.weight", "linear.weight"))}
     freeze_encoder(model.image.encoder, True)
-    assert all(p.grad is None for n, p in model.image.encoder.named_parameters() if not n.startswith("variance_"))
-    frozen = step()
-    moved = {name for name in start if not torch.equal(start[name], frozen[name])}
-    resting = {n for n in start if n.startswith("image.encoder.") and "variance_blocks" not in n}
-    assert len(resting) > 20 and not moved & resting
-    assert {n for n in start if n.endswith(("mlp.fc1.weight", "linear.weight"))} - resting <= moved
-    assert "image.encoder.variance_blocks.0.self_attn.v_proj.weight" in moved
+    frozen = moved()
+    assert len(resting) > 20 and not frozen & resting and matrices - resting <= frozen
+    assert "image.encoder.variance_blocks.0.self_attn.v_proj.weight" in frozen
     freeze_encoder(model.image.encoder, False)
-    again = step()
-    assert all(not torch.equal(frozen[n], again[n]) for n in resting if n.endswith("fc1.weight"))
+    assert matrices <= moved()
 
 
 def test_only_pre_trained_parameters_are_frozen():
@@ -324,29 +296,25 @@ def with_gradients(*gradients):
     return parameters
 
 
-def test_gradients_are_clipped_at_a_joint_norm_of_two():
-    assert check_recipe({"name": "x"}, "here").optim.clip_norm == 2
-    parameters = with_gradients([3.0, 0.0], [4.0])  # Norm 5 over both.
-    assert clip_gradients(iter(parameters), 2.0) == pytest.approx(5)
-    torch.testing.assert_close(parameters[0].grad, torch.tensor([1.2, 0.0]))
-    torch.testing.assert_close(parameters[1].grad, torch.tensor([1.6]))
-    small = with_gradients([1.2], [-1.5])  # Norm 1.92.
-    assert clip_gradients(small, 2.0) == pytest.approx(math.hypot(1.2, 1.5))
-    assert small[0].grad.equal(torch.tensor([1.2])) and small[1].grad.equal(torch.tensor([-1.5]))
-
-
-def test_clip_norm_zero_only_measures_and_infinity_is_told():
-    parameters = with_gradients([300.0], [400.0])
-    assert clip_gradients(parameters, 0.0) == pytest.approx(500)
-    assert parameters[1].grad.equal(torch.tensor([400.0]))
+def test_gradients_are_clipped_at_a_joint_norm():
+    """Zero only measures, and infinity is told."""
+    for norm, given, measured, left in (
+        (2.0, [[3.0, 0.0], [4.0]], 5, [[1.2, 0.0], [1.6]]),
+        (2.0, [[1.2], [-1.5]], math.hypot(1.2, 1.5), [[1.2], [-1.5]]),
+        (0.0, [[300.0], [400.0]], 500, [[300.0], [400.0]]),
+    ):
+        parameters = with_gradients(*given)
+        assert clip_gradients(iter(parameters), norm) == pytest.approx(measured)
+        for parameter, gradient in zip(parameters, left, strict=True):
+            torch.testing.assert_close(parameter.grad, torch.tensor(gradient))
     assert clip_gradients(with_gradients([math.inf, 1.0]), 2.0) == math.inf
     assert math.isnan(clip_gradients(with_gradients([math.nan]), 0.0))
 
 
 def test_a_run_clips_all_that_it_trains_before_each_step(tmp_path, monkeypatch):
     """The norm over both towers and the match logits together; the log has those before."""
-    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=2", "optim.clip_norm=0.01"])
-    norms = []
+    recipe, norms = load_recipe(make_toy(tmp_path), ["train.epochs=2", "optim.clip_norm=0.01"]), []
+    assert check_recipe({"name": "x"}, "here").optim.clip_norm == 2
 
     def spy(model, loss, config):
         optimiser = build_optimiser(model, loss, config)
@@ -357,6 +325,6 @@ def test_a_run_clips_all_that_it_trains_before_each_step(tmp_path, monkeypatch):
 
     monkeypatch.setattr(learner, "build_optimiser", spy)
     loop.fit(recipe, tmp_path / "run")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    lines = log_of(tmp_path / "run")
     assert len(norms) >= 4 and norms == pytest.approx([0.01] * len(norms), rel=1e-3)
     assert all(line["gradient_norm"] > 0.05 for line in lines)

@@ -6,9 +6,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from support.tiny_models import taught_clip, two_colours
 
-from sfumato.cli import app
 from sfumato.data.images import Problems
 from sfumato.encoders import package_weights
 from sfumato.encoders.joint import joint_backbone
@@ -17,7 +15,7 @@ from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe, save_recipe
 from sfumato.models.run import load_run
 from sfumato.training import loop as module
-from sfumato.training.loop import preferred_recipe, what_to_expect
+from sfumato.training.loop import fit, preferred_recipe, what_to_expect
 
 OWN, CLIP = "own-pictures", "own-pictures-clip"
 
@@ -72,27 +70,18 @@ def test_where_weights_are(monkeypatch, tmp_path):
     assert where_weights_are("nobody/nothing") == "cache"
 
 
-@pytest.fixture(scope="module")
-def taught(tmp_path_factory):
-    """A manifest of photographs, and the folder of a model that matches them."""
-    pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    folder = tmp_path_factory.mktemp("taught")
-    manifest = two_colours(folder)
-    return manifest, str(taught_clip(folder / "model", manifest))
-
-
 @pytest.mark.slow
 def test_training_keeps_the_embeddings_of_the_model(taught, tmp_path, monkeypatch):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
     manifest, folder = taught
     backbones = [f"model.{side}.backbone={folder}" for side in ("image", "text")]
     for out, more in (("points", []), ("gaussians", ["model.variance=true", "loss.name=pcmepp", "loss.alpha=0"])):
-        command = ["train", CLIP, f"data.path={manifest}", "model.dim=8", *backbones, "train.epochs=2", *more]
-        app([*command, "--out", str(tmp_path / out)], standalone_mode=False)
+        changes = [f"data.path={manifest}", "model.dim=8", *backbones, "train.epochs=2", *more]
+        fit(load_recipe(find_recipe(CLIP), changes), tmp_path / out)
         run = load_run(tmp_path / out)
         prepared = load_split(run.model, run.recipe.data, "test", Problems())
         images, _ = embed_split(run.model, prepared)
-        raw = joint_backbone(folder, "image")([source.read_bytes() for source in prepared.data.images])
+        raw = joint_backbone(str(folder), "image")([source.read_bytes() for source in prepared.data.images])
         expected = torch.nn.functional.normalize(torch.from_numpy(np.concatenate(raw)), dim=1)
         torch.testing.assert_close(images.mean, expected)
         assert bool(images.log_var.isneginf().all()) == (out == "points")
@@ -106,13 +95,10 @@ def test_without_validation_images_the_captions_kept_back_calibrate(taught, tmp_
     for k, line in enumerate(lines):
         words, number = line.pop("caption").rsplit(" ", 1)
         line["captions"] = [f"{words} {number}", *(f"{words} {100 + 4 * k + more}" for more in range(4))]
-    manifest = manifest.with_name("five-captions.jsonl")
+    manifest = manifest.with_name("five-captions.jsonl")  # Beside its photographs.
     manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
     backbones = [f"model.{side}.backbone={folder}" for side in ("image", "text")]
     everything = ["data.val_fraction=0", "data.test_fraction=0", "train.epochs=1", "model.dim=8"]
-    app(
-        ["train", CLIP, f"data.path={manifest}", *backbones, *everything, "--out", str(tmp_path / "run")],
-        standalone_mode=False,
-    )
+    fit(load_recipe(find_recipe(CLIP), [f"data.path={manifest}", *backbones, *everything]), tmp_path / "run")
     run = load_run(tmp_path / "run")
     assert run.calibration.metadata["split"] == "wordings" and run.calibration.t2i.scores.n_gallery == 300

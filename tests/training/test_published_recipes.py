@@ -131,14 +131,8 @@ def small(recipe, folder):
 
 
 def inline(values):
-    text = {True: "true", False: "false"}
-    return (
-        "{ "
-        + ", ".join(
-            f"{k} = {text.get(v, json.dumps(v)) if isinstance(v, bool) else json.dumps(v)}" for k, v in values.items()
-        )
-        + " }"
-    )
+    """A table of TOML."""
+    return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
 
 
 @pytest.mark.slow

@@ -4,14 +4,15 @@ import json
 
 import pytest
 from support.pictures import write_tar
-from support.toy import assert_same_tensors, make_toy
+from support.toy import assert_same_runs, fit_until, log_of, make_toy
 
 from sfumato.data.images import Problems
-from sfumato.models.build import save_state
+from sfumato.data.shards import ShardBatch
 from sfumato.models.embed import load_splits
 from sfumato.models.process_group import alone
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
+from sfumato.training.batches import Augmentation, ShardBatches
 from sfumato.training.loop import fit
 
 
@@ -41,14 +42,13 @@ def toy(tmp_path_factory):
 def trained(toy):
     """(folder, what the training returned)."""
     recipe, stream, _ = toy
-    folder = recipe.parent / "run"
-    return folder, fit(load_recipe(recipe, stream), folder)
+    return recipe.parent / "run", fit(load_recipe(recipe, stream), recipe.parent / "run")
 
 
 @pytest.mark.slow
 def test_a_stream_trains_validates_and_resumes(trained):
     folder, result = trained
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = log_of(folder)
     assert result["best_score"] > 0 and lines[-1]["loss/match"] < lines[0]["loss/match"]
     assert load_run(folder).calibrated
     assert load_run(folder).model.text.processor.tokenizer.token_to_id("circle") is not None
@@ -58,9 +58,6 @@ def test_a_stream_trains_validates_and_resumes(trained):
 def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept_separate(
     toy, trained, equal_texts, matches
 ):
-    from sfumato.data.shards import ShardBatch
-    from sfumato.training.batches import Augmentation, ShardBatches
-
     recipe, _, splits = toy
     model = load_run(trained[0]).model
     pictures = [image.read_bytes() for image in splits["train"].images[:4]]
@@ -75,7 +72,7 @@ def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept
 
 
 @pytest.mark.slow
-def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path, monkeypatch):
+def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path):
     recipe, stream, splits = toy
     write_shards(splits["train"], tmp_path / "data")
     more = ("1.jpg", b"no picture"), ("1.txt", b"a red circle"), ("2.txt", b"no picture at all")
@@ -85,17 +82,7 @@ def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path, monkeypa
     assert result["problems"] == len(listed) and {place.rpartition("!")[2] for place in listed} == {"1", "2"}
     # Also by a run that was interrupted and does not decode again what it had done.
     overrides = [*stream, f"data.path={tmp_path}/data/*.tar", "train.epochs=1", "train.save_minutes=1e-9"]
-
-    def stop(path, modules, optimiser, about):
-        save_state(path, modules, optimiser, about)
-        if about["part"]["step"] == 23:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("sfumato.training.saving.save_state", stop)
-        with pytest.raises(KeyboardInterrupt):
-            fit(load_recipe(recipe, overrides), tmp_path / "parts")
+    fit_until(load_recipe(recipe, overrides), tmp_path / "parts", lambda about: about["part"]["step"] == 23)
     assert fit(load_recipe(recipe, overrides), tmp_path / "parts")["problems"] == len(listed)
     assert (tmp_path / "parts" / "problems.jsonl").read_text() == (tmp_path / "run" / "problems.jsonl").read_text()
-    for name in ("last.safetensors", "model.safetensors"):
-        assert_same_tensors(tmp_path / "run" / name, tmp_path / "parts" / name)
+    assert_same_runs(tmp_path / "run", tmp_path / "parts")

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.raising import raises
 from support.tiny_models import tiny_resnet
-from support.toy import assert_same_tensors, make_toy, stop_after_checkpoint_of
+from support.toy import assert_same_runs, fit_until, make_toy
 
 from sfumato.encoders.scratch import WordEncoder
 from sfumato.errors import UserError
@@ -32,10 +33,8 @@ def vectors_file(folder):
 
 def test_a_run_needs_its_file_of_word_vectors_once(tmp_path, capsys):
     toy, path = make_toy(tmp_path), vectors_file(tmp_path)
-    recipe = load_recipe(
-        toy, [GRU, f"model.text.vectors={path}", "model.text.freeze=true", "train.epochs=1", "train.ema_decay=0.5"]
-    )
-    fit(recipe, tmp_path / "run")
+    changes = [GRU, f"model.text.vectors={path}", "model.text.freeze=true", "train.epochs=1", "train.ema_decay=0.5"]
+    fit(load_recipe(toy, changes), tmp_path / "run")
     # Twelve words: six colours, four shapes, "a", "in", "some".
     assert f"2 of 13 words of the training texts start from {path}" in capsys.readouterr().err
     path.unlink()
@@ -113,18 +112,14 @@ def test_in_the_first_stage_backbone_and_word_vectors_rest_and_in_the_second_all
     assert factors[1] + factors[2] == pytest.approx([0.1 * cosine(k / 2 / steps) for k in range(2 * steps)])
 
 
-def test_a_run_interrupted_between_its_stages_resumes_to_the_same_bits(tmp_path, monkeypatch):
+def test_a_run_interrupted_between_its_stages_resumes_to_the_same_bits(tmp_path):
     recipe = pcme(tmp_path)
     fit(recipe, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr("sfumato.training.saving.save_state", stop_after_checkpoint_of(0))
-        with pytest.raises(KeyboardInterrupt):
-            fit(recipe, tmp_path / "parts")
+    fit_until(recipe, tmp_path / "parts", lambda about: about["epoch"] == 0)
     shutil.rmtree(tmp_path / "resnet")
     (tmp_path / "glove.3d.txt").unlink()
     fit(recipe, tmp_path / "parts")
-    assert_same_tensors(tmp_path / "whole" / "last.safetensors", tmp_path / "parts" / "last.safetensors")
-    assert_same_tensors(tmp_path / "whole" / "model.safetensors", tmp_path / "parts" / "model.safetensors")
+    assert_same_runs(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_run_folder_moved_elsewhere_is_enough_to_embed_and_to_export(tmp_path):
@@ -138,20 +133,16 @@ def test_a_run_folder_moved_elsewhere_is_enough_to_embed_and_to_export(tmp_path)
         shutil.rmtree(tmp_path / gone)
     (tmp_path / "glove.3d.txt").unlink()
     for model in (load_run(elsewhere).model, load_model(export_run(elsewhere, tmp_path / "given")).model):
-        for first, second in (
-            (model.embed_images([picture]), before.embed_images([picture])),
-            (model.embed_texts(texts), before.embed_texts(texts)),
-        ):
+        for embed, items in (("embed_images", [picture]), ("embed_texts", texts)):
+            first, second = (getattr(one, embed)(items) for one in (model, before))
             assert torch.equal(first.mean, second.mean) and torch.equal(first.log_var, second.log_var)
     assert str(tmp_path) not in (tmp_path / "given" / "config.json").read_text()
     assert load_file(elsewhere / "model.safetensors")["model/text.encoder.words.weight"].shape == (14, 3)
 
 
 def test_without_a_validation_split_a_run_states_probabilities_of_csd(tmp_path):
-    fit(
-        pcme(tmp_path, "data.val_fraction=0", "train.epochs=2", "loss.logit_scale=15", "loss.logit_bias=15"),
-        tmp_path / "run",
-    )
+    changes = "data.val_fraction=0", "train.epochs=2", "loss.logit_scale=15", "loss.logit_bias=15"
+    fit(pcme(tmp_path, *changes), tmp_path / "run")
     run = load_run(tmp_path / "run")
     a, b = (float(getattr(run.loss.logits, name).detach()) for name in ("logit_scale", "logit_bias"))
     assert run.distance == "csd" and not run.calibrated
@@ -159,16 +150,16 @@ def test_without_a_validation_split_a_run_states_probabilities_of_csd(tmp_path):
     assert abs(run.logit_bias - b) > 5
 
 
-def test_a_free_scale_that_crosses_zero_stops_the_run(tmp_path):
-    recipe = load_recipe(make_toy(tmp_path), ["loss.free_scale=true", "optim.logits_lr_multiplier=1e4"])
-    with pytest.raises(DivergedError, match=r"epoch 1, step \d+: the free scale of the match logits is -"):
-        fit(recipe, tmp_path / "run")
-
-
-def test_infonce_keeps_its_scale_below_the_largest(tmp_path):
-    given = ["loss.infonce_weight=1", "loss.infonce_scale=5", "loss.infonce_largest_scale=5.001"]
-    fit(load_recipe(make_toy(tmp_path), [*given, "optim.logits_lr_multiplier=100", "train.epochs=2"]), tmp_path / "run")
+def test_infonce_keeps_its_scale_below_the_largest_and_a_free_scale_that_crosses_zero_stops_the_run(tmp_path):
+    toy, given = (
+        make_toy(tmp_path),
+        ["loss.infonce_weight=1", "loss.infonce_scale=5", "loss.infonce_largest_scale=5.001"],
+    )
+    fit(load_recipe(toy, [*given, "optim.logits_lr_multiplier=100", "train.epochs=2"]), tmp_path / "run")
     assert load_run(tmp_path / "run").loss.infonce.logits.logit_scale <= 5.0011
+    recipe = load_recipe(toy, ["loss.free_scale=true", "optim.logits_lr_multiplier=1e4"])
+    message = r"epoch 1, step \d+: the free scale of the match logits is -"
+    raises(DivergedError, message, fit, recipe, tmp_path / "free")
 
 
 def test_what_would_have_no_effect_is_refused(tmp_path):
@@ -181,5 +172,4 @@ def test_what_would_have_no_effect_is_refused(tmp_path):
         (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase changes pixels"),
         (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words changes the texts"),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=message):
-            load_recipe(toy, overrides)
+        raises(UserError, message, load_recipe, toy, overrides)

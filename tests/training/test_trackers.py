@@ -6,19 +6,13 @@
 Run with tensorboard 2.21.0, wandb 0.31.0 (offline) and mlflow-skinny 3.17.2 (in a folder).
 """
 
-import json
-
 import pytest
-from support.toy import make_toy
+from support.toy import log_of, make_toy
 
 from sfumato import fit
 from sfumato.models.recipe import load_recipe
 
 CHANGES = ["train.epochs=2"]
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def numbers(line):
@@ -30,23 +24,25 @@ def test_a_callback_gets_every_epoch_once(tmp_path):
     seen = []
     fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "run", on_epoch=seen.append)
     fit(load_recipe(recipe, CHANGES), tmp_path / "run", on_epoch=seen.append)
-    assert seen == lines(tmp_path / "run") and [line["epoch"] for line in seen] == [0, 1]
+    assert seen == log_of(tmp_path / "run") and [line["epoch"] for line in seen] == [0, 1]
     assert {"loss", "seconds", "logit_scale"} <= seen[0].keys()
+
+
+def trained(tmp_path, tracker):
+    """The folder of a run with a tracker."""
+    fit(load_recipe(make_toy(tmp_path), [*CHANGES, f"train.tracker={tracker}"]), tmp_path / "run")
+    return tmp_path / "run"
 
 
 def test_tensorboard_has_the_figures(tmp_path):
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    fit(load_recipe(make_toy(tmp_path), [*CHANGES, "train.tracker=tensorboard"]), tmp_path / "run")
-    events = reading.EventAccumulator(str(tmp_path / "run/tensorboard"))
+    run = trained(tmp_path, "tensorboard")
+    events = reading.EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    for key in numbers(lines(tmp_path / "run")[-1]):
-        found = [(event.step, event.value) for event in events.Scalars(key)]
-        expected = [
-            (line["epoch"], pytest.approx(float(line[key]), rel=1e-5))
-            for line in lines(tmp_path / "run")
-            if key in line
-        ]
-        assert found == expected, key
+    for key in numbers(log_of(run)[-1]):
+        found = {event.step: event.value for event in events.Scalars(key)}
+        expected = {line["epoch"]: float(line[key]) for line in log_of(run) if key in line}
+        assert found == pytest.approx(expected, rel=1e-5), key
 
 
 def test_wandb_has_the_figures_offline(tmp_path, monkeypatch):
@@ -61,9 +57,9 @@ def test_wandb_has_the_figures_offline(tmp_path, monkeypatch):
         return run
 
     monkeypatch.setattr(wandb, "init", init)
-    fit(load_recipe(make_toy(tmp_path), [*CHANGES, "train.tracker=wandb"]), tmp_path / "run")
-    assert logged == [(line["epoch"], numbers(line)) for line in lines(tmp_path / "run")]
-    assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
+    run = trained(tmp_path, "wandb")
+    assert logged == [(line["epoch"], numbers(line)) for line in log_of(run)]
+    assert list(run.glob("wandb/offline-run-*/*.wandb"))
 
 
 def test_mlflow_has_the_figures(tmp_path, monkeypatch):
@@ -71,8 +67,7 @@ def test_mlflow_has_the_figures(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlruns'}")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file:{tmp_path / 'mlruns'}")
-    fit(load_recipe(make_toy(tmp_path), [*CHANGES, "train.tracker=mlflow"]), tmp_path / "run")
+    last = numbers(log_of(trained(tmp_path, "mlflow"))[-1])
     [run] = mlflow.search_runs(output_format="list")
-    last = numbers(lines(tmp_path / "run")[-1])
     assert {key: run.data.metrics[key.replace("@", "_at_").replace("/", ".")] for key in last} == pytest.approx(last)
     assert run.data.params["loss.name"] == "pcmepp" and run.info.run_name == "run"

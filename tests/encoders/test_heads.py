@@ -1,14 +1,19 @@
-"""Local attention in Gaussian heads against loops over single items, on the features of every kind of encoder."""
+"""Gaussian heads: local attention against loops over single items, and offsets that are squared distances."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 
+from sfumato.distances import csd_matrix, squared_l2_matrix
 from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.scratch import WordEncoder
+from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.models.recipe import find_recipe, load_recipe
 
 LENGTHS = (5, 2, 1)
 
@@ -105,24 +110,6 @@ def test_the_ablations_of_table_d3_item_by_item():
     torch.testing.assert_close(of_mean(tokens).mean, points(tokens).mean)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"covariance": "spherical-one"}, {"variance_norm": True}, {"variance_mlp": True},
-        {"variance_sigmoid": True}, {"variance_sigmoid": True, "variance_norm": True},
-        {"local_attention_of": "variance"},
-    ],
-)  # fmt: skip
-def test_the_small_start_of_the_variance_holds_with_local_attention(options):
-    torch.manual_seed(0)
-    head = GaussianHead(32, 64, HeadOptions(local_attention=True, init_total_variance=0.25, **options))
-    embedding = head(TokenFeatures(3 * torch.randn(50, 7, 32)))
-    assert embedding.total_variance.mean().item() == pytest.approx(0.25, rel=0.05)
-    assert embedding.log_var.std(0).max() > 1e-4
-    embedding.log_var.sum().backward()
-    assert head.log_var_local.linear.bias.grad.abs().max() > 0 or "variance_norm" in options
-
-
 def test_several_embeddings_keep_the_names_that_their_checkpoints_have():
     names = set(GaussianHead(8, 5, HeadOptions(pooling="average", variance=False, embeddings=3)).state_dict())
     assert names == {
@@ -132,21 +119,59 @@ def test_several_embeddings_keep_the_names_that_their_checkpoints_have():
     assert not any("local" in name for name in GaussianHead(8, 5).state_dict())
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_the_text_tower_of_pcme_sees_a_text_alone_as_in_a_padded_batch(bidirectional):
-    """GRU's final states as the base, attention over the word vectors."""
+def test_local_attention_of_a_text_is_over_its_word_vectors():
+    """The base are the GRU's final states; the first test is of these shapes."""
     torch.manual_seed(0)
-    encoder = WordEncoder(9, 4, 3, bidirectional=bidirectional).double()
-    head = GaussianHead(
-        encoder.channels, 5, HeadOptions(pooling="average", local_attention=True), local_channels=encoder.local_channels
-    ).double()
-    ids = torch.randint(0, 9, (3, 5))
+    encoder, ids = WordEncoder(9, 4, 3, bidirectional=True), torch.randint(0, 9, (3, 5))
     mask = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
-    together = head(encoder(Inputs(ids, mask)))
-    for item, length in enumerate(LENGTHS):
-        alone = head(encoder(Inputs(ids[item : item + 1, :length])))
-        torch.testing.assert_close(alone.mean, together.mean[item : item + 1])
-        torch.testing.assert_close(alone.log_var, together.log_var[item : item + 1])
     tokens = encoder(Inputs(ids, mask))
     torch.testing.assert_close(tokens.local, encoder.words(ids))
-    assert tokens.local_mask is mask and tokens.mask is None
+    assert tokens.local_mask is mask and tokens.mask is None and encoder.local_channels == 4
+
+
+def heads(**options):
+    torch.manual_seed(0)
+    found = [GaussianHead(6, 4, HeadOptions(item_offset=True, **options), side=side) for side in ("image", "text")]
+    for head in found:  # So that offsets differ between items.
+        torch.nn.init.normal_(head.offset.linear.weight)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": False}, {"hidden": 8}, {"variance": False}])
+def test_squared_distances_are_csd_of_the_offsets(options):
+    image, text = heads(**options)
+    tokens = [TokenFeatures(torch.randn(n, 3, 6), None) for n in (5, 7)]
+    a, b = (head.eval()(t) for head, t in zip((image, text), tokens, strict=True))
+    assert a.d == b.d == image.dim == 6
+    offsets = [head.offset(t.mean, None)[:, 0].exp() for head, t in zip((image, text), tokens, strict=True)]
+    log_vars = ((c / 4).log().unsqueeze(1).expand(-1, 4) for c in offsets)
+    points = (GaussianEmbedding(e.mean[:, :4], log_var) for e, log_var in zip((a, b), log_vars, strict=True))
+    torch.testing.assert_close(squared_l2_matrix(a, b), csd_matrix(*points), rtol=1e-5, atol=1e-5)
+    assert all(c.std() > 0.01 for c in offsets)
+    if options.get("normalize", True):
+        torch.testing.assert_close(a.mean[:, :4].norm(dim=1), torch.ones(5))
+
+
+def test_offsets_start_near_the_initial_variance_and_learn():
+    torch.manual_seed(0)
+    head = GaussianHead(6, 4, HeadOptions(item_offset=True, init_total_variance=0.3), side="text")
+    found = head(TokenFeatures(torch.randn(9, 1, 6), None))
+    torch.testing.assert_close(found.mean[:, 5].square(), torch.full((9,), 0.3), rtol=0.05, atol=0.0)
+    assert not found.mean[:, 4].any()
+    found.mean.square().sum().backward()
+    assert head.offset.linear.weight.grad.abs().sum() > 0
+
+
+def test_a_hidden_network_of_the_log_variance():
+    torch.manual_seed(0)
+    head = GaussianHead(6, 4, HeadOptions(variance_hidden=8, init_total_variance=0.1)).eval()
+    tokens = TokenFeatures(torch.randn(9, 2, 6), None)
+    before = head(tokens)
+    torch.nn.init.normal_(head.log_var_hidden[-1].weight)
+    after = head(tokens)
+    assert torch.equal(before.mean, after.mean) and not torch.equal(before.log_var, after.log_var)
+    for recipe, change, message in (
+        ("emoji-infonce", "model.variance_hidden=8", r"model\.variance_hidden is for variances"),
+        ("emoji-pvse", "model.item_offset=true", r"model\.item_offset is for one embedding"),
+    ):
+        raises(UserError, message, load_recipe, find_recipe(recipe), [change])

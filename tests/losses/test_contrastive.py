@@ -1,4 +1,4 @@
-"""ProLIP against slow loops, its published logit, and the numbers of its released code."""
+"""InfoNCE and ProLIP against slow loops, the loss of CLIP, and the numbers of released code."""
 
 import json
 import math
@@ -10,9 +10,51 @@ from support import references
 from support.batches import MATCH, batch
 from support.parity import released_inclusion_loss
 
+from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import vib_loss
-from sfumato.losses.contrastive import ProLIPLoss, ProLIPOptions, inclusion_losses, inclusion_test, prolip_loss
+from sfumato.losses.contrastive import (
+    InfoNCELoss,
+    InfoNCEOptions,
+    ProLIPLoss,
+    ProLIPOptions,
+    inclusion_losses,
+    inclusion_test,
+    infonce_loss,
+    prolip_loss,
+)
+
+
+@pytest.mark.parametrize("distance", ["squared_l2", "csd", "bhattacharyya"])
+def test_infonce_is_the_loops(distance):
+    image, text = batch()
+    pairs = DISTANCES[distance].matrix(image, text)
+    for match in (MATCH, MATCH * torch.tensor([1.0, 0, 1, 1]).unsqueeze(1)):
+        value = infonce_loss(image, text, match, InfoNCEOptions(distance=distance), logit_scale=1.7).total
+        assert value.item() == pytest.approx(references.infonce(pairs.tolist(), match.tolist(), 1.7), rel=1e-12)
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_only_a_free_scale_moves_as_the_released_temperature(free):
+    """The released code learns tau in softmax(tau * cos); tau is twice our scale, so half its learning rate is ours."""
+    image, other = (e.mean for e in batch(5, 5, dtype=torch.float32))
+    pair = (image, image + other / 5)
+    image, text = (GaussianEmbedding.point(torch.nn.functional.normalize(mean, dim=1)) for mean in pair)
+    tau = torch.nn.Parameter(torch.ones(()))
+    loss = InfoNCELoss(InfoNCEOptions(logit_scale=0.5, free_scale=free))
+    theirs = torch.optim.Adam([tau], lr=0.1, eps=1e-12)
+    ours = torch.optim.Adam([p for p in loss.parameters() if p.requires_grad], lr=0.05, eps=1e-12)
+    ground_truth = torch.arange(5)
+    for _ in range(20):
+        logits = tau * image.mean @ text.mean.T
+        rows, columns = (torch.nn.functional.cross_entropy(x, ground_truth) for x in (logits, logits.T))
+        for optimiser, total in ((theirs, (rows + columns) / 2), (ours, loss(image, text, torch.eye(5)).total)):
+            optimiser.zero_grad()
+            total.backward()
+            optimiser.step()
+    assert abs(tau.item() - 1) > 0.5 and not loss.logits.logit_bias.requires_grad
+    assert (2 * loss.logits.logit_scale.item() == pytest.approx(tau.item(), abs=1e-4)) == free
+
 
 NOTHING_ELSE = ProLIPOptions(beta=0.0, inclusion_weight=0.0)
 
