@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Printed
 
-from sfumato.errors import counted
+from sfumato.errors import counted, printable
 from sfumato.metrics.bootstrap import Interval
 from sfumato.search.answer import LINE
 
@@ -325,7 +325,7 @@ def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> 
         said = f"  {f'{p:.1%}' if distance else probability(p):>7}" if calibrated else ""
         measured = f"  {distance} {hit['distance']:.4f}" if distance else ""
         folded = f"  +{len(hit['duplicates'])} nearly the same" if hit.get("duplicates") else ""
-        print(f"{said}{measured}  {hit['id']}" + (f"  {label}" if label else "") + folded)
+        print(f"{said}{measured}  {printable(hit['id'] + (f'  {label}' if label else ''))}{folded}")
 
 
 def _print_above_and_below(hits: list[dict[str, Any]]) -> None:
