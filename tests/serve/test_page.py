@@ -785,6 +785,8 @@ def test_thumbs_keys_and_undo(judged, visit):
     expect(use).to_be_hidden()
     assert read_judgements(judged.file) == []
     assert page.locator("#item").is_hidden(), "no key opens an item"
+    page.keyboard.press("Tab")  # Other keys do what they do elsewhere.
+    expect(items.nth(at).locator(".pick")).not_to_be_focused()
     judged.file.write_text("{}\n")
     yes.click()
     expect(line).to_contain_text("The file of verdicts cannot be read or written")

@@ -37,7 +37,7 @@ export function judging(section, { query, hits }, used) {
     });
     parentNode.classList.toggle("asked", item.to_judge);
     parentNode.append(group);
-    parentNode.onkeydown = ({ key, ctrlKey, metaKey }) => ctrlKey || metaKey || ("yn".includes(key) && give(item, key === "y"));
+    parentNode.onkeydown = ({ key, ctrlKey, metaKey }) => void (ctrlKey || metaKey || ("yn".includes(key) && give(item, key === "y")));
   }
   use.onclick = () => then(async () => used((await json("v1/judgements", { method: "POST", body: { use: true } })).used.text));
   section.querySelector(".grid").before(line);
