@@ -22,7 +22,7 @@ from sfumato.evaluation.benchmark_ground_truths import (
     read_coco,
     read_karpathy_ground_truth,
 )
-from sfumato.evaluation.embedded_input import measure, read_ground_truths
+from sfumato.evaluation.embedded_input import measure, read_ground_truths, told_apart
 from sfumato.evaluation.ground_truth import (
     GroundTruth,
     ground_truth_from_data,
@@ -400,7 +400,8 @@ def test_bad_truths_of_ones_own(tmp_path, name, content, message):
 def test_one_call_gives_every_figure_of_cocos_tables(tmp_path):
     """A caption that no benchmark has changes nothing; folds of one image and its captions find everything."""
     annotations = instances(tmp_path / "instances.json", {1: [1, 2], 2: [2], 3: [3], 4: [1, 2], 5: [4]})
-    truths = read_ground_truths("coco", annotations=small_eccv(tmp_path), instances=[annotations])
+    truths = read_ground_truths("coco", **told_apart("coco", [annotations, small_eccv(tmp_path)]))
+    raises(UserError, "--annotations .* are of one kind", told_apart, "coco", [tmp_path, annotations, tmp_path])
     ids = truths[0].image_ids, (*truths[0].text_ids, "0")
     sides = [GaussianEmbedding(*torch.randn(2, len(own), 3, generator=torch.Generator().manual_seed(0))) for own in ids]
     found = measure(EmbeddedSet(*sides, *ids, truths))
