@@ -70,11 +70,7 @@ def test_the_loss_is_the_sum_of_both_directions_and_goes_by_the_epoch():
                 found.terms[f"hinge_{name}"], 0.7 * dynamic_hinge(x, y, 0.2, hardness).mean() / 2
             )
         torch.testing.assert_close(found.total, torch.stack(list(found.terms.values())).sum())
-    raises(
-        ValueError,
-        "no pair of the batch",
-        DECLLoss,
-    )(image, text, match * 0)
+    raises(ValueError, "no pair of the batch", DECLLoss(), image, text, match * 0)
 
 
 def test_gradients_are_those_of_differences():
