@@ -44,11 +44,13 @@ class Graph:
         name = self.kept(value.astype(np.float16) if half else value)
         return self.add("Cast", name, to=TensorProto.FLOAT) if half else name
 
-    def rows(self, value: np.ndarray) -> str:
-        """A table of float32 as int8 with a factor for each row."""
-        factor = np.abs(value).max(1, keepdims=True) / 127
-        codes = self.kept(np.rint(value / factor).astype(np.int8))
-        return self.add("Mul", self.add("Cast", codes, to=TensorProto.FLOAT), self.kept(factor.astype(np.float32)))
+    def rows_of(self, value: np.ndarray, ids: str) -> str:
+        """Rows of a table of float32, which is kept as int8 with a factor for each row."""
+        factor = (np.abs(value).max(1, keepdims=True) / 127).astype(np.float32)
+        codes = self.add("Gather", self.kept(np.rint(value / factor).astype(np.int8)), ids)
+        return self.add(
+            "Mul", self.add("Cast", codes, to=TensorProto.FLOAT), self.add("Gather", self.kept(factor), ids)
+        )
 
     def kept(self, value: np.ndarray) -> str:
         """A constant of the file."""
@@ -105,7 +107,7 @@ def minilm(path: Path) -> None:
     length = add("Gather", add("Shape", "ids"), np.array(1))
     place = add("Range", np.array(0), length, np.array(1))
     position = add("Gather", weights["embeddings.position_embeddings.weight"], place)
-    words = add("Gather", graph.rows(weights["embeddings.word_embeddings.weight"]), "ids")
+    words = graph.rows_of(weights["embeddings.word_embeddings.weight"], "ids")
     kind = weights["embeddings.token_type_embeddings.weight"][0]
     x = normed(add("Add", words, add("Add", position, kind)), "embeddings.LayerNorm")
     add("Identity", x, name="state0")
