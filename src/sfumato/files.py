@@ -12,7 +12,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, as_typed
+
+RECIPE = "recipe.toml"
+"""Name of the recipe in the folder of a run."""
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
@@ -121,5 +124,8 @@ def is_gallery(folder: str | Path) -> bool:
 
 def check_gallery(folder: str | Path) -> None:
     """Refuse a folder without a collection. Commands ask before they import torch, which takes seconds."""
+    if (Path(folder) / RECIPE).is_file():
+        made = as_typed("sfumato", "index", folder, "--split", "test", "--out", f"{folder}-index")
+        raise UserError(f"{folder} is a run; make an index of it: {made}")
     if not is_gallery(folder):
         raise UserError(f"{folder} holds no collection; make one with sfumato index")

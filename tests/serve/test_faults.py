@@ -427,7 +427,8 @@ def test_refusals_can_always_be_said():
     assert len(response.body) < 20_000 and b"?" in response.body
 
 
-def test_it_says_what_to_install(sfumato, monkeypatch):
+def test_it_says_what_to_install(sfumato, monkeypatch, tmp_path):
+    (tmp_path / "manifest.json").touch()
     monkeypatch.setitem(sys.modules, "sfumato.serve.app", None)
-    status, out, err = sfumato("serve", "nothing")
+    status, out, err = sfumato("serve", tmp_path, "--port", 0)
     assert status == 2 and "pip install 'sfumato[serve]'" in err and not out

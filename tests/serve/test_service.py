@@ -446,9 +446,9 @@ def test_the_command_says_what_is_wrong_and_hands_on_what_is_right(run, collecti
     (tmp_path / "v.jsonl").write_text("{}\n")
     for arguments, message in (
         ((tmp_path / "nothing",), str(tmp_path / "nothing")),
-        ((run, "--host", "0.0.0.0"), "--no-key"),
-        ((run, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
-        ((run,), "is a run; serve an index of it"),
+        ((collection, "--host", "0.0.0.0"), "--no-key"),
+        ((collection, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
+        ((run,), "is a run; make an index of it"),
         ((collection, "--judgements", tmp_path), "is a folder"),
         ((collection, "--judgements", tmp_path / "none" / "v.jsonl"), "does not exist"),
         ((collection, "--judgements", tmp_path / "v.jsonl"), "line 1"),

@@ -24,7 +24,7 @@ from sfumato.cli.common import (
     rare,
     word,
 )
-from sfumato.errors import UserError
+from sfumato.errors import UserError, say
 
 if TYPE_CHECKING:
     from sfumato.evaluation.embedded_input import Measured
@@ -163,7 +163,6 @@ def files(
 
     They may come from any program; --truth or --benchmark gives the ground truth.
     """
-    from sfumato.errors import say
     from sfumato.evaluation.embedded_input import Files, measure_files
 
     _check_per_query(per_query)

@@ -16,7 +16,7 @@ from sfumato.cli.common import (
     word,
     writing,
 )
-from sfumato.errors import UserError, as_typed
+from sfumato.errors import UserError, as_typed, counted, first_process, say
 
 
 @command()
@@ -32,7 +32,6 @@ def train(
 
     An interrupted run in the same folder is resumed; with more train.epochs, a finished one is extended.
     """
-    from sfumato.errors import counted, first_process, say
     from sfumato.imports import given_imports
     from sfumato.models.recipe import find_recipe, is_of_run, load_recipe
     from sfumato.training.loop import fit, preferred_recipe
@@ -168,7 +167,6 @@ def score(
 ) -> None:
     """Give the hits of any search engine their probabilities. It needs no model and no index."""
     from sfumato.calibration.score_lists import ScoreCalibrator
-    from sfumato.errors import counted
     from sfumato.workflows.judgements import score_lists
 
     check_out_file(out)

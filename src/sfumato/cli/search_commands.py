@@ -2,12 +2,9 @@
 
 import json
 import os
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import typer
 
 from sfumato.cli.common import (
     AsJson,
@@ -21,8 +18,9 @@ from sfumato.cli.common import (
     word,
     writing,
 )
-from sfumato.errors import UserError, say
+from sfumato.errors import UserError, counted, need, say
 from sfumato.files import check_gallery
+from sfumato.serve import check_address
 
 if TYPE_CHECKING:
     from sfumato.models.model import Model
@@ -124,7 +122,6 @@ def index(
 ) -> None:
     """Fill a collection of embedded images or texts, to search in."""
     from sfumato.data.images import Problems
-    from sfumato.errors import counted
     from sfumato.models.model import Model
     from sfumato.models.run import choose_device, load_model, load_run
     from sfumato.workflows.index import check_new, embed_source, embedded_parts, fill_collection, training_note
@@ -157,7 +154,6 @@ def index(
 
 def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> None:
     """Fill a collection from a person's files, or bring it in step with them."""
-    from sfumato.errors import counted
     from sfumato.search.folder import is_collection
     from sfumato.workflows.index import check_new
     from sfumato.workflows.own_folder import add_data, index_data, move_sources, sync_data
@@ -189,14 +185,13 @@ def delete(
 ) -> None:
     """Delete items from a collection; the files stay."""
     check_gallery(folder)
-    from sfumato.errors import counted
     from sfumato.workflows.index import delete_items
 
     n, unknown = delete_items(folder, ids)
     left_out = f"; not in it: {', '.join(unknown)}" if unknown else ""
     print_result({"deleted": n, "unknown": unknown}, as_json, f"{counted(n, 'item')} deleted from {folder}{left_out}")
     if unknown:
-        raise typer.Exit(2)
+        raise SystemExit(2)
 
 
 @command()
@@ -209,7 +204,6 @@ def copy(
 ) -> None:
     """Copy a collection into another store."""
     check_gallery(folder)
-    from sfumato.errors import counted
     from sfumato.workflows.index import copy_index
 
     check_out_folder(out)
@@ -351,8 +345,7 @@ def serve(
     Items can be added to and deleted from a collection.
     """
     check_gallery(folder)
-    _check_address(host, port)
-    from sfumato.errors import need
+    check_address(host, port)
     from sfumato.evaluation.judgements import read_judgements
     from sfumato.models.run import choose_device
     from sfumato.workflows.own_folder import move_sources
@@ -378,11 +371,3 @@ def serve(
     sources = open_sources(folder, texts, run=run, store=store, device=choose_device())
     app = create_app(sources, settings)
     server.run_app(app, host=host, port=port, access_log=access_log, log_format=log_format)
-
-
-def _check_address(host: str, port: int) -> None:
-    """Refuse an address that is not available."""
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        raise UserError(f"cannot serve at {host}:{port} ({error.strerror}); choose another --host or --port") from error

@@ -32,6 +32,7 @@ from sfumato.encoders.joint import is_joint, joint_backbone
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.encoders.towers import DualEncoder, encoder_entry, piece_counter
 from sfumato.errors import UserError, as_typed, first_line
+from sfumato.files import RECIPE as RECIPE
 from sfumato.files import write_atomically, write_json
 from sfumato.ids import Side
 from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock
@@ -52,7 +53,6 @@ from sfumato.models.pretrained import CONFIG, ENCODER, WEIGHTS, download, load_p
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import LAST as LAST
 from sfumato.models.recipe import MODEL as MODEL
-from sfumato.models.recipe import RECIPE as RECIPE
 from sfumato.models.recipe import Recipe, frozen_sections, load_recipe, without_gone
 from sfumato.models.sections import ModelConfig, UnknownLossConfig
 

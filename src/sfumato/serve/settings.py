@@ -11,9 +11,8 @@ import torch
 from sfumato.data.image_decoding import MAX_PIXELS
 from sfumato.data.images import Images, UploadedImages
 from sfumato.encoders.towers import DualEncoder
-from sfumato.errors import UserError, as_typed, say
+from sfumato.errors import UserError, say
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.run import RECIPE
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.searcher import Searcher
@@ -225,9 +224,6 @@ def open_sources(
     device: torch.device | str = "cpu",
 ) -> Sources:
     """Open the model and the galleries for `sfumato serve`."""
-    if (path / RECIPE).is_file():
-        made = as_typed("sfumato", "index", path, "--split", "test", "--out", f"{path}-index")
-        raise UserError(f"{path} is a run; serve an index of it: {made}")
     gallery = index.open_gallery(path, store)
     opened: list[Gallery] = [gallery]
     try:
