@@ -261,6 +261,7 @@ class Embeddings(Entrance):
 
         made, ids = noise(5, D), [f"id {i}" for i in range(5)]
         np.save(self.valid / "mean.npy", made.mean.numpy())
+        np.save(self.valid / "log_var.npy", made.log_var.numpy())
         np.save(self.valid / "ids.npy", np.array(ids))
         (self.valid / "ids.txt").write_text("\n".join(ids), encoding="utf-8")
         (self.valid / "ids.json").write_text(json.dumps(ids), encoding="utf-8")
@@ -272,8 +273,9 @@ class Embeddings(Entrance):
         """See :meth:`Entrance.spoil`."""
         chance = self.chance
         self.means = chance.choice(("mean.npy", "mean.npy", "own.safetensors", "foreign.safetensors", "v.parquet"))
+        self.log_var = "log_var.npy" if chance.random() < 0.3 and self.means != "own.safetensors" else None
         self.ids = chance.choice((None, "ids.npy", "ids.txt", "ids.json"))
-        name = chance.choice([one for one in (self.means, self.ids) if one])
+        name = chance.choice([one for one in (self.means, self.log_var, self.ids) if one])
         path = self.spoiled / name
         if path.suffix == ".npy" and chance.random() < 0.5:
             path.write_bytes(self._npy(name))
@@ -309,7 +311,8 @@ class Embeddings(Entrance):
 
     def take(self) -> Problems | None:
         """See :meth:`Entrance.take`."""
-        found, _ = read_embeddings(self.spoiled / self.means, ids=self.ids and self.spoiled / self.ids)
+        ids, log_var = self.ids and self.spoiled / self.ids, self.log_var and self.spoiled / self.log_var
+        found, _ = read_embeddings(self.spoiled / self.means, ids=ids, log_var=log_var)
         float(found.mean.sum())
         return None
 

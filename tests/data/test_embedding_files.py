@@ -43,6 +43,22 @@ def test_a_large_array_is_mapped_and_its_file_never_written(tmp_path):
     assert embeddings.log_var.untyped_storage().nbytes() == 4
 
 
+def test_log_variances_from_a_second_file(tmp_path):
+    np.save(tmp_path / "a.npy", np.float32(MEAN))
+    np.save(tmp_path / "v.npy", LOG_VAR)
+    embeddings, _ = read_embeddings(tmp_path / "a.npy", log_var=tmp_path / "v.npy")
+    np.testing.assert_array_equal(embeddings.log_var.numpy(), np.float32(LOG_VAR))
+    np.testing.assert_allclose(embeddings.total_variance.numpy(), np.exp(LOG_VAR).sum(1), rtol=1e-6)
+    np.save(tmp_path / "v.npy", LOG_VAR[:, :2])
+    save_embeddings(tmp_path / "o.safetensors", GaussianEmbedding.point(torch.zeros(1, 2)), ["a"])
+    for means, variances, error, message in (
+        ("a.npy", "v.npy", ValueError, r"log variances of shape \(5, 2\) for means of shape \(5, 3\)"),
+        ("o.safetensors", "v.npy", ValueError, r"holds log variances already; leave out .*v.npy"),
+        ("a.npy", "nothing", FileNotFoundError, "no log variances at"),
+    ):
+        raises(error, message, read_embeddings, tmp_path / means, log_var=tmp_path / variances)
+
+
 @pytest.mark.parametrize(
     ("name", "asked", "with_variances"),
     [("mean", "", True), ("embeddings", "", True), ("mean", ":mean", True), ("of images", ":of images", False)],

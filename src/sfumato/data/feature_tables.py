@@ -28,15 +28,17 @@ MEAN_NAMES = ("mean", "embeddings")
 """Tensors of a .safetensors file that are taken for the means, the first that is there."""
 
 
-def read_embeddings(path: str | Path, *, ids: str | Path | None = None) -> tuple[GaussianEmbedding, list[str] | None]:
+def read_embeddings(
+    path: str | Path, *, ids: str | Path | None = None, log_var: str | Path | None = None
+) -> tuple[GaussianEmbedding, list[str] | None]:
     """Read embeddings of any model.
 
     Args:
         path: a .npy file of (n, d) means, or a .safetensors file: either written by Sfumato, or with a tensor "mean" or
             "embeddings", (n, d), and optionally "log_var". PATH.safetensors:NAME selects the tensor with that name. Or
-            a .parquet file with a column of vectors, see :func:`open_vectors`. Without log variances, vectors are
-            points.
+            a .parquet file with a column of vectors, see :func:`open_vectors`.
         ids: file of n distinct ids, see :func:`read_ids`; a file of Sfumato contains its ids.
+        log_var: .npy file of (n, d) natural logarithms of variances; without log variances, vectors are points.
 
     Returns:
         (embeddings in the dtype of the file, ids or None if no file contains them). A .npy file is memory-mapped
@@ -48,6 +50,17 @@ def read_embeddings(path: str | Path, *, ids: str | Path | None = None) -> tuple
     """
     file = _split(path)[0]
     mean, log_variance, own = open_vectors(path, copy_on_write=True)
+    if log_var is not None:
+        if log_variance is not None:
+            raise ValueError(f"{file}: holds log variances already; leave out {log_var}")
+        if not Path(log_var).is_file():
+            raise FileNotFoundError(f"no log variances at {log_var}")
+        log_variance = _read_array(Path(log_var)).to(mean.dtype)
+        if log_variance.shape != mean.shape:
+            raise ValueError(
+                f"{log_var}: log variances of shape {tuple(log_variance.shape)} for means of shape"
+                f" {tuple(mean.shape)} in {file}"
+            )
     # The log variances of points are one number, expanded, so that a memory-mapped file is not read.
     points = torch.full((1, 1), -torch.inf, dtype=mean.dtype).expand_as(mean)
     result = GaussianEmbedding(mean, points if log_variance is None else log_variance)

@@ -185,21 +185,21 @@ class Problems:
             lines.append(f"  {counted(n, 'file')} with other endings, not looked at: {endings}")
         return "\n".join(lines) or "  (no item was unusable)"
 
-    def check(self, total: int, max_fraction: float) -> None:
+    def check(self, total: int, max_fraction: float, *, setting: str = "data.max_problem_fraction=") -> None:
         """Stop if too many items are unusable; up to three are never too many.
 
         Args:
             total: number of usable items.
             max_fraction: largest tolerated fraction of unusable ones, in [0, 1].
+            setting: name of the setting, for the message.
 
         Raises:
             UserError: there are more; the message lists the first ten.
         """
         if len(self) > max(_FEW, max_fraction * (total + len(self))):
             raise UserError(
-                f"{len(self)} of {total + len(self)} items are unusable, more than"
-                f" data.max_problem_fraction={max_fraction:g} allows; correct them, or raise that fraction:\n"
-                f"{self.summary()}"
+                f"{len(self)} of {total + len(self)} items are unusable, more than {setting}{max_fraction:g}"
+                f" allows; correct them, or raise that fraction:\n{self.summary()}"
             )
 
 
