@@ -16,6 +16,7 @@ from support.stores_contract import (
     StoreContract,
     assert_holds,
     assert_nearest,
+    assert_others_read,
     assert_survives_kills,
     by_id,
     create_store,
@@ -314,10 +315,11 @@ def test_a_full_disk_takes_nothing_away(tmp_path):
     assert_holds(store, by_id(first, second))
 
 
-def test_processes_that_are_killed(tmp_path, needs_faiss):
-    url = f"{tmp_path}/store?engine=hnsw&exact_below=100"
-    create_store(url, 3).close()
-    assert_survives_kills(url, 3)
+def test_processes_that_are_killed_and_others_that_read(tmp_path, needs_faiss):
+    for name, check in (("a", lambda url: assert_survives_kills(url, 3)), ("b", assert_others_read)):
+        url = f"{tmp_path}/{name}?engine=hnsw&exact_below=100"
+        create_store(url, 3).close()
+        check(url)
 
 
 def write_and_wait(url):

@@ -14,12 +14,14 @@ from PIL import ExifTags, Image
 from support.raising import raises
 from support.serving import (  # fmt: skip
     KEY,
+    Process,
     add,
     begun,
     collected,
     in_base64,
     new_item,
     picture,
+    ready,
     remove,
     search,
     served,
@@ -422,6 +424,37 @@ def test_a_network_needs_a_key():
     assert hosts_of("0.0.0.0", []) == () and hosts_of("0.0.0.0", ["a.example"])[-1] == "a.example"
     assert "127.0.0.2" in hosts_of("127.0.0.2", []) and "192.0.2.1" in hosts_of("192.0.2.1", ["a.example"])
     assert hosts_of("::1", []) == hosts_of("localhost", []) == ("127.0.0.1", "localhost", "[::1]")
+
+
+@pytest.mark.slow
+def test_what_was_acknowledged_survives_kill_9(collection):
+    process, acknowledged, sent = Process(collection), [], threading.Event()
+    until(lambda: ready(process.client))
+
+    def ingest():
+        for i in range(10_000):
+            ids = [f"k{i}-{j}" for j in range(3)]
+            try:
+                answer = add(process.client, *ids)
+            except httpx.HTTPError:
+                return
+            assert answer.status_code == 201
+            acknowledged.extend(ids)
+            if len(acknowledged) > 30:
+                sent.set()
+
+    thread = threading.Thread(target=ingest)
+    thread.start()
+    assert sent.wait(30)
+    process.send_signal(signal.SIGKILL)
+    thread.join()
+    assert process.finish()[0] == -signal.SIGKILL
+    with served(open_sources(collection)) as client:
+        for id in acknowledged:
+            assert client.get(f"/v1/items/{id}").status_code == 200
+            assert client.get(f"/v1/pictures/{id}").status_code == 200
+        n = client.get("/v1/info").json()["galleries"]["images"]["n"]
+        assert 48 + len(acknowledged) <= n <= 48 + len(acknowledged) + 3
 
 
 def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, capsys):

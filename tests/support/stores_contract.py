@@ -403,6 +403,28 @@ def assert_survives_kills(url, runs):
         store.close()
 
 
+def assert_others_read(url):
+    """While a process writes, another one finds what was acknowledged, each item once and of one write."""
+    child = Started(write_at_random, url, 1, piped=True)
+    assert child.stdout.readline() == "open\n"
+    store, acknowledged, step = open_store(url), {}, 0
+    while int(step) < 14:
+        kind, _, step, *ids = child.stdout.readline().split()
+        acknowledged |= {f"i{i}": int(step) if kind == "put" else None for i in ids}
+        there = [key for key, at in acknowledged.items() if at is not None]
+        found = store.get(there)
+        for key, payload, vector in zip(found.ids, found.payloads, found.vectors.tolist(), strict=True):
+            assert int(payload["step"]) >= acknowledged[key] and vector == [float(key[1:]), 1.0, float(payload["step"])]
+        for some in store.search(torch.tensor([[250.0, 1.0, int(step)], [7.0, 1.0, 0.0]]), 9, Filter({"run": ("1",)})):
+            assert len(set(some.ids)) == len(some) == min(9, len(there)) or len(there) < 60
+        scanned = [key for part in store.scan(batch=50) for key in part.ids]
+        assert len(scanned) == len(set(scanned))
+    assert child.running
+    child.kill()
+    child.finish()
+    child.stdout.close()
+
+
 def assert_a_killed_server_loses_nothing(store, kill, start, *written):
     """A server is killed while a process writes: whoever calls is told so, and finds everything after the start."""
     process = Started(write_at_random, store.url, 0, *written, piped=True)
