@@ -6,11 +6,11 @@ from house import budget
 
 # Lines of code by folder, lines of tests and words of docs; `python scripts/house.py --budget` counts them.
 BUDGET = {
-    "src/sfumato": 866,
+    "src/sfumato": 870,
     "src/sfumato/adapters": 189,
     "src/sfumato/calibration": 1_292,
     "src/sfumato/cli": 1_153,
-    "src/sfumato/data": 3_384,
+    "src/sfumato/data": 3_385,
     "src/sfumato/distances": 344,
     "src/sfumato/encoders": 2_757,
     "src/sfumato/evaluation": 2_322,
@@ -25,8 +25,8 @@ BUDGET = {
     "papers": 8_969,
     "papers/tests, lines": 6_437,
     "benchmarks": 5_962,
-    "tests, lines": 30_795,
-    "docs, words": 49_879,
+    "tests, lines": 30_798,
+    "docs, words": 49_873,
     "papers, words": 31_884,
     "CHANGELOG.md, words": 1_166,
 }

@@ -57,4 +57,6 @@ def test_examples_are_drawn_and_are_what_the_page_says():
     for vague, precise in pairs:
         assert len(matches[vague]) >= MANY and len(matches[precise]) == 1 and matches[precise] <= matches[vague]
     assert len(set(pictures)) == 4 and draw_examples(data) == (pairs, pictures)
-    assert len({draw_examples(data, seed=seed)[0][0][0] for seed in range(5)}) > 3, "another seed draws other queries"
+    drawn = [draw_examples(data, n=40, seed=seed)[0] for seed in range(5)]
+    assert len({pairs[0][0] for pairs in drawn}) > 3, "another seed draws other queries"
+    assert all(re.search(r"\w", text) for pairs in drawn for pair in pairs for text in pair), "what a search refuses"

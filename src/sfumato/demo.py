@@ -17,6 +17,7 @@ from sfumato.errors import as_typed, counted
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import has_words
 from sfumato.metrics.bootstrap import balanced_spearman, spearman
 from sfumato.models.embed import embed_split, evaluate_run, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
@@ -95,7 +96,8 @@ def draw_examples(data: PairData, n: int = N_SHOWN, seed: int = SEED) -> tuple[l
     pairs: list[tuple[str, str]] = []
     for text in generator.permutation([t for t, images in enumerate(of_text) if len(images) >= MANY]):
         single = [t for image in of_text[text] for t in of_image[image] if len(of_text[t]) == 1]
-        if single and len(pairs) < n:
+        single = [t for t in single if has_words(data.texts[t])]
+        if single and has_words(data.texts[text]) and len(pairs) < n:
             pairs.append((data.texts[text], data.texts[generator.choice(single)]))
     return pairs, generator.permutation(len(data.image_ids))[:n].tolist()
 

@@ -59,6 +59,11 @@ def plain_text(text: str) -> str:
     return "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
 
 
+def has_words(text: str) -> bool:
+    """Whether a text has a letter or a digit, so that it can be searched for."""
+    return any(letter.isalnum() for letter in plain_text(text))
+
+
 def spelled_numbers(text: str) -> str:
     """A text with the numbers from 1 to 10 as words."""
     return re.sub(r"\b([1-9]|10)\b(?![.,:/-]\d)", lambda digits: NUMBERS[int(digits[0]) - 1], text)

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-import re
 import sys
 import traceback
 from collections.abc import Collection, Iterable
@@ -28,14 +27,15 @@ _given: dict[str, None] = {}
 
 
 _places: dict[tuple[str, str], str] = {}
-"""The module or file that has registered a name, by (what it is, name)."""
+"""The file that has registered a name, or a module without one, by (what it is, name)."""
 
 
 def claim_name(what: str, name: str, known: Collection[str], owner: object) -> None:
     """Refuse a name that is none or taken; the module or file that took it may define it again, as in a notebook."""
     if not name.isidentifier():
         raise ValueError(f"register_{what}: {name!r} is not an identifier; use letters, digits and _")
-    place = re.sub(r"^(sfumato_own_.*)_[0-9a-f]{8}$", r"\1", str(getattr(owner, "__module__", "")))
+    module = str(getattr(owner, "__module__", ""))
+    place = str(getattr(sys.modules.get(module), "__file__", None) or module)  # Imported by its name or as a file.
     if name in known and _places.get((what, name)) != place:
         a = "an" if what[0] in "aeiou" else "a"
         raise ValueError(f"register_{what}: there is {a} {what} {name!r} already; known: {', '.join(known)}")

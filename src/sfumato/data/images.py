@@ -176,10 +176,11 @@ class Problems:
         more = len(self.items) - most
         lines += [f"  ... and {more} more"] if more > 0 else []
         noted: dict[str, list[str]] = {}
-        for note in [*self.notes, *self.remarks]:
-            noted.setdefault(note.reason, []).append(note.location)
+        for end, found in (("", self.notes), (" (kept)", self.remarks)):
+            for one in found:
+                noted.setdefault(f"{end}: {one.reason}", []).append(one.location)
         for reason, (first, *others) in itertools.islice(noted.items(), most):
-            lines.append(f"  {first}{f' and {len(others):,} more' if others else ''}: {reason}")
+            lines.append(f"  {first}{f' and {len(others):,} more' if others else ''}{reason}")
         if n := self.others.total():
             endings = ", ".join(f"{ending} {k:,}" for ending, k in self.others.most_common())
             lines.append(f"  {counted(n, 'file')} with other endings, not looked at: {endings}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from sfumato.charts import FIRST, data_url, render_page, styled_axes
 from sfumato.data.images import ImageSource, handed_out, thumbnail
 from sfumato.errors import UserError
-from sfumato.ids import Direction, plain_text, spelled_numbers
+from sfumato.ids import Direction, has_words, plain_text, spelled_numbers
 from sfumato.search.stores.protocol import Filter
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class TextQuery:
 
     def __post_init__(self) -> None:
         for text in (self.text, *self.also, *self.without):
-            if not any(letter.isalnum() for letter in plain_text(text)):
+            if not has_words(text):
                 raise UserError(f"a text to search for has no words: {text!r}; write words, or leave it out")
 
     @property
