@@ -28,7 +28,7 @@ BUDGET = {
     "tests, lines": 30_799,
     "docs, words": 49_873,
     "papers, words": 31_884,
-    "CHANGELOG.md, words": 1_164,
+    "CHANGELOG.md, words": 1_165,
 }
 SLACK = 0.03  # A row that is this much above its number, and more than 60, has to be lowered.
 
