@@ -25,7 +25,7 @@ BUDGET = {
     "papers": 8_969,
     "papers/tests, lines": 6_437,
     "benchmarks": 5_962,
-    "tests, lines": 30_799,
+    "tests, lines": 30_802,
     "docs, words": 49_873,
     "papers, words": 31_884,
     "CHANGELOG.md, words": 1_165,

@@ -146,8 +146,8 @@ def test_wrong_registrations_are_refused(call, error, message):
     raises(error, message, call)
 
 
-def test_a_corrected_definition_replaces_the_one_of_the_same_place(tmp_path):
-    """A file that was changed, in one process, or a cell of a notebook; another file may not take the name."""
+def test_a_corrected_definition_replaces_the_one_of_the_same_place(tmp_path, monkeypatch):
+    """A file that was changed, or is imported as a module too; another file may not take the name."""
     one, own = GaussianEmbedding.point(torch.zeros(1, 1)), tmp_path / "mine.py"
     for factor in (1, 2):
         own.write_text(
@@ -157,6 +157,9 @@ def test_a_corrected_definition_replaces_the_one_of_the_same_place(tmp_path):
         )
         imports.import_own([str(own)])
         assert LOSSES["own_pair"]()(one, one, torch.ones(1, 1)).total == factor
+    monkeypatch.syspath_prepend(tmp_path)
+    imports.import_own(["mine"])
+    assert sys.modules.pop("mine").__file__ == str(own)
     other = tmp_path / "other.py"
     other.write_text(own.read_text() + "# another file\n")
     raises(UserError, "there is a distance 'own_pair' already", imports.import_own, [str(other)])
