@@ -1,4 +1,4 @@
-"""Atomic files: written under a temporary name, forced to disk, renamed."""
+"""Atomic files: written under a temporary name, forced to disk, renamed. What a folder holds, told without torch."""
 
 import contextlib
 import json
@@ -14,8 +14,8 @@ from typing import Any
 
 from sfumato.errors import UserError, as_typed
 
-RECIPE = "recipe.toml"
-"""Name of the recipe in the folder of a run."""
+RECIPE, MANIFEST = "recipe.toml", "manifest.json"
+"""The file that makes a folder a run; a collection."""
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
@@ -119,7 +119,7 @@ def recipe_folder() -> Traversable:
 
 def is_gallery(folder: str | Path) -> bool:
     """Whether there is a collection in a folder, damaged or not."""
-    return (Path(folder) / "manifest.json").is_file()
+    return (Path(folder) / MANIFEST).is_file()
 
 
 def check_gallery(folder: str | Path) -> None:

@@ -309,7 +309,7 @@ def per_query_table(
 ) -> dict[str, np.ndarray]:
     """The columns of the table of single queries, a row for each ground truth, direction and query with a match.
 
-    Returns (r,).
+    Returns arrays (r,) by name.
     """
     parts: list[dict[str, np.ndarray]] = []
     for name, both in ranks.items():

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError, first_line, refuse_newer
-from sfumato.files import is_plain_name, is_unused, sync_folder, write_atomically, write_json
+from sfumato.files import MANIFEST, is_plain_name, is_unused, sync_folder, write_atomically, write_json
 from sfumato.search.exact import lifted_dim
 
 KIND = "sfumato-collection-1"
 
-_MANIFEST, _LOCK, _UNFINISHED, _WRITERS = "manifest.json", ".lock", "unfinished.txt", ".pictures.lock"
+_LOCK, _UNFINISHED, _WRITERS = ".lock", "unfinished.txt", ".pictures.lock"
 _CENTRE, _CALIBRATION = "centre.safetensors", "calibration.json"
 _DATA = re.compile("data-[0-9a-f]{16}")
 
@@ -144,7 +144,7 @@ def refuse_index(folder: str | Path) -> None:
 def kind_of(folder: str | Path) -> str:
     """What a folder holds, without its version; "" if that cannot be read."""
     try:
-        kind = json.loads((Path(folder) / _MANIFEST).read_bytes())["kind"]
+        kind = json.loads((Path(folder) / MANIFEST).read_bytes())["kind"]
         return str(kind.rpartition("-")[0])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return ""
@@ -159,16 +159,16 @@ def check_empty(folder: Path) -> None:
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write_json(folder / _MANIFEST, manifest | {"sha256": _digest_of(manifest)})
+    write_json(folder / MANIFEST, manifest | {"sha256": _digest_of(manifest)})
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    file = folder / _MANIFEST
+    file = folder / MANIFEST
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     if not file.is_file():
         raise FileNotFoundError(
-            f"{folder}: no {_MANIFEST} here; not a {KIND} folder, or its first save did not finish: build it again"
+            f"{folder}: no {MANIFEST} here; not a {KIND} folder, or its first save did not finish: build it again"
         )
     try:
         manifest = json.loads(file.read_bytes())
