@@ -437,6 +437,7 @@ def test_add_drop_and_delete(visit, collection, tmp_path):
         assert client.get("/v1/info").json()["galleries"]["images"]["n"] == 59  # not without being asked again
         page.get_by_role("button", name="Delete from the collection").click()
         expect(page.locator("#about")).to_contain_text("58 images")
+        page.goto("about:blank")  # Pictures that still load would be gone.
         for _ in range(2):
             ids = [one["id"] for one in client.get("/v1/items").json()["items"]]
             client.post("/v1/items/delete", json={"ids": ids})
