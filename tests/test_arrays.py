@@ -5,8 +5,8 @@ import torch
 from support.raising import raises
 
 import sfumato
+from sfumato.arrays import as_tensor
 from sfumato.calibration.logits import fit_logits
-from sfumato.gaussian import as_tensor
 from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, reliability_curve
 
 

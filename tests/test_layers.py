@@ -11,7 +11,7 @@ SOURCE = Path(sfumato.__file__).parent
 
 # The parts of the house in order: a part (a top-level module or a folder) may import the parts above it in this list.
 ORDER = [
-    "__init__", "errors", "files", "ids", "imports", "charts", "gaussian", "distances",
+    "__init__", "errors", "files", "ids", "imports", "charts", "arrays", "gaussian", "distances",
     "matching", "metrics", "losses", "calibration", "data", "encoders", "search", "evaluation",
     "models", "training", "workflows", "reports", "adapters", "demo", "serve", "cli", "__main__",
 ]  # fmt: skip

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, progress_bar
-from sfumato.gaussian import Array, GaussianEmbedding, as_tensor
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import read_lines
 from sfumato.search.exact import distance_blocks, top_k
 

@@ -45,13 +45,13 @@ from .losses.pcme import PCMELoss as PCMELoss
 from .losses.pcme import pcme_loss as pcme_loss
 from .losses.pcmepp import PCMEPPLoss as PCMEPPLoss
 from .losses.pcmepp import pcmepp_loss as pcmepp_loss
+from .losses.tiles import MatchingLogits as MatchingLogits
 from .losses.triplet import DAALoss as DAALoss
 from .losses.triplet import PVSELoss as PVSELoss
 from .losses.triplet import TripletLoss as TripletLoss
 from .losses.triplet import daa_loss as daa_loss
 from .losses.triplet import pvse_loss as pvse_loss
 from .losses.triplet import triplet_loss as triplet_loss
-from .matching import MatchingLogits as MatchingLogits
 from .matching import match_probability as match_probability
 from .metrics.relevance import Relevance as Relevance
 from .metrics.reliability import RecallByUncertainty as RecallByUncertainty

@@ -1,9 +1,9 @@
 """The Gaussian embedding, the only type that is passed between the folders of this package.
 
 It has means, log variances, their scalar summaries, sampling, and a safe file format. It does not depend on distances.
-Arrays of NumPy are converted here, wherever functions take tensors.
 """
 
+import importlib
 import json
 import math
 from collections import Counter
@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import array_api_compat
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as safetensors_bytes
-from torch import Tensor
 
+from sfumato.arrays import Array, as_array, as_numpy, as_tensor, is_tensor, like, namespace
 from sfumato.errors import refuse_newer
 from sfumato.files import write_atomically
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 EMBEDDINGS_FORMAT = "sfumato-embeddings-1"
 """The format in the metadata of a safetensors file of mean, log_var and ids."""
@@ -28,30 +31,13 @@ ScalarUncertainty = Literal["total_variance", "geometric_std", "log_det"]
 """The scalar uncertainties of an embedding: those of Chun 2024, of Chun et al. 2021, and of Pishdad et al."""
 
 
-Array = Tensor | np.ndarray
-"""What public functions take: a tensor, or an array of NumPy, which is converted without a copy where possible."""
+def accumulation_dtype(dtype: Any) -> Any:
+    """The dtype in which sums over d are taken: float32 for half precision."""
+    if str(dtype) in ("torch.float16", "torch.bfloat16"):
+        import torch
 
-
-def as_tensor(value: Array, name: str, who: str) -> Tensor:
-    """A tensor of an argument."""
-    if isinstance(value, Tensor):
-        return value
-    if not hasattr(value, "__array__"):
-        raise TypeError(f"{who}: {name} must be a tensor or an array, got {type(value).__name__}; use numpy.asarray")
-    array: np.ndarray[Any, Any] = np.asarray(value)
-    if array.dtype.kind not in "fiub":
-        raise TypeError(f"{who}: {name} must be an array of numbers, got {array.dtype}")
-    # torch reads neither foreign byte orders nor negative strides, and warns of arrays that cannot be written.
-    array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
-    try:
-        return torch.from_numpy(array)
-    except TypeError as error:
-        raise TypeError(f"{who}: {name} has the dtype {array.dtype}, which torch lacks; use float32") from error
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over d are taken."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        return torch.float32
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,48 +47,43 @@ class GaussianEmbedding:
     A deterministic embedding is the same type with variance 0, i.e. log_var = -inf: see :meth:`point`.
 
     Args:
-        mean: (n, d) floating point, a tensor or an array of NumPy.
+        mean: (n, d) floating point, a tensor of torch or an array of NumPy; all results are of the same library.
         log_var: (n, d) natural logarithm of the variance (sigma squared, not sigma); same shape, dtype and device.
 
     Raises:
         TypeError: an argument is neither a tensor nor an array, or not floating point.
-        ValueError: shapes, dtypes or devices differ, or the tensors are not two-dimensional.
+        ValueError: shapes, dtypes or devices differ, or the arrays are not two-dimensional.
 
     Example:
-        >>> e = GaussianEmbedding(torch.zeros(1, 2), torch.log(torch.tensor([[1.0, 3.0]])))
+        >>> e = GaussianEmbedding(np.zeros((1, 2)), np.log([[1.0, 3.0]]))
         >>> e.total_variance
-        tensor([4.])
+        array([4.])
     """
 
-    mean: Tensor
-    log_var: Tensor
-
-    if TYPE_CHECKING:
-
-        def __init__(self, mean: Array, log_var: Array) -> None: ...
+    mean: Array
+    log_var: Array
 
     def __post_init__(self) -> None:
         for name in ("mean", "log_var"):
-            value = as_tensor(getattr(self, name), name, "GaussianEmbedding")
+            value = as_array(getattr(self, name), name, "GaussianEmbedding")
             object.__setattr__(self, name, value)
-            if not value.is_floating_point():
-                raise TypeError(
-                    f"GaussianEmbedding: {name} must be a floating point tensor, got a tensor of {value.dtype}"
-                )
+            if not namespace(value).isdtype(value.dtype, "real floating"):
+                raise TypeError(f"GaussianEmbedding: {name} must be floating point, got {value.dtype}")
             if value.ndim != 2:
                 raise ValueError(
                     f"GaussianEmbedding: {name} must have shape (n, d), got {tuple(value.shape)};"
-                    " a single embedding is a batch of one: use x.unsqueeze(0)"
+                    " a single embedding is a batch of one: use x[None]"
                 )
-        if self.mean.shape != self.log_var.shape:
+        mean, log_var = self.mean, self.log_var
+        if mean.shape != log_var.shape:
             raise ValueError(
-                f"GaussianEmbedding: mean {tuple(self.mean.shape)} and log_var {tuple(self.log_var.shape)} must have"
-                " the same shape; expand an isotropic variance with log_var.expand_as(mean)"
+                f"GaussianEmbedding: mean {tuple(mean.shape)} and log_var {tuple(log_var.shape)} must have"
+                " the same shape; expand an isotropic variance with expand_as or numpy.broadcast_to"
             )
-        if self.mean.dtype != self.log_var.dtype or self.mean.device != self.log_var.device:
+        if mean.dtype != log_var.dtype or self.device != array_api_compat.device(log_var):
             raise ValueError(
-                f"GaussianEmbedding: mean is {self.mean.dtype} on {self.mean.device}, log_var is {self.log_var.dtype}"
-                f" on {self.log_var.device}; move one with .to()"
+                f"GaussianEmbedding: mean is {mean.dtype} on {self.device}, log_var is {log_var.dtype}"
+                f" on {array_api_compat.device(log_var)}; move one with .to()"
             )
 
     @classmethod
@@ -116,11 +97,11 @@ class GaussianEmbedding:
             n points; log_var is -inf.
 
         Example:
-            >>> GaussianEmbedding.point(torch.ones(1, 2)).total_variance
-            tensor([0.])
+            >>> GaussianEmbedding.point(np.ones((1, 2))).total_variance
+            array([0.])
         """
-        mean = as_tensor(mean, "mean", "GaussianEmbedding.point")
-        return cls(mean, torch.full_like(mean, -math.inf))
+        mean = as_array(mean, "mean", "GaussianEmbedding.point")
+        return cls(mean, namespace(mean).full_like(mean, -math.inf))
 
     @classmethod
     def cat(cls, parts: Sequence["GaussianEmbedding"]) -> "GaussianEmbedding":
@@ -137,11 +118,12 @@ class GaussianEmbedding:
         """
         if not parts:
             raise ValueError("GaussianEmbedding.cat: got no parts, expected at least one")
-        return cls(torch.cat([p.mean for p in parts]), torch.cat([p.log_var for p in parts]))
+        concat = namespace(parts[0].mean).concat
+        return cls(concat([p.mean for p in parts]), concat([p.log_var for p in parts]))
 
     def __repr__(self) -> str:
-        kind = "points" if self.n and torch.isneginf(self.log_var).all() else "Gaussians"
-        dtype, where = str(self.dtype).removeprefix("torch."), "" if self.device.type == "cpu" else f", {self.device}"
+        kind = "points" if self.n and (self.log_var == -math.inf).all() else "Gaussians"
+        dtype, where = str(self.dtype).removeprefix("torch."), "" if str(self.device) == "cpu" else f", {self.device}"
         return f"GaussianEmbedding({self.n} {kind} in {self.d} dimensions, {dtype}{where})"
 
     def __len__(self) -> int:
@@ -149,64 +131,69 @@ class GaussianEmbedding:
 
     def __getitem__(self, index: slice | Array) -> "GaussianEmbedding":
         """Rows by slice, (k,) indices or (n,) mask. An integer is refused: use [i : i + 1] for a batch of one."""
-        if isinstance(index, np.ndarray):
-            index = as_tensor(index, "index", "GaussianEmbedding")
-        if (isinstance(index, Tensor) and index.ndim != 1) or not isinstance(index, Tensor | slice):
-            raise TypeError(
-                f"GaussianEmbedding: index with a slice or a 1-D tensor (x[i : i + 1] for one row), got {index!r}"
-            )
+        if not isinstance(index, slice):
+            if getattr(index, "ndim", 0) != 1:
+                raise TypeError(
+                    f"GaussianEmbedding: index with a slice or a 1-D array (x[i : i + 1] for one row), got {index!r}"
+                )
+            index = as_tensor(index, "index", "GaussianEmbedding") if is_tensor(self.mean) else as_numpy(index)
         return GaussianEmbedding(self.mean[index], self.log_var[index])
 
     @property
     def n(self) -> int:
         """Number of embeddings."""
-        return self.mean.shape[0]
+        return int(self.mean.shape[0])
 
     @property
     def d(self) -> int:
         """Number of dimensions."""
-        return self.mean.shape[1]
+        return int(self.mean.shape[1])
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of both tensors."""
+    def dtype(self) -> Any:
+        """Dtype of both."""
         return self.mean.dtype
 
     @property
-    def device(self) -> torch.device:
-        """Device of both tensors."""
-        return self.mean.device
+    def device(self) -> Any:
+        """Device of both; "cpu" for arrays of NumPy."""
+        return array_api_compat.device(self.mean)
 
     @property
-    def var(self) -> Tensor:
+    def var(self) -> Array:
         """(n, d) variances, exp(log_var)."""
-        return self.log_var.exp()
+        return namespace(self.log_var).exp(self.log_var)
 
     @property
-    def total_variance(self) -> Tensor:
+    def total_variance(self) -> Array:
         """(n,) sum of the variances over d, in float32 or better: the default scalar uncertainty.
 
         Paper: Chun 2024, section 3.4.
         """
-        return self.log_var.to(accumulation_dtype(self.dtype)).exp().sum(-1)
+        log_var = self._accumulated()
+        return namespace(log_var).exp(log_var).sum(-1)
 
     @property
-    def log_det(self) -> Tensor:
+    def log_det(self) -> Array:
         """(n,) log determinant of the covariance, the sum of log_var; -inf for points.
 
         Paper: Pishdad et al., section 3.3.
         """
-        return self.log_var.to(accumulation_dtype(self.dtype)).sum(-1)
+        return self._accumulated().sum(-1)
 
     @property
-    def geometric_std(self) -> Tensor:
+    def geometric_std(self) -> Array:
         """(n,) geometric mean over d of the standard deviation, exp(mean(log_var) / 2).
 
         Paper: Chun et al. 2021, section 3.2.1.
         """
-        return (self.log_var.to(accumulation_dtype(self.dtype)).mean(-1) / 2).exp()
+        log_var = self._accumulated()
+        return namespace(log_var).exp(log_var.mean(-1) / 2)
 
-    def uncertainty(self, measure: ScalarUncertainty = "total_variance") -> Tensor:
+    def _accumulated(self) -> Array:
+        return self.to(accumulation_dtype(self.dtype)).log_var
+
+    def uncertainty(self, measure: ScalarUncertainty = "total_variance") -> Array:
         """A scalar uncertainty by its name.
 
         Args:
@@ -220,11 +207,10 @@ class GaussianEmbedding:
         """
         if measure not in get_args(ScalarUncertainty):
             raise ValueError(f"unknown uncertainty {measure!r}; known: {', '.join(get_args(ScalarUncertainty))}")
-        value: Tensor = getattr(self, measure)
-        return value
+        return getattr(self, measure)
 
-    def sample(self, n_samples: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Reparametrised samples mean + sqrt(var) * noise; gradients flow to mean and log_var.
+    def sample(self, n_samples: int, *, generator: "torch.Generator | None" = None) -> "Tensor":
+        """Reparametrised samples mean + sqrt(var) * noise; gradients flow to mean and log_var. It needs torch.
 
         Args:
             n_samples: number s >= 1 of samples of each embedding.
@@ -238,19 +224,27 @@ class GaussianEmbedding:
         """
         if n_samples < 1:
             raise ValueError(f"sample: n_samples must be at least 1, got {n_samples}")
-        shape = (self.n, n_samples, self.d)
-        noise = torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device)
-        return reparametrised(self, noise)
+        import torch
 
-    def to(self, target: torch.device | torch.dtype | str) -> "GaussianEmbedding":
+        own = self.tensors()
+        shape = (self.n, n_samples, self.d)
+        return reparametrised(own, torch.randn(shape, generator=generator, dtype=own.dtype, device=own.device))
+
+    def to(self, target: Any) -> "GaussianEmbedding":
         """Move both tensors to a device, or cast them to a dtype.
 
         Args:
             target: a device, its name, or a dtype.
 
         Returns:
-            The moved embeddings.
+            The moved embeddings; arrays of NumPy take a dtype, and are tensors on a device other than "cpu".
         """
+        if not is_tensor(self.mean):
+            try:
+                dtype = self.dtype if str(target) == "cpu" else np.dtype(target)
+            except TypeError:  # A device, or a dtype of torch.
+                return self.tensors().to(target)
+            return GaussianEmbedding(self.mean.astype(dtype, copy=False), self.log_var.astype(dtype, copy=False))
         return GaussianEmbedding(self.mean.to(target), self.log_var.to(target))
 
     def detach(self) -> "GaussianEmbedding":
@@ -259,13 +253,30 @@ class GaussianEmbedding:
         Returns:
             Embeddings without gradient.
         """
-        return GaussianEmbedding(self.mean.detach(), self.log_var.detach())
+        return GaussianEmbedding(self.mean.detach(), self.log_var.detach()) if is_tensor(self.mean) else self
+
+    def numpy(self) -> "GaussianEmbedding":
+        """The same numbers as arrays of NumPy, without gradients; bfloat16 becomes float32.
+
+        Returns:
+            Embeddings of arrays.
+        """
+        return GaussianEmbedding(as_numpy(self.mean), as_numpy(self.log_var))
+
+    def tensors(self) -> "GaussianEmbedding":
+        """The same numbers as tensors of torch, without a copy where possible.
+
+        Returns:
+            Embeddings of tensors.
+        """
+        both = (as_tensor(getattr(self, name), name, "GaussianEmbedding") for name in ("mean", "log_var"))
+        return GaussianEmbedding(*both)
 
 
-def reparametrised(x: GaussianEmbedding, noise: Tensor) -> Tensor:
+def reparametrised(x: GaussianEmbedding, noise: "Tensor") -> "Tensor":
     """The samples mean + sqrt(var) * noise, in the dtype of x. noise (n, s, d) -> (n, s, d)."""
-    noise = noise.to(x.device, x.dtype)
-    return torch.addcmul(x.mean.unsqueeze(1), (x.log_var / 2).exp().unsqueeze(1), noise)
+    samples: Tensor = x.mean[:, None].addcmul((x.log_var / 2).exp()[:, None], noise.to(x.device, x.dtype))
+    return samples
 
 
 def save_embeddings(path: str | Path, embeddings: GaussianEmbedding, ids: Sequence[str]) -> None:
@@ -286,10 +297,13 @@ def save_embeddings(path: str | Path, embeddings: GaussianEmbedding, ids: Sequen
     if len(set(ids)) != len(ids):
         twice = Counter(ids).most_common(1)[0][0]
         raise ValueError(f"save_embeddings: id {twice!r} occurs more than once; ids must be distinct")
-    tensors = {name: getattr(embeddings, name).detach().cpu().contiguous() for name in ("mean", "log_var")}
-    # Ids are a tensor of UTF-8 bytes, because the format limits its header to 100 MB.
-    tensors["ids"] = torch.frombuffer(bytearray(json.dumps(ids, ensure_ascii=False).encode()), dtype=torch.uint8)
-    write_atomically(path, safetensors_bytes(tensors, {"format": EMBEDDINGS_FORMAT}))
+    held = {"mean": embeddings.mean, "log_var": embeddings.log_var}
+    # Ids are an array of UTF-8 bytes, because the format limits its header to 100 MB.
+    held["ids"] = like(np.frombuffer(json.dumps(ids, ensure_ascii=False).encode(), np.uint8), embeddings.mean)
+    if is_tensor(embeddings.mean):
+        held = {name: value.detach().cpu().contiguous() for name, value in held.items()}
+    library = importlib.import_module("safetensors.torch" if is_tensor(embeddings.mean) else "safetensors.numpy")
+    write_atomically(path, library.save(held, {"format": EMBEDDINGS_FORMAT}))
 
 
 def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
@@ -299,7 +313,7 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
         path: the file.
 
     Returns:
-        (embeddings, ids).
+        (embeddings, ids); the embeddings are arrays of NumPy, and tensors if they are bfloat16.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -310,7 +324,7 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
     if not path.is_file():
         raise FileNotFoundError(f"no embeddings at {path}; write them with save_embeddings()")
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             refuse_newer(str(path), metadata.get("format"), EMBEDDINGS_FORMAT)
             if metadata.get("format") != EMBEDDINGS_FORMAT:
@@ -318,8 +332,10 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
                     f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r},"
                     f" expected {EMBEDDINGS_FORMAT!r})"
                 )
+            ids = [str(i) for i in json.loads(file.get_tensor("ids").tobytes())]
+            framework = "pt" if file.get_slice("mean").get_dtype() == "BF16" else "np"  # NumPy has no bfloat16.
+        with safe_open(path, framework=framework) as file:
             embeddings = GaussianEmbedding(file.get_tensor("mean"), file.get_tensor("log_var"))
-            ids = [str(i) for i in json.loads(file.get_tensor("ids").numpy().tobytes())]
     except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path}: damaged or not an embeddings file ({error}); write it again with save_embeddings()"
@@ -332,7 +348,7 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
 def is_embeddings_file(path: str | Path) -> bool:
     """Whether :func:`save_embeddings` wrote a file."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:
             return bool((file.metadata() or {}).get("format") == EMBEDDINGS_FORMAT)
     except SafetensorError:
         return False
@@ -340,9 +356,10 @@ def is_embeddings_file(path: str | Path) -> bool:
 
 def check_finite(embeddings: GaussianEmbedding, who: str) -> None:
     """Refuse NaN, infinite means and infinite variances; log_var = -inf, a point, is allowed."""
-    bad = ~torch.isfinite(embeddings.mean) | torch.isnan(embeddings.log_var) | torch.isposinf(embeddings.log_var)
+    xp, log_var = namespace(embeddings.mean), embeddings.log_var
+    bad = ~xp.isfinite(embeddings.mean) | xp.isnan(log_var) | (log_var == math.inf)
     if bad.any():
-        row = int(bad.any(dim=1).nonzero()[0])
+        row = int(xp.argmax(xp.astype(bad.any(1), xp.int8)))
         raise ValueError(
             f"{who}: embedding {row} holds NaN or infinity; the model may have diverged. Leave such rows out,"
             " or train again"

@@ -7,14 +7,13 @@ samples.
 """
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
+from sfumato.arrays import Array, as_array, is_tensor, sigmoid
 from sfumato.distances.distance import Distance, sampled
-from sfumato.gaussian import Array, as_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MATCH_PROBABILITY = "match_probability"
 """Name of :func:`match_probability_distance`, which needs the logits of a model and is therefore not in DISTANCES."""
@@ -28,12 +27,12 @@ class SampledLogits(NamedTuple):
     n_samples: int  # number of samples of each embedding at test time
 
 
-def match_logit(distance: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float) -> Tensor:
+def match_logit(distance: Array, logit_scale: "Tensor | float", logit_bias: "Tensor | float") -> Array:
     """logit_bias - logit_scale * distance, the one sign flip of the package."""
     return logit_bias - logit_scale * distance
 
 
-def match_probability(distance: Array, logit_scale: Tensor | float, logit_bias: Tensor | float) -> Tensor:
+def match_probability(distance: Array, logit_scale: "Tensor | float", logit_bias: "Tensor | float") -> Array:
     """Probability that a pair at this distance matches, sigmoid(logit_bias - logit_scale * distance).
 
     Args:
@@ -45,85 +44,15 @@ def match_probability(distance: Array, logit_scale: Tensor | float, logit_bias: 
         Probabilities in [0, 1], of the shape of distance.
 
     Example:
-        >>> match_probability(torch.tensor([1.0, 2.0]), 5.0, 5.0)
-        tensor([0.5000, 0.0067])
+        >>> match_probability(np.array([1.0, 2.0]), 5.0, 5.0).round(4)
+        array([0.5   , 0.0067])
     """
-    distance = as_tensor(distance, "distance", "match_probability")
-    return torch.sigmoid(match_logit(distance, logit_scale, logit_bias))
-
-
-class MatchingLogits(nn.Module):
-    """The learnable scale and bias of the match logits.
-
-    The scale a is stored as its logarithm, so that it stays positive. A step of Adam then changes a by about a times
-    the learning rate. In the released code, which learns a itself, it changes a by about the learning rate. Neither
-    parameter has weight decay.
-
-    Args:
-        logit_scale: initial a > 0 (5 in Chun 2024, table B.1).
-        logit_bias: initial b (5 there).
-        free: learn a itself, as the released code does. An update across zero would reverse the order of all
-            distances, so :meth:`constrain` refuses it.
-        largest: largest a, which :meth:`constrain` enforces; infinite for no limit.
-
-    Raises:
-        ValueError: logit_scale is not a positive number, or above the largest.
-    """
-
-    def __init__(
-        self, logit_scale: float = 5.0, logit_bias: float = 5.0, *, free: bool = False, largest: float = math.inf
-    ) -> None:
-        super().__init__()
-        if not (logit_scale > 0 and math.isfinite(logit_scale)):
-            raise ValueError(
-                f"MatchingLogits: logit_scale must be positive, got {logit_scale};"
-                " smaller distances must be likelier matches"
-            )
-        if logit_scale > largest:
-            raise ValueError(f"MatchingLogits: logit_scale must be at most {largest:g}, the largest, got {logit_scale}")
-        self.free, self.largest = free, largest
-        if free:
-            self.free_logit_scale = nn.Parameter(torch.tensor(float(logit_scale)))
-        else:
-            self.log_logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
-        self.logit_bias = nn.Parameter(torch.tensor(float(logit_bias)))
-
-    @property
-    def logit_scale(self) -> Tensor:
-        """() the scale a > 0, differentiable."""
-        return self.free_logit_scale if self.free else self.log_logit_scale.exp()
-
-    @torch.no_grad()
-    def constrain(self) -> None:
-        """Limit the scale after an update of the parameters.
-
-        Raises:
-            ArithmeticError: a free scale is no longer positive.
-        """
-        if self.free and not self.free_logit_scale > 0:
-            raise ArithmeticError(
-                f"the free scale of the match logits is {float(self.free_logit_scale):g}, which reverses all distances;"
-                " learn its logarithm (loss.free_scale=false), or lower optim.lr or optim.logits_lr_multiplier"
-            )
-        if self.free:
-            self.free_logit_scale.clamp_(max=self.largest)
-        else:
-            self.log_logit_scale.clamp_(max=math.log(self.largest))
-
-    def forward(self, distance: Tensor) -> Tensor:
-        """Logits of distances.
-
-        Args:
-            distance: any shape, smaller is closer.
-
-        Returns:
-            Logits of the shape of distance.
-        """
-        return match_logit(distance, self.logit_scale, self.logit_bias)
+    logit = match_logit(as_array(distance, "distance", "match_probability"), logit_scale, logit_bias)
+    return logit.sigmoid() if is_tensor(logit) else sigmoid(logit)
 
 
 def match_probability_distance(
-    logit_scale: Tensor | float, logit_bias: Tensor | float, *, n_samples: int = 8
+    logit_scale: "Tensor | float", logit_bias: "Tensor | float", *, n_samples: int = 8
 ) -> Distance:
     r"""PCME's match probability E sigmoid(b - a ||z_x - z_y||) as a distance to rank by.
 
@@ -137,8 +66,10 @@ def match_probability_distance(
             f"match_probability_distance: needs logit_scale > 0 and n_samples >= 1, got {logit_scale} and {n_samples}"
         )
 
-    def reduce(distance: Tensor) -> Tensor:
+    def reduce(distance: "Tensor") -> "Tensor":
         """(n, m, s, s) distances of samples -> (n, m) negative logarithms of the mean match probability."""
+        from torch.nn import functional
+
         log_sigmoid = functional.logsigmoid(match_logit(distance, logit_scale, logit_bias)).flatten(2)
         return math.log(log_sigmoid.shape[-1]) - log_sigmoid.logsumexp(-1)
 

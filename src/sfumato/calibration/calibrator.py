@@ -22,6 +22,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 from torch.nn import functional
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.calibration.logits import N_NEAREST, REFERENCE_FEATURES, ConditionalLogits, PairLogits, ReferenceQueries
 from sfumato.calibration.query_scores import (
     QueryScores,
@@ -31,7 +32,7 @@ from sfumato.calibration.query_scores import (
     precision_limit,
 )
 from sfumato.files import write_atomically
-from sfumato.gaussian import Array, GaussianEmbedding, as_tensor
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.matching import match_logit
 

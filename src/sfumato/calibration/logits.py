@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.calibration.logistic import deviations, newton
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
-from sfumato.gaussian import Array, GaussianEmbedding, as_tensor
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.matching import match_logit
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.gaussian import Array, as_tensor
+from sfumato.arrays import Array, as_tensor
 from sfumato.metrics.reliability import betting_p_value, binomial_tail, mean_loss_p_value
 
 N_STEPS = 20

@@ -1,7 +1,7 @@
 r"""Every distance between diagonal Gaussians, as its formula and by name: DISTANCES. Smaller is closer, everywhere.
 
-A formula takes sides whose tensors broadcast: rows (n, d) with (n, d) give (n,), and (n, 1, d) with (m, d) give all
-pairs (n, m), by way of an (n, m, d) array. A product gives all pairs of whole embeddings without one. The tests hold
+A formula takes sides that broadcast, of tensors or of arrays of NumPy: rows (n, d) with (n, d) give (n,), and
+(n, 1, d) with (m, d) give all pairs (n, m), by way of an (n, m, d) array. A product gives all pairs of whole embeddings without one. The tests hold
 the two equal. How a formula is computed for all pairs is in ``distance``. Half precision in, float32 out. Formulas and
 sources are also in docs/concepts/distances.md. A distance does not depend on labels, logits or probabilities.
 
@@ -14,15 +14,15 @@ import functools
 import math
 from typing import get_args
 
-import torch
-from torch import Tensor
-
+from sfumato.arrays import Array, namespace
 from sfumato.distances.distance import (
     Distance,
     Form,
     Lift,
     Points,
     Side,
+    added_product,
+    centred,
     closed_form,
     safe_sqrt,
     sampled,
@@ -32,12 +32,12 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.imports import HOW, claim_name, load_plugins
 
 
-def squared_l2(x: Side, y: Side) -> Tensor:
+def squared_l2(x: Side, y: Side) -> Array:
     """||mean_x - mean_y||^2; 2 - 2 cos for unit means, and valid for any means. The variances have no effect."""
-    return (x.mean - y.mean).square().sum(-1)
+    return ((x.mean - y.mean) ** 2).sum(-1)
 
 
-def _csd(x: Side, y: Side) -> Tensor:
+def _csd(x: Side, y: Side) -> Array:
     """||mean_x - mean_y||^2 + sum(var_x) + sum(var_y): the mean squared distance of one sample from each side.
 
     Paper: Chun, ICLR 2024, arXiv 2305.18171, Eq. 1.
@@ -45,15 +45,16 @@ def _csd(x: Side, y: Side) -> Tensor:
     return squared_l2(x, y) + x.var.sum(-1) + y.var.sum(-1)
 
 
-def wasserstein2(x: Side, y: Side) -> Tensor:
+def wasserstein2(x: Side, y: Side) -> Array:
     """||mean_x - mean_y||^2 + ||std_x - std_y||^2, squared: Euclidean in [mean, std], 2 d dimensions.
 
     Paper: Chun 2024, section 2.2; Chun et al., CVPR 2021, appendix B.
     """
-    return squared_l2(x, y) + ((x.log_var / 2).exp() - (y.log_var / 2).exp()).square().sum(-1)
+    exp = namespace(x.log_var).exp
+    return squared_l2(x, y) + ((exp(x.log_var / 2) - exp(y.log_var / 2)) ** 2).sum(-1)
 
 
-def wasserstein2_root(x: Side, y: Side) -> Tensor:
+def wasserstein2_root(x: Side, y: Side) -> Array:
     """The root of wasserstein2, a metric: both rank alike, but a margin means something else.
 
     Paper: Pishdad et al., Eq. 7, for diagonal covariances.
@@ -61,27 +62,27 @@ def wasserstein2_root(x: Side, y: Side) -> Tensor:
     return safe_sqrt(wasserstein2(x, y))
 
 
-def wasserstein2_printed(x: Side, y: Side) -> Tensor:
+def wasserstein2_printed(x: Side, y: Side) -> Array:
     """sqrt(||mean_x - mean_y||^2 + ||var_x - var_y||^2): variances where the true distance has standard deviations.
 
     Only for reproducing results that were obtained with it.
 
     Paper: Pishdad et al., "Uncertainty-based Cross-Modal Retrieval with Probabilistic Representations", Eq. 8.
     """
-    return safe_sqrt(squared_l2(x, y) + (x.var - y.var).square().sum(-1))
+    return safe_sqrt(squared_l2(x, y) + ((x.var - y.var) ** 2).sum(-1))
 
 
-def kl(x: Side, y: Side) -> Tensor:
+def kl(x: Side, y: Side) -> Array:
     """KL(x || y) = 1/2 sum [ var_x / var_y - ln(var_x / var_y) + (mean_x - mean_y)^2 / var_y - 1 ]. Not symmetric.
 
     Paper: Pishdad et al., Eq. 5.
     """
-    log_ratio = x.log_var - y.log_var
-    terms = log_ratio.expm1() - log_ratio + (x.mean - y.mean).square() * (-y.log_var).exp()
+    xp, log_ratio = namespace(x.mean), x.log_var - y.log_var
+    terms = xp.expm1(log_ratio) - log_ratio + (x.mean - y.mean) ** 2 * xp.exp(-y.log_var)
     return terms.sum(-1) / 2
 
 
-def kl_reversed(x: Side, y: Side) -> Tensor:
+def kl_reversed(x: Side, y: Side) -> Array:
     """KL(y || x): of texts from images, as images come first.
 
     Paper: Pishdad et al., table 6, where it retrieves worse than KL(image || text).
@@ -89,12 +90,12 @@ def kl_reversed(x: Side, y: Side) -> Tensor:
     return kl(y, x)
 
 
-def min_kl(x: Side, y: Side) -> Tensor:
+def min_kl(x: Side, y: Side) -> Array:
     """The smaller of KL(x || y) and KL(y || x) (Pishdad et al., Eq. 6)."""
-    return torch.minimum(kl(x, y), kl(y, x))
+    return namespace(x.mean).minimum(kl(x, y), kl(y, x))
 
 
-def js(x: Side, y: Side) -> Tensor:
+def js(x: Side, y: Side) -> Array:
     """The mean of KL(x || y) and KL(y || x), which the literature of this field calls "JS".
 
     It is half the Jeffreys divergence, not the Jensen-Shannon divergence (which has no closed form for Gaussians).
@@ -104,7 +105,7 @@ def js(x: Side, y: Side) -> Tensor:
     return (kl(x, y) + kl(y, x)) / 2
 
 
-def elk(x: Side, y: Side) -> Tensor:
+def elk(x: Side, y: Side) -> Array:
     """Negative logarithm of the expected likelihood kernel, the integral of p_x(z) p_y(z).
 
         1/2 sum [ (mean_x - mean_y)^2 / (var_x + var_y) + ln(var_x + var_y) ] + d/2 ln(2 pi)
@@ -112,10 +113,10 @@ def elk(x: Side, y: Side) -> Tensor:
     Paper: Chun et al., CVPR 2021, appendix B (there without the constant).
     """
     v = x.var + y.var
-    return ((x.mean - y.mean).square() / v + v.log()).sum(-1) / 2 + x.mean.shape[-1] / 2 * math.log(2 * math.pi)
+    return ((x.mean - y.mean) ** 2 / v + namespace(v).log(v)).sum(-1) / 2 + x.mean.shape[-1] / 2 * math.log(2 * math.pi)
 
 
-def bhattacharyya(x: Side, y: Side) -> Tensor:
+def bhattacharyya(x: Side, y: Side) -> Array:
     """Bhattacharyya distance, -ln of the integral of sqrt(p_x(z) p_y(z)).
 
         v = var_x + var_y:   sum [ 1/4 (mean_x - mean_y)^2 / v + 1/2 ln(v / (2 std_x std_y)) ]
@@ -124,68 +125,74 @@ def bhattacharyya(x: Side, y: Side) -> Tensor:
 
     Paper: Chun et al., CVPR 2021, appendix B (there up to a constant).
     """
-    r = (x.var - y.var).square() / (4 * x.var * y.var)
-    return ((x.mean - y.mean).square() / (x.var + y.var) + r.log1p()).sum(-1) / 4
+    r = (x.var - y.var) ** 2 / (4 * x.var * y.var)
+    return ((x.mean - y.mean) ** 2 / (x.var + y.var) + namespace(r).log1p(r)).sum(-1) / 4
 
 
-def nearest(x: Side, y: Side, *, embeddings: int) -> Tensor:
+def nearest(x: Side, y: Side, *, embeddings: int) -> Array:
     """min over k, l < K of ||mean_x[k] - mean_y[l]||^2; an item's mean holds its K embeddings side by side.
 
     Paper: Song and Soleymani, "Polysemous Visual-Semantic Embedding for Cross-Modal Retrieval", CVPR 2019.
     """
-    a, b = (torch.stack(_split(e.mean, embeddings), -2) for e in (x, y))
-    return (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1).amin((-2, -1))
+    xp = namespace(x.mean)
+    a, b = (xp.stack(_split(e.mean, embeddings), axis=-2) for e in (x, y))
+    return xp.min(((a[..., :, None, :] - b[..., None, :, :]) ** 2).sum(-1), axis=(-2, -1))
 
 
-def _split(mean: Tensor, embeddings: int) -> tuple[Tensor, ...]:
+def _split(mean: Array, embeddings: int) -> tuple[Array, ...]:
     """K means of (..., d / K)."""
     if embeddings < 1 or mean.shape[-1] % embeddings:
         raise ValueError(
             f"nearest_of_{embeddings}: d = {mean.shape[-1]} dimensions cannot be divided into {embeddings} embeddings"
             " of equal size per item"
         )
-    return mean.chunk(embeddings, dim=-1)
+    width = mean.shape[-1] // embeddings
+    return tuple(mean[..., i * width : (i + 1) * width] for i in range(embeddings))
 
 
-# In place, for blocks that need no gradient: at their size new memory for each term takes longer than the arithmetic.
+# In place, for tensors without gradients: for blocks of their size new memory takes longer than the arithmetic.
 
 
-def elk_in_place(x: Side, y: Side) -> Tensor:
+def elk_in_place(x: Side, y: Side) -> Array:
     """:func:`elk`."""
     v, terms = x.var + y.var, x.mean - y.mean
     terms.square_().div_(v).add_(v.log_())
     return terms.sum(-1) / 2 + x.mean.shape[-1] / 2 * math.log(2 * math.pi)
 
 
-def bhattacharyya_in_place(x: Side, y: Side) -> Tensor:
+def bhattacharyya_in_place(x: Side, y: Side) -> Array:
     """:func:`bhattacharyya`."""
     v, terms, r = x.var + y.var, x.mean - y.mean, x.var - y.var
     terms.square_().div_(v)
-    return terms.add_(r.square_().div_(torch.mul(4 * x.var, y.var, out=v)).log1p_()).sum(-1) / 4
+    return terms.add_(r.square_().div_(v.copy_(4 * x.var).mul_(y.var)).log1p_()).sum(-1) / 4
 
 
 # All pairs by matrix products: (n, d) and (m, d) embeddings -> (n, m).
 
 
-def nearest_product(x: GaussianEmbedding, y: GaussianEmbedding, *, embeddings: int) -> Tensor:
+def nearest_product(x: GaussianEmbedding, y: GaussianEmbedding, *, embeddings: int) -> Array:
     """:func:`nearest`."""
     sides = _split(x.mean, embeddings), _split(y.mean, embeddings)
-    return functools.reduce(torch.minimum, [squared_l2_product(a, b) for a in sides[0] for b in sides[1]])
+    return functools.reduce(namespace(x.mean).minimum, [squared_l2_product(a, b) for a in sides[0] for b in sides[1]])
 
 
-def kl_product(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+def kl_product(x: GaussianEmbedding, y: GaussianEmbedding) -> Array:
     """:func:`kl`."""
-    centre = y.mean.detach().mean(0) if y.n else 0
-    a, b = x.mean - centre, y.mean - centre
-    precision = (-y.log_var).exp()
-    features = torch.cat([x.var + a.square(), a], dim=1)
-    weights = torch.cat([precision, -2 * b * precision], dim=1)
-    constant = (b.square() * precision + y.log_var).sum(-1) - x.log_var.sum(-1).unsqueeze(1) - x.d
-    with torch.autocast(a.device.type, enabled=False):
-        return (torch.addmm(constant, features, weights.T) / 2).clamp_min(0)
+    xp = namespace(x.mean)
+    a, b = centred(x.mean, y.mean)
+    precision = xp.exp(-y.log_var)
+    features = xp.concat([x.var + a**2, a], axis=1)
+    weights = xp.concat([precision, -2 * b * precision], axis=1)
+    constant = (b**2 * precision + y.log_var).sum(-1) - x.log_var.sum(-1)[:, None] - x.d
+    return xp.clip(added_product(constant, features, weights) / 2, 0, None)
 
 
-_WITH_STD, _WITH_VAR = Lift(columns=lambda e: (e.log_var / 2).exp()), Lift(columns=lambda e: e.var)
+def _min_kl_product(x: GaussianEmbedding, y: GaussianEmbedding) -> Array:
+    return namespace(x.mean).minimum(kl_product(x, y), kl_product(y, x).T)
+
+
+_WITH_STD = Lift(columns=lambda e: namespace(e.log_var).exp(e.log_var / 2))
+_WITH_VAR = Lift(columns=lambda e: e.var)
 
 DISTANCES: dict[str, Distance] = {
     distance.name: distance
@@ -197,7 +204,7 @@ DISTANCES: dict[str, Distance] = {
         closed_form(wasserstein2_printed, lambda x, y: safe_sqrt(_WITH_VAR.product(x, y))),
         closed_form(kl, kl_product, points="refused", symmetric=False),
         closed_form(kl_reversed, lambda x, y: kl_product(y, x).T, points="refused", symmetric=False),
-        closed_form(min_kl, lambda x, y: kl_product(x, y).minimum(kl_product(y, x).T), points="refused"),
+        closed_form(min_kl, _min_kl_product, points="refused"),
         closed_form(js, lambda x, y: (kl_product(x, y) + kl_product(y, x).T) / 2, points="refused"),
         closed_form(elk, in_place=elk_in_place, points="on one side"),
         closed_form(bhattacharyya, in_place=bhattacharyya_in_place, points="refused"),
@@ -209,7 +216,7 @@ DISTANCES: dict[str, Distance] = {
 squared_l2_matrix = DISTANCES["squared_l2"].matrix
 
 
-def csd(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+def csd(x: GaussianEmbedding, y: GaussianEmbedding) -> Array:
     """Closed-form sampled distance row by row, ||mean_x - mean_y||^2 + sum(var_x) + sum(var_y): see :func:`csd_matrix`.
 
     Args:
@@ -222,16 +229,16 @@ def csd(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
         ValueError: n, d, dtype or device differ.
 
     Example:
-        >>> import torch
-        >>> a = GaussianEmbedding(torch.zeros(1, 2), torch.zeros(1, 2))
-        >>> b = GaussianEmbedding.point(torch.tensor([[3.0, 4.0]]))
+        >>> import numpy as np
+        >>> a = GaussianEmbedding(np.zeros((1, 2)), np.zeros((1, 2)))
+        >>> b = GaussianEmbedding.point(np.array([[3.0, 4.0]]))
         >>> csd(a, b)
-        tensor([27.])
+        array([27.])
     """
     return DISTANCES["csd"].row(x, y)
 
 
-def csd_matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+def csd_matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Array:
     r"""Closed-form sampled distance between all pairs: the mean squared distance of one sample from each side.
 
         csd(i, j) = ||mean_i - mean_j||^2 + sum(var_i) + sum(var_j)
@@ -307,13 +314,13 @@ def register_distance(
         TypeError: formula is no function.
 
     Example:
-        >>> import torch
-        >>> register_distance("city_block", lambda x, y: (x.mean - y.mean).abs().sum(-1)).name
+        >>> import numpy as np
+        >>> register_distance("city_block", lambda x, y: abs(x.mean - y.mean).sum(-1)).name
         'city_block'
-        >>> a = GaussianEmbedding.point(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+        >>> a = GaussianEmbedding.point(np.array([[0.0, 0.0], [1.0, 1.0]]))
         >>> DISTANCES.pop("city_block").matrix(a, a[:1])
-        tensor([[0.],
-                [2.]])
+        array([[0.],
+               [2.]])
     """
     if name.startswith("nearest_of_"):
         raise ValueError(f"register_distance: {name!r} is a distance already; choose another name")

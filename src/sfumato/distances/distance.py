@@ -7,15 +7,17 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from array_api_compat import device
 
+from sfumato.arrays import Array, is_tensor, like, namespace
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, reparametrised
 from sfumato.ids import Direction
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_MEMORY_MB = 64.0
 """Working memory of the sampled distances, beside inputs and result."""
@@ -33,15 +35,15 @@ Points = Literal["allowed", "on one side", "refused"]
 class Gaussians(NamedTuple):
     """Diagonal Gaussians of any shape (..., d)."""
 
-    mean: Tensor
-    log_var: Tensor
-    var: Tensor
+    mean: Array
+    log_var: Array
+    var: Array
 
 
 Side = GaussianEmbedding | Gaussians
 """What a formula takes."""
 
-Form = Callable[..., Tensor]
+Form = Callable[..., Array]
 
 
 @dataclass(frozen=True)
@@ -54,35 +56,42 @@ class Lift:
     not change the order of its results, so that any vector engine can search by the distance.
     """
 
-    columns: Callable[[GaussianEmbedding], Tensor] | None = None  # (n, d) embeddings -> (n, c)
-    offset: Callable[[GaussianEmbedding], Tensor] | None = None  # (n, d) embeddings -> (n,) float32 or better
+    columns: Callable[[GaussianEmbedding], Array] | None = None  # (n, d) embeddings -> (n, c)
+    offset: Callable[[GaussianEmbedding], Array] | None = None  # (n, d) embeddings -> (n,) float32 or better
 
-    def vectors(self, e: GaussianEmbedding) -> tuple[Tensor, Tensor]:
+    def vectors(self, e: GaussianEmbedding) -> tuple[Array, Array]:
         """The vectors (n, d + c), and the offsets (n,)."""
-        return e.mean if self.columns is None else torch.cat([e.mean, self.columns(e)], dim=1), self.constant(e)
+        vectors = e.mean if self.columns is None else namespace(e.mean).concat([e.mean, self.columns(e)], axis=1)
+        return vectors, self.constant(e)
 
-    def product(self, x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    def product(self, x: GaussianEmbedding, y: GaussianEmbedding) -> Array:
         """The distances of all pairs by one matrix product. x (n, d), y (m, d) -> (n, m)."""
         (a, a_offset), (b, b_offset) = self.vectors(x), self.vectors(y)
         squared = squared_l2_product(a, b)
-        return squared if self.offset is None else squared + a_offset.unsqueeze(1) + b_offset
+        return squared if self.offset is None else squared + a_offset[:, None] + b_offset
 
-    def gallery(self, e: GaussianEmbedding) -> Tensor:
+    def gallery(self, e: GaussianEmbedding) -> Array:
         """(n, c') columns beside the means of a gallery."""
-        return self._columns(e, self.constant(e).sqrt())
+        constant = self.constant(e)
+        return self._columns(e, namespace(constant).sqrt(constant))
 
-    def query(self, e: GaussianEmbedding) -> Tensor:
+    def query(self, e: GaussianEmbedding) -> Array:
         """(n, c') columns beside the means of queries."""
-        return self._columns(e, e.mean.new_zeros(e.n, dtype=torch.float32))
+        return self._columns(e, _zeros(e))
 
-    def constant(self, e: GaussianEmbedding) -> Tensor:
+    def constant(self, e: GaussianEmbedding) -> Array:
         """(n,) offsets in float32 or better."""
-        return e.mean.new_zeros(e.n, dtype=torch.float32) if self.offset is None else self.offset(e)
+        return _zeros(e) if self.offset is None else self.offset(e)
 
-    def _columns(self, e: GaussianEmbedding, last: Tensor) -> Tensor:
+    def _columns(self, e: GaussianEmbedding, last: Array) -> Array:
         own = [] if self.columns is None else [self.columns(e.to(accumulation_dtype(e.dtype)))]
-        last = last.unsqueeze(1)[:, : 0 if self.offset is None else 1]
-        return torch.cat([*own, last], dim=1) if own else last
+        last = last[:, None][:, : 0 if self.offset is None else 1]
+        return namespace(last).concat([*own, last], axis=1) if own else last
+
+
+def _zeros(e: GaussianEmbedding) -> Array:
+    """(n,) float32."""
+    return like(np.zeros(e.n, np.float32), e.mean)
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class Distance:
     matrix: Form  # (n, d), (m, d) -> (n, m) distances between all pairs
     symmetric: bool = True  # distance(x, y) = distance(y, x); if not, images come first
     needs_variance: bool = False  # points (variance 0) are refused
-    of_samples: Callable[[Tensor, Tensor], Tensor] | None = None
+    of_samples: Callable[[Array, Array], Array] | None = None
     n_samples: int = 8  # number s of samples of each embedding when a sampled distance ranks
     seed: int = 0  # of these samples
     embeddings: int = 1
@@ -145,21 +154,22 @@ def closed_form(
     """A distance from its formula, which broadcasts. All pairs come from the lift, else the product, else in blocks."""
     name = name or formula.__name__
 
-    def row(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    def row(x: GaussianEmbedding, y: GaussianEmbedding) -> Array:
         return formula(*checked_rows(x, y, name, points=points))
 
-    def matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
+    def matrix(x: GaussianEmbedding, y: GaussianEmbedding) -> Array:
         assert product is not None
         return product(*checked(x, y, name, points=points))
 
-    def streamed(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_mb: float = STREAM_MEMORY_MB) -> Tensor:
+    def streamed(x: GaussianEmbedding, y: GaussianEmbedding, *, memory_mb: float = STREAM_MEMORY_MB) -> Array:
         x, y = checked(x, y, name, points=points)
         sides = [(e.mean, e.log_var, e.var) for e in (x, y)]
         return blockwise(block, *sides, floats_per_pair=10 * x.d, memory_mb=memory_mb)
 
-    def block(*tensors: Tensor) -> Tensor:
-        form = formula if in_place is None or any(t.requires_grad for t in tensors) else in_place
-        return form(Gaussians(*(t.unsqueeze(1) for t in tensors[:3])), Gaussians(*tensors[3:]))
+    def block(*tensors: Array) -> Array:
+        plain = in_place is None or any(not is_tensor(t) or t.requires_grad for t in tensors)
+        form = formula if plain else in_place
+        return form(Gaussians(*(t[:, None] for t in tensors[:3])), Gaussians(*tensors[3:]))
 
     if lift is not None:
         product = lift.product
@@ -167,11 +177,11 @@ def closed_form(
     return Distance(name, row, form, symmetric, points != "allowed", embeddings=embeddings, lift=lift)
 
 
-def sampled(name: str, reduce: Callable[[Tensor], Tensor], *, n_samples: int = 8) -> Distance:
+def sampled(name: str, reduce: Callable[[Array], Array], *, n_samples: int = 8) -> Distance:
     """A distance of samples: reduce takes the Euclidean distances of all pairs of samples, (n, m, s, s) -> (n, m)."""
     s = n_samples
 
-    def of_samples(a: Tensor, b: Tensor, *, memory_mb: float = DEFAULT_MEMORY_MB) -> Tensor:
+    def of_samples(a: Array, b: Array, *, memory_mb: float = DEFAULT_MEMORY_MB) -> Array:
         return reduce_sample_distances(a, b, reduce, memory_mb=memory_mb)
 
     def matrix(
@@ -179,16 +189,18 @@ def sampled(name: str, reduce: Callable[[Tensor], Tensor], *, n_samples: int = 8
         y: GaussianEmbedding,
         *,
         n_samples: int = s,
-        generator: torch.Generator | None = None,
+        generator: "torch.Generator | None" = None,
         memory_mb: float = DEFAULT_MEMORY_MB,
-    ) -> Tensor:
+    ) -> Array:
         a, b = (e.sample(n_samples, generator=generator) for e in checked(x, y, name))
         return of_samples(a, b, memory_mb=memory_mb)
 
     def row(
-        x: GaussianEmbedding, y: GaussianEmbedding, *, n_samples: int = s, generator: torch.Generator | None = None
-    ) -> Tensor:
+        x: GaussianEmbedding, y: GaussianEmbedding, *, n_samples: int = s, generator: "torch.Generator | None" = None
+    ) -> Array:
         a, b = (e.sample(n_samples, generator=generator) for e in checked_rows(x, y, name))
+        import torch
+
         return reduce(torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").unsqueeze(1)).squeeze(1)
 
     return Distance(name, row, matrix, of_samples=of_samples, n_samples=n_samples)
@@ -209,11 +221,13 @@ def checked(
     """The two sides in the dtype of accumulation, after the checks that every distance needs. x (n, d), y (m, d)."""
     check_embedding(x, who, "x")
     check_embedding(y, who, "y")
+    if is_tensor(x.mean) != is_tensor(y.mean):
+        x, y = x.tensors(), y.tensors()
     if x.d != y.d or x.dtype != y.dtype or x.device != y.device:
         sides = [f"(., {e.d}) {e.dtype} on {e.device}" for e in (x, y)]
         raise ValueError(f"{who}: x is {sides[0]} and y is {sides[1]}; both must have the same d, dtype and device")
     if points != "allowed":
-        found = [bool(torch.isneginf(e.log_var).any()) for e in (x, y)]
+        found = [bool((e.log_var == -math.inf).any()) for e in (x, y)]
         if all(found) if points == "on one side" else any(found):
             where = " on at least one side" if points == "on one side" else ""
             raise ValueError(
@@ -236,46 +250,59 @@ def checked_rows(
     return x, y
 
 
-def safe_sqrt(squared: Tensor) -> Tensor:
+def safe_sqrt(squared: Array) -> Array:
     """Square root whose gradient at 0 is 0 instead of infinite."""
-    zero = squared <= 0
-    return squared.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+    xp, zero = namespace(squared), squared <= 0
+    return xp.where(zero, 0.0, xp.sqrt(xp.where(zero, 1.0, squared)))
 
 
-def squared_l2_product(a: Tensor, b: Tensor) -> Tensor:
+def squared_l2_product(a: Array, b: Array) -> Array:
     """||a_i - b_j||^2 by one matrix product about the centre of b, which keeps precision far from the origin.
 
     a (n, d), b (m, d) -> (n, m).
     """
     a, b = centred(a, b)
-    return squared_l2_of_centred(a, b, a.square().sum(-1), b.square().sum(-1))
+    return squared_l2_of_centred(a, b, (a**2).sum(-1), (b**2).sum(-1))
 
 
-def centred(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def centred(a: Array, b: Array) -> tuple[Array, Array]:
     """Both sides about the centre of b, which has no gradient. a (n, d), b (m, d)."""
-    centre = b.detach().mean(0) if len(b) else 0
+    centre = (b.detach() if is_tensor(b) else b).mean(0) if len(b) else 0
     return a - centre, b - centre
 
 
-def squared_l2_of_centred(a: Tensor, b: Tensor, a_squares: Tensor, b_squares: Tensor) -> Tensor:
+def squared_l2_of_centred(a: Array, b: Array, a_squares: Array, b_squares: Array) -> Array:
     """||a_i||^2 + ||b_j||^2 - 2 a_i . b_j, for vectors about their centre.
 
     a (n, d), b (m, d), a_squares, b_squares (n,) -> (n, m).
     """
-    with torch.autocast(a.device.type, enabled=False):
-        squares = a_squares.unsqueeze(1) + b_squares
-        return squares.addmm_(a, b.T, alpha=-2).clamp_min_(0)
+    squares = added_product(a_squares[:, None] + b_squares, a, b, -2)
+    return squares.clamp_min_(0) if is_tensor(a) else np.maximum(squares, 0, out=squares)
+
+
+def added_product(constant: Array, a: Array, b: Array, factor: float = 1) -> Array:
+    """constant + factor * a b^T, in the memory of constant. a (n, d), b (m, d), constant (n, m) -> (n, m)."""
+    if is_tensor(a):
+        import torch
+
+        with torch.autocast(a.device.type, enabled=False):
+            return constant.addmm_(a, b.T, alpha=factor)
+    constant += (factor * a) @ b.T
+    return constant
 
 
 def seeded_samples(
     x: GaussianEmbedding, n_samples: int, *, seed: int, side: Literal["image", "text"], first: int = 0
-) -> Tensor:
+) -> Array:
     """Samples of embeddings whose noise depends on the seed, the side and the position of the item, on nothing else.
 
     So every division of the items into blocks or among processes, on every device, gives an item the same samples.
 
     x (n, d) -> (n, s, d).
     """
+    import torch
+
+    x = x.tensors()
     chunks = range(first // _NOISE_ROWS, -(-(first + x.n) // _NOISE_ROWS)) if x.n else range(0)
     parts = []
     for chunk in chunks:
@@ -289,34 +316,34 @@ def seeded_samples(
 
 
 def reduce_sample_distances(
-    x_samples: Tensor, y_samples: Tensor, reduce: Callable[[Tensor], Tensor], *, memory_mb: float = DEFAULT_MEMORY_MB
-) -> Tensor:
+    x_samples: Array, y_samples: Array, reduce: Callable[[Array], Array], *, memory_mb: float = DEFAULT_MEMORY_MB
+) -> Array:
     """Euclidean distances of all sample pairs, reduced block by block so that (n, m, s, s) never exists at once.
 
     x_samples (n, s, d) -> (n, m).
     """
     dtype = accumulation_dtype(x_samples.dtype)
 
-    def block(a: Tensor, b: Tensor) -> Tensor:
+    def block(a: Array, b: Array) -> Array:
         return reduce(by_pair(safe_sqrt(squared_l2_product(a.flatten(0, 1), b.flatten(0, 1))), a, b))
 
     return blockwise(block, (x_samples.to(dtype),), (y_samples.to(dtype),), memory_mb=memory_mb)
 
 
-def by_pair(values: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def by_pair(values: Array, a: Array, b: Array) -> Array:
     """The values of all samples (n s, m t) by pairs of items. a (n, s, d), b (m, t, d) -> (n, m, s, t)."""
-    pairs: Tensor = values.unflatten(0, a.shape[:2]).unflatten(2, b.shape[:2])
+    pairs: Array = values.unflatten(0, a.shape[:2]).unflatten(2, b.shape[:2])
     return pairs.transpose(1, 2)
 
 
 def blockwise(
-    function: Callable[..., Tensor],
-    x: Sequence[Tensor],
-    y: Sequence[Tensor],
+    function: Callable[..., Array],
+    x: Sequence[Array],
+    y: Sequence[Array],
     *,
     floats_per_pair: int = 0,
     memory_mb: float,
-) -> Tensor:
+) -> Array:
     """A function of all pairs in square blocks of x and y, recomputed in the backward pass.
 
     Its memory for a pair is given, or counted for samples (n, s, d) with (m, t, d), backward pass included: six values
@@ -324,16 +351,16 @@ def blockwise(
 
     function (rows, ...) -> (n, m).
     """
-    n, m = len(x[0]), len(y[0])
+    n, m, xp = len(x[0]), len(y[0]), namespace(x[0])
     if n == 0 or m == 0:
-        return x[0].new_zeros(n, m)
+        return xp.zeros((n, m), dtype=x[0].dtype, device=device(x[0]))
     if memory_mb <= 0:
         raise ValueError(f"memory_mb must be positive, got {memory_mb}")
     floats_per_row = 0
     if not floats_per_pair:
         s, t = x[0].shape[1], y[0].shape[1]
         floats_per_pair, floats_per_row = 6 * s * t, 5 * max(s, t) * x[0].shape[2]
-    budget = memory_mb * 2**20 / x[0].element_size()
+    budget = memory_mb * 2**20 / xp.finfo(x[0].dtype).bits * 8
     # side^2 * floats_per_pair + 2 * side * floats_per_row = budget; a side cut short leaves more for the other.
     side = (math.sqrt(floats_per_row**2 + floats_per_pair * budget) - floats_per_row) / floats_per_pair
 
@@ -342,11 +369,17 @@ def blockwise(
 
     rows = max(1, min(n, int(other(m) if m < side else side)))
     columns = max(1, min(m, int(other(rows))))
-    x_blocks, y_blocks = (list(zip(*(t.split(k) for t in part), strict=True)) for part, k in ((x, rows), (y, columns)))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*x, *y)):
-        recompute = functools.partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([torch.cat([recompute(*a, *b) for b in y_blocks], dim=1) for a in x_blocks])
-    result = x[0].new_empty(n, m)
+    x_blocks, y_blocks = (
+        [tuple(t[i : i + k] for t in part) for i in range(0, len(part[0]), k)] for part, k in ((x, rows), (y, columns))
+    )
+    if any(is_tensor(t) and t.requires_grad for t in (*x, *y)):
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        if torch.is_grad_enabled():
+            recompute = functools.partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+            return torch.cat([torch.cat([recompute(*a, *b) for b in y_blocks], dim=1) for a in x_blocks])
+    result = xp.empty((n, m), dtype=x[0].dtype, device=device(x[0]))
     for i, a in enumerate(x_blocks):
         for j, b in enumerate(y_blocks):
             result[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] = function(*a, *b)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance, check_embedding
-from sfumato.gaussian import Array, GaussianEmbedding, accumulation_dtype, as_tensor
-from sfumato.losses.tiles import canonical, dense_labels, label_rows, transposed
-from sfumato.matching import MatchingLogits
+from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
+from sfumato.losses.tiles import MatchingLogits, canonical, dense_labels, label_rows, transposed
 
 MAX_PAIRS = 2**22
 """Pairs whose distances, logits and labels a loss holds in memory at a time: about 200 MB in float32."""

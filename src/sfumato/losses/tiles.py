@@ -8,21 +8,92 @@ are no second derivatives.
 Matrices of labels are dense or sparse: a large batch has few matches, and no room for a number of every pair.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sfumato.distances.distance import Distance, centred, checked, squared_l2_of_centred
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.matching import MatchingLogits, match_logit
+from sfumato.matching import match_logit
 
 CPU_PAIRS = 2**20
 """Largest number of pairs of a tile on a CPU: arrays of 4 MB stay in its caches, which saves more than recomputing."""
+
+
+class MatchingLogits(nn.Module):
+    """The learnable scale and bias of the match logits.
+
+    The scale a is stored as its logarithm, so that it stays positive. A step of Adam then changes a by about a times
+    the learning rate. In the released code, which learns a itself, it changes a by about the learning rate. Neither
+    parameter has weight decay.
+
+    Args:
+        logit_scale: initial a > 0 (5 in Chun 2024, table B.1).
+        logit_bias: initial b (5 there).
+        free: learn a itself, as the released code does. An update across zero would reverse the order of all
+            distances, so :meth:`constrain` refuses it.
+        largest: largest a, which :meth:`constrain` enforces; infinite for no limit.
+
+    Raises:
+        ValueError: logit_scale is not a positive number, or above the largest.
+    """
+
+    def __init__(
+        self, logit_scale: float = 5.0, logit_bias: float = 5.0, *, free: bool = False, largest: float = math.inf
+    ) -> None:
+        super().__init__()
+        if not (logit_scale > 0 and math.isfinite(logit_scale)):
+            raise ValueError(
+                f"MatchingLogits: logit_scale must be positive, got {logit_scale};"
+                " smaller distances must be likelier matches"
+            )
+        if logit_scale > largest:
+            raise ValueError(f"MatchingLogits: logit_scale must be at most {largest:g}, the largest, got {logit_scale}")
+        self.free, self.largest = free, largest
+        if free:
+            self.free_logit_scale = nn.Parameter(torch.tensor(float(logit_scale)))
+        else:
+            self.log_logit_scale = nn.Parameter(torch.tensor(math.log(logit_scale)))
+        self.logit_bias = nn.Parameter(torch.tensor(float(logit_bias)))
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """() the scale a > 0, differentiable."""
+        return self.free_logit_scale if self.free else self.log_logit_scale.exp()
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Limit the scale after an update of the parameters.
+
+        Raises:
+            ArithmeticError: a free scale is no longer positive.
+        """
+        if self.free and not self.free_logit_scale > 0:
+            raise ArithmeticError(
+                f"the free scale of the match logits is {float(self.free_logit_scale):g}, which reverses all distances;"
+                " learn its logarithm (loss.free_scale=false), or lower optim.lr or optim.logits_lr_multiplier"
+            )
+        if self.free:
+            self.free_logit_scale.clamp_(max=self.largest)
+        else:
+            self.log_logit_scale.clamp_(max=math.log(self.largest))
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """Logits of distances.
+
+        Args:
+            distance: any shape, smaller is closer.
+
+        Returns:
+            Logits of the shape of distance.
+        """
+        return match_logit(distance, self.logit_scale, self.logit_bias)
 
 
 @dataclass(frozen=True)

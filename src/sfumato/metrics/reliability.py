@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.charts import FAINT, draw_intervals, styled_axes
-from sfumato.gaussian import Array, as_tensor
 from sfumato.metrics.bootstrap import Statistic, none_if_nan, pearson, spearman
 
 if TYPE_CHECKING:

@@ -37,7 +37,8 @@ from sfumato.files import write_atomically, write_json
 from sfumato.ids import Side
 from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock
 from sfumato.losses.pcme import SIGMOIDS, PCMELoss
-from sfumato.matching import MatchingLogits, SampledLogits
+from sfumato.losses.tiles import MatchingLogits
+from sfumato.matching import SampledLogits
 from sfumato.models.build import (
     USE_ITS_OWN,
     Assets,

@@ -22,7 +22,7 @@ from sfumato.distances.distance import Distance
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.matching import MatchingLogits
+from sfumato.losses.tiles import MatchingLogits
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import N_BINS, wilson_interval
 from sfumato.models.embed import embed_split, load_split

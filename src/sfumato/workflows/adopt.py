@@ -15,6 +15,7 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 
+from sfumato.arrays import Array
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.logits import Population
 from sfumato.data.coco import coco_images, json_kind
@@ -30,7 +31,7 @@ from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import is_unused, read_json, write_json
-from sfumato.gaussian import Array, GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.models.build import Assets, build_loss, build_model, save_state

@@ -1,0 +1,81 @@
+"""Arrays of NumPy and tensors of torch: a formula takes both, and what comes in goes out.
+
+torch is imported only where a tensor is given or asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from array_api_compat import array_namespace, is_torch_array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Array = Any
+"""A tensor of torch, or an array of NumPy. Public functions take both, and return what they were given."""
+
+is_tensor = is_torch_array
+namespace = array_namespace
+
+
+def as_array(value: Array, name: str, who: str) -> Array:
+    """An argument that is a tensor or an array; an array in the byte order of the machine."""
+    if is_tensor(value):
+        return value
+    if not hasattr(value, "__array__"):
+        raise TypeError(f"{who}: {name} must be a tensor or an array, got {type(value).__name__}; use numpy.asarray")
+    array: np.ndarray[Any, Any] = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"{who}: {name} must be an array of numbers, got {array.dtype}")
+    if array.dtype.itemsize > 8:
+        raise TypeError(f"{who}: {name} has the dtype {array.dtype}, which torch lacks; use float64")
+    return np.asarray(array, array.dtype.newbyteorder("="))
+
+
+def as_tensor(value: Array, name: str, who: str) -> "Tensor":
+    """An argument as a tensor, without a copy where possible."""
+    value = as_array(value, name, who)
+    if is_tensor(value):
+        return value
+    import torch
+
+    # torch does not read negative strides, and warns of arrays that cannot be written.
+    return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+
+
+def as_numpy(value: Array) -> np.ndarray:
+    """An array with the numbers of a tensor, without their gradients; bfloat16, which NumPy lacks, as float32."""
+    if not is_tensor(value):
+        return np.asarray(value)
+    value = value.detach().cpu()
+    found: np.ndarray = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+    return found
+
+
+def like(values: np.ndarray, given: Array) -> Array:
+    """Numbers as a tensor on the device of `given`, if that is one."""
+    if not is_tensor(given):
+        return values
+    return as_tensor(values, "values", "like").to(given.device)
+
+
+def sigmoid(logit: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-logit)), without overflow."""
+    small = np.exp(-np.abs(logit))
+    found: np.ndarray = np.where(logit >= 0, 1, small) / (1 + small)
+    return found
+
+
+def log_sigmoid(logit: np.ndarray) -> np.ndarray:
+    """The logarithm of :func:`sigmoid`."""
+    found: np.ndarray = np.minimum(logit, 0) - np.log1p(np.exp(-np.abs(logit)))
+    return found
+
+
+def log_sum_exp(values: np.ndarray) -> np.ndarray:
+    """The logarithm of the sum of exponentials over the last axis."""
+    largest = values.max(-1, keepdims=True, initial=-np.inf)
+    largest = np.where(np.isfinite(largest), largest, 0)
+    with np.errstate(divide="ignore"):
+        found: np.ndarray = np.log(np.exp(values - largest).sum(-1)) + largest[..., 0]
+    return found
