@@ -76,7 +76,10 @@ class Bench:
     def distance(self, model: Model, queries: np.ndarray, items: np.ndarray, texts: str = "layers") -> Tensor:
         """From the fifth captions of some photographs to others."""
         text = model.model.text.embed(_store(self.rows[texts][5 * queries + 4]))
-        return get_distance(model.distance).matrix(text, model.model.image.embed(_store(self.rows["images"][items])))
+        found: Tensor = get_distance(model.distance).matrix(
+            text, model.model.image.embed(_store(self.rows["images"][items]))
+        )
+        return found
 
     def captions(self, queries: np.ndarray, items: np.ndarray) -> Tensor:
         """Minus the maximum and the mean of the cosines of MiniLM with the four captions."""

@@ -53,10 +53,14 @@ def main() -> None:
     model, photographs = data.model, data.images
 
     def by_texts(texts: list[str]) -> torch.Tensor:
-        return csd(model.embed_texts(texts), photographs)
+        found: torch.Tensor = csd(model.embed_texts(texts), photographs)
+        return found
 
     def by(queries: list[TextQuery]) -> torch.Tensor:
-        return csd(combined(queries, model.embed_texts([part for one in queries for part in one.parts])), photographs)
+        found: torch.Tensor = csd(
+            combined(queries, model.embed_texts([part for one in queries for part in one.parts])), photographs
+        )
+        return found
 
     ending = "(s|es|ning|ping|ming|ing|ting)?"
     shows = {

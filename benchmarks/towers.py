@@ -79,7 +79,10 @@ def runner(tower: nn.Module, batch: Inputs, what: str) -> Callable[[], None]:
     def value() -> Tensor:
         embedding: GaussianEmbedding = tower(batch)
         gradient_of = embedding.mean[:, 0].sum()
-        return gradient_of if embedding.log_var.isneginf().any() else gradient_of + embedding.total_variance.sum()
+        found: Tensor = (
+            gradient_of if embedding.log_var.isneginf().any() else gradient_of + embedding.total_variance.sum()
+        )
+        return found
 
     def run() -> None:
         if what == "forward":

@@ -158,7 +158,8 @@ class AsymVLM(AdapterMethod):
 
     def variance(self, side: Side, x: Tensor) -> Tensor:
         """See :meth:`AdapterMethod.variance`."""
-        return self.embed(side, x).var
+        found: Tensor = self.embed(side, x).var
+        return found
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
         """See :meth:`PosthocMethod.embed` and the class; variances in squared units of unit embeddings."""

@@ -96,7 +96,8 @@ def pfe_loss(image: GaussianEmbedding, text: GaussianEmbedding) -> Tensor:
     image, text (n, d).
     """
     var = image.var + text.var
-    return ((image.mean - text.mean).square() / var + var.log()).sum(1).mean()
+    found: Tensor = ((image.mean - text.mean).square() / var + var.log()).sum(1).mean()
+    return found
 
 
 class PFEAdapter(VarianceAdapter):

@@ -135,7 +135,8 @@ def mixture_weights(
             step, weights[c] = (new / new.sum() - weights[c]).norm(), new / new.sum()
             if step < 1e-12:
                 break
-    return weights
+    found: Tensor = weights
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,11 +68,13 @@ class MTEBEncoder:
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """(n, m) minus the distances."""
-        return -self.distance.matrix(self._gaussians(embeddings1), self._gaussians(embeddings2))
+        found: Tensor = -self.distance.matrix(self._gaussians(embeddings1), self._gaussians(embeddings2))
+        return found
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """(n,) minus the distances of the pairs."""
-        return -self.distance.row(self._gaussians(embeddings1), self._gaussians(embeddings2))
+        found: Tensor = -self.distance.row(self._gaussians(embeddings1), self._gaussians(embeddings2))
+        return found
 
     def _gaussians(self, vectors: Any) -> GaussianEmbedding:
         rows = torch.atleast_2d(torch.as_tensor(vectors))

@@ -421,7 +421,8 @@ class Scorer:
         """Logit that a random pair at these distances is listed. distance (..., c) -> (..., c)."""
         shift = self.prior_shift(n_gallery)
         if self.calibration is None or self.calibration.knots is None:
-            return match_logit(distance, self.logit_scale, self.logit_bias + shift)
+            found: Tensor = match_logit(distance, self.logit_scale, self.logit_bias + shift)
+            return found
         return self.calibration.logit(distance) + shift
 
     def radius(self, coverage: float) -> float:

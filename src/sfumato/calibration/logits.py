@@ -167,7 +167,8 @@ class PairLogits:
         shift = 0.0 if match_fraction is None else self.shift(match_fraction)
         d = as_tensor(distance, "distance", "Calibration").detach().double()
         if self.knots is None:
-            return match_logit(d, self.logit_scale, self.logit_bias + shift)
+            found: Tensor = match_logit(d, self.logit_scale, self.logit_bias + shift)
+            return found
         return knots_logit(d, self.knots, self.logit_scale) + shift
 
     def probability(self, distance: Array, *, match_fraction: float | None = None) -> Tensor:

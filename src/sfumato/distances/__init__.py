@@ -1,9 +1,10 @@
 r"""Every distance between diagonal Gaussians, as its formula and by name: DISTANCES. Smaller is closer, everywhere.
 
 A formula takes sides that broadcast, of tensors or of arrays of NumPy: rows (n, d) with (n, d) give (n,), and
-(n, 1, d) with (m, d) give all pairs (n, m), by way of an (n, m, d) array. A product gives all pairs of whole embeddings without one. The tests hold
-the two equal. How a formula is computed for all pairs is in ``distance``. Half precision in, float32 out. Formulas and
-sources are also in docs/concepts/distances.md. A distance does not depend on labels, logits or probabilities.
+(n, 1, d) with (m, d) give all pairs (n, m), by way of an (n, m, d) array. A product gives all pairs of whole embeddings
+without one. The tests hold the two equal. How a formula is computed for all pairs is in ``distance``. Half precision
+in, float32 out. Formulas and sources are also in docs/concepts/distances.md. A distance does not depend on labels,
+logits or probabilities.
 
 To add a distance: its formula; an entry in DISTANCES; a slow loop in the tests' references; the formula and its source
 in docs/concepts/distances.md.

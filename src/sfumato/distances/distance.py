@@ -167,8 +167,8 @@ def closed_form(
         return blockwise(block, *sides, floats_per_pair=10 * x.d, memory_mb=memory_mb)
 
     def block(*tensors: Array) -> Array:
-        plain = in_place is None or any(not is_tensor(t) or t.requires_grad for t in tensors)
-        form = formula if plain else in_place
+        plain = any(not is_tensor(t) or t.requires_grad for t in tensors)
+        form = formula if in_place is None or plain else in_place
         return form(Gaussians(*(t[:, None] for t in tensors[:3])), Gaussians(*tensors[3:]))
 
     if lift is not None:
@@ -360,7 +360,7 @@ def blockwise(
     if not floats_per_pair:
         s, t = x[0].shape[1], y[0].shape[1]
         floats_per_pair, floats_per_row = 6 * s * t, 5 * max(s, t) * x[0].shape[2]
-    budget = memory_mb * 2**20 / xp.finfo(x[0].dtype).bits * 8
+    budget: float = memory_mb * 2**20 / xp.finfo(x[0].dtype).bits * 8
     # side^2 * floats_per_pair + 2 * side * floats_per_row = budget; a side cut short leaves more for the other.
     side = (math.sqrt(floats_per_row**2 + floats_per_pair * budget) - floats_per_row) / floats_per_pair
 

@@ -64,7 +64,8 @@ class Block:
     @cached_property
     def logit(self) -> Tensor:
         """(b, m) match logits; minus infinity for items that are left out."""
-        return match_logit(self.distance, self.matching.logit_scale, self.matching.logit_bias)
+        found: Tensor = match_logit(self.distance, self.matching.logit_scale, self.matching.logit_bias)
+        return found
 
     @cached_property
     def nearest(self) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,8 @@ def _margin(block: Block) -> Tensor:
 
 def _nearest_mean(block: Block) -> Tensor:
     distance = squared_l2_matrix(block.queries, block.gallery)
-    return distance.masked_fill(torch.isposinf(block.distance), torch.inf).amin(1)
+    found: Tensor = distance.masked_fill(torch.isposinf(block.distance), torch.inf).amin(1)
+    return found
 
 
 # ---------------------------------------------------------------- the registry

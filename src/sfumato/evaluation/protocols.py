@@ -282,7 +282,8 @@ class SimilarityMatrix:
         a, b = self.images.mean[rows].to(dtype), self.texts.mean[columns].to(dtype)
         if self.kind == "cosine":
             a, b = torch.nn.functional.normalize(a, dim=1), torch.nn.functional.normalize(b, dim=1)
-        return a @ b.T
+        found: Tensor = a @ b.T
+        return found
 
 
 def ranked_by(score: str | Distance, images: GaussianEmbedding, texts: GaussianEmbedding) -> Source:

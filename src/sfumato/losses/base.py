@@ -320,7 +320,8 @@ def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Array,
             f"{who}: match must lie in [0, 1], got values from {low:.4g} to {high:.4g};"
             " labels of -1 and 1 become (match + 1) / 2"
         )
-    return match.to(device=image.device)
+    found: Tensor = match.to(device=image.device)
+    return found
 
 
 def vib_loss(x: GaussianEmbedding) -> Tensor:
@@ -341,7 +342,8 @@ def vib_sums(x: GaussianEmbedding) -> Tensor:
     """KL divergence of each embedding to the standard normal, summed over its dimensions. x (n, d) -> (n,)."""
     dtype = accumulation_dtype(x.dtype)
     mean, log_var = x.mean.to(dtype), x.log_var.to(dtype)
-    return (mean.square() + log_var.expm1() - log_var).sum(-1) / 2
+    found: Tensor = (mean.square() + log_var.expm1() - log_var).sum(-1) / 2
+    return found
 
 
 def vib_of_block(block: PairBlock) -> Tensor:

@@ -93,7 +93,8 @@ class MatchingLogits(nn.Module):
         Returns:
             Logits of the shape of distance.
         """
-        return match_logit(distance, self.logit_scale, self.logit_bias)
+        found: Tensor = match_logit(distance, self.logit_scale, self.logit_bias)
+        return found
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class Tiles:
         distance.add_(self._x_offset[rows].unsqueeze(1)).add_(self._y_offset[columns])
         if distance.shape == self.shape:
             self.whole = distance
-        return distance
+        found: Tensor = distance
+        return found
 
     def __iter__(self) -> Iterator[Tile]:
         for ranges in self.ranges():

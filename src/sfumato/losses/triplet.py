@@ -180,7 +180,8 @@ def pvse_loss(
 
 
 def _kernel(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
-    return (-GAMMA * squared_l2_matrix(x, y)).exp()
+    found: Tensor = (-GAMMA * squared_l2_matrix(x, y)).exp()
+    return found
 
 
 def _mmd(block: PairBlock, k: int) -> Tensor:

@@ -259,7 +259,8 @@ class Model:
                 "probability: match_fraction needs a calibration, and this model has none; calibrate it on held-out"
                 " pairs (sfumato calibrate RUN), or leave match_fraction out"
             )
-        return match_probability(distance, self.logit_scale, self.logit_bias)
+        found: Tensor = match_probability(distance, self.logit_scale, self.logit_bias)
+        return found
 
     def unfamiliar_texts(self, texts: Sequence[str]) -> list[bool]:
         """Which texts have words that the model hardly knows.

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.arrays import Array
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.distances.distance import Distance, Lift, seeded_samples
 from sfumato.gaussian import GaussianEmbedding
@@ -197,13 +198,14 @@ def gallery_centre(gallery: GaussianEmbedding) -> Tensor:
     """Mean of the gallery's means. gallery (m, d) -> (d,)."""
     if gallery.n == 0:
         return torch.zeros(gallery.d, device=gallery.device)
-    return gallery.mean.double().mean(0).float()
+    found: Tensor = gallery.mean.double().mean(0).float()
+    return found
 
 
 def lifted_dim(d: int, distance: str = "csd") -> int:
     """Dimensions of lifted vectors."""
     one = GaussianEmbedding.point(torch.zeros(1, d))
-    return d + _lift(distance).gallery(one).shape[1]
+    return d + int(_lift(distance).gallery(one).shape[1])
 
 
 def lift_gallery(gallery: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
@@ -221,7 +223,8 @@ def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: T
 
 def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
     """The difference between the distance and the squared L2 of lifted vectors. queries (n, d) -> (n,)."""
-    return _lift(distance).constant(queries).float()
+    found: Tensor = _lift(distance).constant(queries).float()
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +276,7 @@ def _lift(distance: str) -> Lift:
     return lift
 
 
-def _centred(embeddings: GaussianEmbedding, centre: Tensor | None) -> Tensor:
+def _centred(embeddings: GaussianEmbedding, centre: Array | None) -> Array:
     if centre is None:
         return embeddings.mean.float()
     if centre.shape != (embeddings.d,):

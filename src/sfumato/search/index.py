@@ -223,7 +223,8 @@ class GaussianIndex(Gallery):
     @cached_property
     def _uncertainty(self) -> Tensor:
         """(m,) total variances, computed once."""
-        return self.embeddings.total_variance
+        found: Tensor = self.embeddings.total_variance
+        return found
 
     def _found(self, distance: Tensor, position: Tensor) -> Candidates:
         """(c,) distances and positions of items as candidates."""
