@@ -242,7 +242,8 @@ class LaplaceProjections(PosthocMethod):
         self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
     ) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`; the total variance of :meth:`embed`."""
-        return self.embed(side, queries, hidden=hidden).total_variance
+        found: Tensor = self.embed(side, queries, hidden=hidden).total_variance
+        return found
 
     def tensors(self) -> list[Tensor]:
         """See :meth:`PosthocMethod.tensors`."""
