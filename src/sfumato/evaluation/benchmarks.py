@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from sfumato.arrays import Array, like
 from sfumato.data.coco import coco_image_id
 from sfumato.errors import UserError, need
 from sfumato.evaluation.ground_truth import GroundTruth
@@ -156,8 +155,8 @@ def _as_slice(index: np.ndarray) -> slice | np.ndarray:
     return index
 
 
-def _on(index: slice | np.ndarray, device: torch.device) -> slice | Tensor:
-    return index if isinstance(index, slice) else torch.from_numpy(index).to(device)
+def _on(index: slice | np.ndarray, block: Array) -> slice | Array:
+    return index if isinstance(index, slice) else like(index, block)
 
 
 @dataclass(frozen=True)
@@ -169,14 +168,13 @@ class RankPlan:
     gallery_ids: Sequence[str]
     groups: list[GalleryGroup]
 
-    def count(self, start: int, block: Tensor) -> None:
+    def count(self, start: int, block: Array) -> None:
         """Count the ranks of a block of queries in every gallery. block (b, m)."""
         for group in self.groups:
             a, b = np.searchsorted(group.rows, (start, start + len(block)))
             if a == b:
                 continue
-            chosen = block[_on(_as_slice(group.rows[a:b] - start), block.device)]
-            chosen = chosen[:, _on(group.columns, block.device)]
+            chosen = block[_on(_as_slice(group.rows[a:b] - start), block)][:, _on(group.columns, block)]
             filled = slice(group.relevance.indptr[a], group.relevance.indptr[b])
             group.ranks[filled] = retrieval.relevant_ranks(chosen, group.relevance, int(a))
 
@@ -261,7 +259,6 @@ class Source(Protocol):
         """Fill in the ranks of all groups of a plan."""
 
 
-@torch.no_grad()
 def rank(
     source: Source, image_ids: Sequence[str], text_ids: Sequence[str], ground_truths: Iterable[GroundTruth]
 ) -> BenchmarkRanks:

@@ -20,7 +20,6 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import numpy as np
-import torch
 from filelock import FileLock
 
 from sfumato.errors import UserError
@@ -366,10 +365,9 @@ def judged_figures(
 def _calibration(p: np.ndarray, yes: np.ndarray, weight: np.ndarray) -> tuple[Statistic, float]:
     """The calibration error, and that of perfect probabilities; in bins of ten verdicts at least."""
     n_bins = max(1, min(N_BINS, len(p) // _VERDICTS_A_BIN))
-    said, w = torch.from_numpy(p), torch.from_numpy(weight)
-    generator = torch.Generator().manual_seed(0)
+    random = np.random.default_rng(0)
     perfect = [
-        on_all(calibration_error_statistic(said, torch.bernoulli(said, generator=generator), w, n_bins=n_bins), len(p))
+        on_all(calibration_error_statistic(p, random.random(len(p)) < p, weight, n_bins=n_bins), len(p))
         for _ in range(100)
     ]
-    return calibration_error_statistic(said, torch.from_numpy(yes), w, n_bins=n_bins), float(np.mean(perfect))
+    return calibration_error_statistic(p, yes, weight, n_bins=n_bins), float(np.mean(perfect))

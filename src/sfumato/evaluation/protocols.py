@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from sfumato.arrays import Array, as_numpy, namespace
 from sfumato.data.coco import coco_image_id
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.distances.distance import Distance
@@ -177,10 +176,8 @@ def evaluate_retrieval(
             narrowed = relevance.select_gallery(index)
             if len(narrowed.indices):
                 t2i_by_kind[kind] = retrieval_metrics(ranks["t2i"][of_kind], other.select_queries(index))
-                i2t_by_kind[kind] = retrieval_metrics(
-                    rank(images, texts[torch.from_numpy(index).to(texts.device)], narrowed, chosen), narrowed
-                )
-    values = {d: q.queries.uncertainty(uncertainty).cpu().numpy() for d, q in sides.items()}
+                i2t_by_kind[kind] = retrieval_metrics(rank(images, texts[index], narrowed, chosen), narrowed)
+    values = {d: as_numpy(q.queries.uncertainty(uncertainty)) for d, q in sides.items()}
     by_uncertainty: dict[str, Any] | None = None
     if any(v.min(initial=np.inf) < v.max(initial=-np.inf) for v in values.values()):
         hits = {d: per_query_metrics(ranks[d], q.relevance)["recall@1"] for d, q in sides.items()}
@@ -244,7 +241,7 @@ class EmbeddedSet:
     ground_truths: tuple[GroundTruth, ...]  # with distinct names
     text_kinds: tuple[str, ...] | None = None  # (m,) kinds of the texts, if they have any
 
-    def to(self, device: torch.device) -> "EmbeddedSet":
+    def to(self, device: Any) -> "EmbeddedSet":
         """Move the embeddings to another device."""
         return replace(self, images=self.images.to(device), texts=self.texts.to(device))
 
@@ -275,14 +272,16 @@ class SimilarityMatrix:
         """(n, m)."""
         return self.images.n, self.texts.n
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: Any) -> Array:
         """A block of rows, or of rows and columns, given by slices; in float32 or the higher precision of the means."""
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        dtype = torch.promote_types(*(accumulation_dtype(e.dtype) for e in (self.images, self.texts)))
-        a, b = self.images.mean[rows].to(dtype), self.texts.mean[columns].to(dtype)
+        sides = (self.images[rows], self.texts[columns])
+        a, b = (e.to(accumulation_dtype(e.dtype)).detach().mean for e in sides)
+        xp = namespace(a, b)
+        a, b = (xp.astype(x, xp.result_type(a, b)) for x in (a, b))
         if self.kind == "cosine":
-            a, b = torch.nn.functional.normalize(a, dim=1), torch.nn.functional.normalize(b, dim=1)
-        found: Tensor = a @ b.T
+            a, b = (x / xp.clip(xp.linalg.vector_norm(x, axis=1, keepdims=True), 1e-12, None) for x in (a, b))
+        found: Array = a @ b.T
         return found
 
 
@@ -325,13 +324,9 @@ class Embeddings:
         oriented = get_distance(self.distance).for_direction(plan.direction)
         if self.ranker is not None:
             for group in plan.groups:
-                some, others = (
-                    e[torch.from_numpy(index).to(e.device)]
-                    for e, index in ((queries, group.rows), (gallery, group.gallery))
-                )
-                group.ranks = self.ranker(some, others, group.relevance, oriented)
+                group.ranks = self.ranker(queries[group.rows], gallery[group.gallery], group.relevance, oriented)
             return
-        for start, block in distance_blocks(queries, gallery, oriented, memory_mb=self.memory_mb):
+        for start, block in distance_blocks(queries.detach(), gallery.detach(), oriented, memory_mb=self.memory_mb):
             plan.count(start, block)
             del block  # Else it stays in memory until the next one is made.
 

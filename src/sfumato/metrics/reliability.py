@@ -5,13 +5,12 @@ The inputs are predictions and outcomes of any source. :class:`Reliability` and 
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from sfumato.arrays import Array, as_tensor
+from sfumato.arrays import Array, as_array, as_numpy, log_sum_exp
 from sfumato.charts import FAINT, draw_intervals, styled_axes
 from sfumato.metrics.bootstrap import Statistic, none_if_nan, pearson, spearman
 
@@ -29,21 +28,20 @@ def reliability_curve(
     probability: Array, match: Array, *, n_bins: int = N_BINS, binning: Binning = "count"
 ) -> list[dict[str, Any]]:
     """The reliability curve: predicted probability and observed fraction in each bin. probability (k,), match (k,)."""
-    probability, match = _tensors(probability, match, "reliability_curve")
+    probability, match = _arrays("reliability_curve", probability, match)
     if n_bins < 1:
         raise ValueError(f"reliability_curve: n_bins must be at least 1, got {n_bins}")
     if binning not in get_args(Binning):
         raise ValueError(f"reliability_curve: unknown binning {binning!r}; known: {', '.join(get_args(Binning))}")
     if probability.shape != match.shape or probability.ndim != 1:
         raise ValueError(
-            f"reliability_curve: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels;"
-            " both must be (k,)"
+            f"reliability_curve: got {probability.shape} probabilities for {match.shape} labels; both must be (k,)"
         )
     if not ((probability >= 0) & (probability <= 1)).all():
         raise ValueError("reliability_curve: probabilities must lie in [0, 1]")
     which = _which_bin(probability, n_bins, binning)
-    count = torch.bincount(which, minlength=n_bins)
-    sums = [torch.bincount(which, weights=v.double(), minlength=n_bins) for v in (probability, match)]
+    count = np.bincount(which, minlength=n_bins)
+    sums = [np.bincount(which, weights=v, minlength=n_bins) for v in (probability, match)]
     bins = []
     for b in range(n_bins):
         if size := int(count[b]):
@@ -55,13 +53,14 @@ def reliability_curve(
     return bins
 
 
-def _which_bin(probability: Tensor, n_bins: int, binning: Binning) -> Tensor:
+def _which_bin(probability: np.ndarray, n_bins: int, binning: Binning) -> np.ndarray:
     """(k,) number of the bin of each prediction."""
+    k = len(probability)
     if binning == "width":
-        return (probability * n_bins).long().clamp_max(n_bins - 1)
-    rank = torch.empty(len(probability), dtype=torch.long, device=probability.device)
-    rank[probability.argsort(stable=True)] = torch.arange(len(probability), device=probability.device)
-    return rank * n_bins // max(1, len(probability))
+        return np.minimum((probability * n_bins).astype(np.int64), n_bins - 1)
+    rank = np.empty(k, np.int64)
+    rank[probability.argsort(kind="stable")] = np.arange(k)
+    return rank * n_bins // max(1, k)
 
 
 def expected_calibration_error(
@@ -71,19 +70,18 @@ def expected_calibration_error(
 
     Paper: Naeini, Cooper and Hauskrecht, "Obtaining well calibrated probabilities using Bayesian binning", AAAI 2015.
     """
-    probability, match = _tensors(probability, match, "expected_calibration_error")
+    probability, match = _arrays("expected_calibration_error", probability, match)
     if not len(probability):
         raise ValueError("expected_calibration_error: got no probabilities")
     curve = reliability_curve(probability, match, n_bins=n_bins, binning=binning)
     return float(sum(b["count"] * abs(b["probability"] - b["observed"]) for b in curve)) / len(probability)
 
 
-def calibration_error_statistic(probability: Tensor, match: Tensor, weight: Tensor, *, n_bins: int) -> Statistic:
+def calibration_error_statistic(probability: Array, match: Array, weight: Array, *, n_bins: int) -> Statistic:
     """The ECE of predictions with weights, to be resampled within the bins of all. probability, match, weight (k,)."""
-    _check_predictions("calibration_error_statistic", probability, match)
-    bins = torch.nn.functional.one_hot(_which_bin(probability, n_bins, "count"), n_bins)
-    gaps = (weight * (probability.double() - match.double())).unsqueeze(1) * bins
-    weights, by_bin = weight.double().numpy(), gaps.double().numpy()
+    p, y = _predictions("calibration_error_statistic", probability, match)
+    weights = as_numpy(weight)
+    by_bin = (weights * (p - y))[:, None] * (_which_bin(p, n_bins, "count")[:, None] == np.arange(n_bins))
 
     def statistic(counts: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore"):
@@ -97,9 +95,8 @@ def brier_score(probability: Array, match: Array) -> float:
 
     probability (k,), match (k,).
     """
-    probability, match = _tensors(probability, match, "brier_score")
-    _check_predictions("brier_score", probability, match)
-    return float((probability.double() - match.double()).square().mean())
+    p, y = _predictions("brier_score", probability, match)
+    return float(((p - y) ** 2).mean())
 
 
 def log_loss(probability: Array, match: Array) -> float:
@@ -107,30 +104,25 @@ def log_loss(probability: Array, match: Array) -> float:
 
     probability (k,), match (k,).
     """
-    probability, match = _tensors(probability, match, "log_loss")
-    _check_predictions("log_loss", probability, match)
-    p, y = probability.double().clamp(1e-12, 1 - 1e-12), match.double()
-    return float(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
+    p, y = _predictions("log_loss", probability, match)
+    p = p.clip(1e-12, 1 - 1e-12)
+    return float(-(y * np.log(p) + (1 - y) * np.log(1 - p)).mean())
 
 
-def simulated_calibration_errors(probability: Tensor, true_probability: Tensor, *, n_samples: int = 100) -> Tensor:
+def simulated_calibration_errors(probability: Array, true_probability: Array, *, n_samples: int = 100) -> np.ndarray:
     """The ECE over sets of outcomes that are drawn from other probabilities. probability (k,) -> (n_samples,)."""
-    _check_predictions("simulated_calibration_errors", probability, true_probability)
-    generator = torch.Generator().manual_seed(0)
-    p, q = probability.double(), true_probability.double()
-    which = _which_bin(p, N_BINS, "count")
+    p, q = _predictions("simulated_calibration_errors", probability, true_probability)
+    random, bins = np.random.default_rng(0), _which_bin(p, N_BINS, "count")
     errors = []
-    for some in torch.arange(n_samples).split(max(1, 2**15 // len(p))):  # Many sets of few outcomes at once.
-        gaps = p - torch.bernoulli(q.repeat(len(some), 1), generator=generator)
-        bins = (which + N_BINS * (some - some[0]).unsqueeze(1)).flatten()
-        sums = torch.bincount(bins, weights=gaps.flatten(), minlength=len(some) * N_BINS).view(len(some), N_BINS)
-        errors.append(sums.abs().sum(1) / len(p))
-    return torch.cat(errors)
+    for _ in range(n_samples):
+        gaps = p - (random.random(len(p)) < q)
+        errors.append(np.abs(np.bincount(bins, gaps)).sum() / len(p))
+    return np.array(errors)
 
 
 def calibration_error_by_chance(probability: Array) -> float:
     """The ECE of perfect probabilities, to compare an ECE with: few outcomes in a bin differ even from these. (k,)."""
-    p = as_tensor(probability, "probability", "calibration_error_by_chance")
+    p = as_array(probability, "probability", "calibration_error_by_chance")
     return float(simulated_calibration_errors(p, p).mean())
 
 
@@ -145,7 +137,7 @@ def wilson_interval(fraction: float, n: int, *, confidence: float = 0.95) -> tup
         raise ValueError(f"wilson_interval: confidence must be between 0 and 1, got {confidence}")
     if n == 0:
         return 0.0, 1.0
-    z = math.sqrt(2) * float(torch.erfinv(torch.tensor(confidence, dtype=torch.float64)))
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
     centre, shrink = fraction + z * z / (2 * n), 1 + z * z / n
     half = z * math.sqrt(fraction * (1 - fraction) / n + z * z / (4 * n * n))
     return max(0.0, (centre - half) / shrink), min(1.0, (centre + half) / shrink)
@@ -159,9 +151,9 @@ def binomial_tail(k: int, n: int, p: float) -> float:
         return 1.0
     if p >= 1:
         return 0.0
-    i = torch.arange(k + 1, dtype=torch.float64)
-    log_ways = math.lgamma(n + 1) - torch.lgamma(i + 1) - torch.lgamma(n - i + 1)
-    return min(1.0, float((log_ways + i * math.log(p) + (n - i) * math.log1p(-p)).logsumexp(0).exp()))
+    i = np.arange(1, k + 1)
+    log_ways = np.cumsum(np.log((n + 1 - i) / i) + math.log(p) - math.log1p(-p))
+    return min(1.0, float(np.exp(log_sum_exp(np.append(log_ways, 0)) + n * math.log1p(-p))))
 
 
 def mean_loss_p_value(mean: float, n: int, limit: float) -> float:
@@ -234,8 +226,7 @@ class Reliability:
         Raises:
             ValueError: see :func:`reliability_curve`.
         """
-        p = as_tensor(probability, "probability", "Reliability.of").double()
-        y = as_tensor(match, "match", "Reliability.of").double()
+        p, y = (values.astype(np.float64) for values in _arrays("Reliability.of", probability, match))
         return cls(
             tuple(reliability_curve(p, y, n_bins=n_bins)),
             expected_calibration_error(p, y),
@@ -322,7 +313,8 @@ class RecallByUncertainty:
         if n_bins < 1:
             raise ValueError(f"{who}: n_bins must be at least 1, got {n_bins}")
         u, y = (
-            as_tensor(x, name, who).double().cpu().numpy() for x, name in ((uncertainty, "uncertainty"), (hit, "hit"))
+            as_numpy(as_array(x, name, who)).astype(np.float64)
+            for x, name in ((uncertainty, "uncertainty"), (hit, "hit"))
         )
         if u.shape != y.shape:
             raise ValueError(f"{who}: got {u.shape} uncertainties for {y.shape} hits; the shapes must be equal")
@@ -383,13 +375,13 @@ def _digits(value: float | None) -> str:
     return "undefined" if value is None else f"{value:.2f}"
 
 
-def _tensors(probability: Array, match: Array, who: str) -> tuple[Tensor, Tensor]:
-    return as_tensor(probability, "probability", who), as_tensor(match, "match", who)
+def _arrays(who: str, probability: Array, match: Array) -> tuple[np.ndarray, np.ndarray]:
+    return as_numpy(as_array(probability, "probability", who)), as_numpy(as_array(match, "match", who))
 
 
-def _check_predictions(who: str, probability: Tensor, match: Tensor) -> None:
-    if probability.shape != match.shape or probability.ndim != 1 or not len(probability):
-        raise ValueError(
-            f"{who}: got {tuple(probability.shape)} probabilities for {tuple(match.shape)} labels;"
-            " both must be (k,), k >= 1"
-        )
+def _predictions(who: str, probability: Array, match: Array) -> tuple[np.ndarray, np.ndarray]:
+    """Checked, in float64."""
+    p, y = _arrays(who, probability, match)
+    if p.shape != y.shape or p.ndim != 1 or not len(p):
+        raise ValueError(f"{who}: got {p.shape} probabilities for {y.shape} labels; both must be (k,), k >= 1")
+    return p.astype(np.float64), y.astype(np.float64)

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from sfumato.arrays import Array, as_numpy, is_tensor
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import binomial_tail
 
@@ -59,7 +58,7 @@ class ScoreMatrix(Protocol):
 
 def score_blocks(
     scores: ScoreMatrix, *, better: Better, queries: Literal["rows", "columns"] = "rows", memory_mb: float = 64.0
-) -> Iterator[tuple[int, Tensor]]:
+) -> Iterator[tuple[int, Array]]:
     """A score matrix as blocks of distances, smaller is closer; only one block is in memory at a time.
 
     scores (n, m).
@@ -73,21 +72,24 @@ def score_blocks(
     for start in range(0, n, rows):
         stop = min(start + rows, n)
         part = scores[start:stop] if queries == "rows" else scores[:, start:stop]
-        block = part if isinstance(part, Tensor) and part.is_floating_point() else _tensor(np.asarray(part))
+        block = (part if queries == "rows" else part.T) if _on_accelerator(part) else _block(part, queries)
         if better == "larger":  # ~x = -x - 1 reverses the order of all 64-bit integers; -x would not.
-            block = -block if block.is_floating_point() else ~block
-        # A whole block is transposed several times faster than its parts.
-        block = block if queries == "rows" else block.T.contiguous()
+            block = ~block if block.dtype == np.int64 else -block
         yield start, block
         del block  # Else it stays in memory until the next one is made.
 
 
-def _tensor(block: np.ndarray) -> Tensor:
+def _on_accelerator(values: Array) -> bool:
+    return is_tensor(values) and values.device.type != "cpu"
+
+
+def _block(part: Array, queries: str) -> np.ndarray:
+    block = as_numpy(part)
     if block.dtype.kind not in "fiub" or block.dtype == np.uint64 or block.dtype == np.longdouble:
         raise ValueError(f"score_blocks: scores are of type {block.dtype}; expected real numbers of at most 64 bits")
     plain = block.dtype.newbyteorder("=") if block.dtype.kind == "f" else np.dtype(np.int64)
-    block = np.ascontiguousarray(block, plain)
-    return torch.from_numpy(block if block.flags.writeable else block.copy())
+    # A whole block is transposed several times faster than its parts.
+    return np.ascontiguousarray(block if queries == "rows" else block.T, plain)
 
 
 def ranks_from_lists(
@@ -117,8 +119,8 @@ def ranks_from_lists(
     return ranks, depth
 
 
-def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0) -> np.ndarray:
-    """Ranks of the relevant items of a block of queries. distance (b, m) -> (p,)."""
+def relevant_ranks(distance: Array, relevance: Relevance, first_query: int = 0) -> np.ndarray:
+    """Ranks of the relevant items of a block of queries, computed where a tensor is. distance (b, m) -> (p,)."""
     b, m = distance.shape
     if m != relevance.n_gallery:
         raise ValueError(f"relevant_ranks: distance has {m} columns for a gallery of {relevance.n_gallery} items")
@@ -128,18 +130,18 @@ def relevant_ranks(distance: Tensor, relevance: Relevance, first_query: int = 0)
         )
     # A few rows at a time: values that are compared repeatedly stay in the processor's cache, which is about ten times
     # faster.
-    if distance.device.type == "cpu":
-        step, ranks_of_few = max(1, _CPU_CHUNK // max(m, 1)), _ranks_on_host
-    else:
+    if _on_accelerator(distance):
         step, ranks_of_few = max(1, 16 * _CPU_CHUNK // max(m, 1)), _ranks_on_device
+    else:
+        step, ranks_of_few = max(1, _CPU_CHUNK // max(m, 1)), _ranks_on_host
+        distance = as_numpy(distance)
     parts = [ranks_of_few(distance[s : s + step], relevance, first_query + s) for s in range(0, b, step)]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-def _ranks_on_host(distance: Tensor, relevance: Relevance, first_query: int) -> np.ndarray:
-    """:func:`relevant_ranks` of a few rows in NumPy, which compares and sorts plain values several times faster."""
-    narrow = distance.dtype in (torch.float16, torch.bfloat16)
-    block = (distance.float() if narrow else distance).detach().contiguous().numpy()
+def _ranks_on_host(distance: Array, relevance: Relevance, first_query: int) -> np.ndarray:
+    """:func:`relevant_ranks` of a few rows."""
+    block = np.ascontiguousarray(distance, np.float32 if distance.dtype == np.float16 else distance.dtype)
     # The minimum of values with NaN is NaN.
     if block.size and block.dtype.kind == "f" and np.isnan(block.min()):
         raise ValueError("relevant_ranks: a distance is NaN; nothing can be ranked by it")
@@ -199,8 +201,10 @@ def _ranks_from_sorted(row: np.ndarray, items: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def _ranks_on_device(distance: Tensor, relevance: Relevance, first_query: int) -> np.ndarray:
+def _ranks_on_device(distance: Array, relevance: Relevance, first_query: int) -> np.ndarray:
     """:func:`relevant_ranks` of a few rows on their device, an accelerator: the inverse of the order has every rank."""
+    import torch
+
     if torch.isnan(distance).any():
         raise ValueError("relevant_ranks: a distance is NaN; nothing can be ranked by it")
     own = relevance.select_queries(np.arange(first_query, first_query + len(distance)))
