@@ -281,7 +281,7 @@ def captions(folder: Path, resamples: int) -> dict[str, Any]:
 def sentence_features(lines: Sequence[str]) -> torch.Tensor:
     """(n, 384) unit means of MiniLM's token features."""
     store, _ = cached_features(text_backbone("minilm-l6-v2"), [partial(str, line) for line in lines], cache_folder())
-    batches = (store.batch(rows) for rows in np.array_split(np.arange(len(lines)), len(lines) // 250 + 1))
+    batches = (store.batch(rows).to("cpu") for rows in np.array_split(np.arange(len(lines)), len(lines) // 250 + 1))
     pooled = torch.cat([AveragePool()(batch.values, batch.mask) for batch in batches])
     return torch.nn.functional.normalize(pooled, dim=-1)
 

@@ -139,7 +139,7 @@ class Data:
                 elif not any(says(own, wanted) for own in stems) and len(none) < ABSENT:
                     none[query] = here
             asked = there | none
-            known = self.evidence(draw, [0, 1, 2, 3], list(asked), sentence_vectors(list(asked)))
+            known = self.evidence(draw, [0, 1, 2, 3], list(asked), torch.from_numpy(sentence_vectors(list(asked))))
             yes = torch.tensor(list(asked.values())).double()
             found.append(Lists(known, yes, ~yes.any(1)))
         columns = [vars(one.evidence) for one in found]
@@ -184,7 +184,7 @@ def query_prior(folder: Path) -> tuple[Tensor, float]:
     asked = sorted(g for g, n in count.items() if n > 1)
     asked = [g for g in asked if " " not in g] + random.Random(0).sample([g for g in asked if " " in g], 4000)
     y = torch.tensor([count[g] / len(captions) for g in asked], dtype=torch.float64).log()
-    x = torch.cat([sentence_vectors(asked).double(), torch.ones(len(asked), 1, dtype=torch.float64)], dim=1)
+    x = torch.from_numpy(np.c_[sentence_vectors(asked), np.ones(len(asked))]).double()
 
     def fit(x: Tensor, y: Tensor) -> Tensor:
         ridge = torch.diag(torch.cat([torch.full((x.shape[1] - 1,), 1.0), torch.zeros(1)])).double()

@@ -153,7 +153,7 @@ def through_collections(data: Split, folder: Path) -> dict[str, Any]:
                 add(f"400 beside 40 added {name}", found(data.search(gallery, data.fifth(own), 10), own))
         for name, hits in by_captions(data, own, data.fifth(own), data.vectors[own, 4]).items():
             add(f"400, {name}", found(hits, own))
-        for name, hits in by_captions(data, own, words[0], sentence_vectors(words[0])).items():
+        for name, hits in by_captions(data, own, words[0], torch.from_numpy(sentence_vectors(words[0]))).items():
             add(f"words, {name}", precision(hits, words[1]))
     everything = list(range(len(data.files)))
     queries = [own[4] for own in data.captions]

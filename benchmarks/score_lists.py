@@ -126,7 +126,7 @@ def coco(folder: Path) -> dict[str, Lists]:
     for k, image in enumerate(images):
         if k not in right:
             own[image].append(k)
-    vectors = sentence_vectors(texts)
+    vectors = torch.from_numpy(sentence_vectors(texts))
     items = torch.stack([vectors[own[image]].mean(0) for image in column])
     items = torch.nn.functional.normalize(items.nan_to_num(), dim=1)
     truth = [{column[int(i)] for i in found} for found in right.values()]
@@ -143,7 +143,10 @@ def emoji() -> dict[str, Lists]:
     queries = [queries[i] for i in np.sort(random.permutation(len(queries))[:1000])]
     items = [f"{one['label']}, {', '.join(own)}" for one, own in zip(concepts, shown, strict=True)]
     truth = [{i for i, own in enumerate(tags) if query in own} for query in queries]
-    words, meaning = by_bm25(items, queries), by_score(sentence_vectors(queries) @ sentence_vectors(items).T)
+    words, meaning = (
+        by_bm25(items, queries),
+        by_score(torch.from_numpy(sentence_vectors(queries) @ sentence_vectors(items).T)),
+    )
     return {"emoji bm25": lists(words, truth), "emoji minilm": lists(meaning, truth)}
 
 

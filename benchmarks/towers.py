@@ -24,8 +24,8 @@ from match_loss import peak_mb
 from torch import Tensor, nn
 
 from sfumato.encoders.clip import ARCHITECTURES, ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
-from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
-from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.encoder_protocol import Inputs
+from sfumato.encoders.heads import GaussianHead, TokenFeatures
 from sfumato.encoders.towers import Tower
 from sfumato.gaussian import GaussianEmbedding
 

@@ -163,7 +163,9 @@ def close(found: list[tuple[str, str, float]]) -> list[tuple[str, str]]:
     """The pairs whose words are close enough for the sentence encoder, in singular and plural together."""
     words = sorted({word for pair in found for word in pair[:2]})
     row = {word: i for i, word in enumerate(words)}
-    vectors = normalize(sentence_vectors(words) + sentence_vectors([word + "s" for word in words]), dim=1)
+    vectors = normalize(
+        torch.from_numpy(sentence_vectors(words) + sentence_vectors([word + "s" for word in words])), dim=1
+    )
     ends = torch.tensor([(row[a], row[b]) for a, b, _ in found])
     cosine = torch.cat([(vectors[part[:, 0]] * vectors[part[:, 1]]).sum(1) for part in ends.split(50_000)]).tolist()
     return [(a, b) for (a, b, least), value in zip(found, cosine, strict=True) if value >= least]

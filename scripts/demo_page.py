@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from torch import Tensor
 
+from sfumato.arrays import Array, as_numpy
 from sfumato.calibration import fits
 from sfumato.demo import RECIPE
 from sfumato.encoders.package_weights import sentence_vectors
@@ -128,9 +128,9 @@ def choose_queries(items: Sequence[Emoji], searcher: Searcher) -> list[str]:
     return [one for one in sorted(chosen) if advice(TextQuery(one), searcher.gallery, model) == (None, None)]
 
 
-def half(vectors: Tensor) -> str:
+def half(vectors: Array) -> str:
     """(n, d) vectors in half precision, the low byte first, as base64."""
-    return base64.b64encode(vectors.numpy().astype("<f2").tobytes()).decode()
+    return base64.b64encode(as_numpy(vectors).astype("<f2").tobytes()).decode()
 
 
 def page_data(searcher: Searcher, items: Sequence[Emoji], queries: Sequence[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def main(file: Path) -> None:
     right = [{i for i, own in enumerate(tags) if query in own} for query in queries]
     engine = bm25s.BM25()
     engine.index(bm25s.tokenize(items, stopwords="en", show_progress=False), show_progress=False)
-    meaning = (sentence_vectors(queries) @ sentence_vectors(items).T).numpy()
+    meaning = sentence_vectors(queries) @ sentence_vectors(items).T
     sampled = [i for i in np.random.default_rng(1).permutation(N_SAMPLED) if len(right[i]) <= MOST][:N_TAGS]
     with file.open("w", encoding="utf-8", newline="") as opened:
         table = csv.writer(opened, lineterminator="\n")

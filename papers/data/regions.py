@@ -124,7 +124,7 @@ def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple
             raise UserError(
                 "the backbone gives images different numbers of regions; write a manifest: --layout manifest"
             )
-        array[start : start + len(index)] = batch.values.numpy()
+        array[start : start + len(index)] = batch.values
     array.flush()
     lines = [" ".join(split.texts[t].split()) for texts in captions for t in texts]
     write_atomically(folder / f"{name}_caps.txt", "".join(f"{line}\n" for line in lines))
@@ -140,7 +140,7 @@ def _write_manifest(folder: Path, name: str, split: PairData, store: Store) -> t
     lines, most, channels = [], 0, 0
     for number, identity in enumerate(split.image_ids):
         batch = store.batch(np.array([number]))
-        features = batch.values[0].numpy().astype("<f2")
+        features = batch.values[0].astype("<f2")
         path = f"{name}/{number:07d}.npy"
         (folder / path).write_bytes(regions_to_bytes(features))
         most, channels = max(most, len(features)), features.shape[1]

@@ -21,8 +21,8 @@ from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
-from sfumato.encoders.encoder_protocol import Item, Store, TokenFeatures
-from sfumato.encoders.heads import AveragePool, GaussianHead
+from sfumato.encoders.encoder_protocol import Item, Store
+from sfumato.encoders.heads import AveragePool, GaussianHead, TokenFeatures
 from sfumato.encoders.towers import Tower
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Query

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import torch
 
-from sfumato.data.image_decoding import decode_image
+from sfumato.data.image_decoding import decode_image, encode_png
 from sfumato.data.images import Problems
-from sfumato.data.transforms import encode_png
 from sfumato.distances import get_distance
 from sfumato.errors import UserError, progress_bar
 from sfumato.files import is_plain_name, read_json

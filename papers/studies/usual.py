@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from papers.uncertainty.damage import erase_squares
-from sfumato.data.image_decoding import decode_image
+from sfumato.data.image_decoding import decode_image, encode_png
 from sfumato.data.images import ImageSource
-from sfumato.data.transforms import MixPlan, encode_png
+from sfumato.data.transforms import MixPlan
 from sfumato.errors import need
 from sfumato.evaluation.trust import words_of
 from sfumato.gaussian import GaussianEmbedding

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter
 
-from sfumato.data.image_decoding import decode_image
-from sfumato.data.transforms import encode_png
+from sfumato.data.image_decoding import decode_image, encode_png
 
 _SQUARES = 8
 

@@ -5,8 +5,10 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from sfumato.encoders.encoder_protocol import BuildContext, Encoder, ImageEncoderConfig, Inputs, TokenFeatures
+from sfumato.encoders.encoder_protocol import BuildContext, ImageEncoderConfig, Inputs
+from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.processors import PixelProcessor
+from sfumato.encoders.scratch import Encoder
 
 
 class MineImageConfig(ImageEncoderConfig):

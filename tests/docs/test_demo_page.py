@@ -119,7 +119,9 @@ def test_the_page_answers_as_the_library_does_with_vectors_in_half_precision(sho
     queries = [answer["query"] for answer in shown]
     query = half_precision.model.embed_texts(queries)
     query = GaussianEmbedding(rounded(query.mean), query.log_var)
-    monkeypatch.setattr("sfumato.search.candidates.sentence_vectors", lambda texts: rounded(sentence_vectors(texts)))
+    monkeypatch.setattr(
+        "sfumato.search.candidates.sentence_vectors", lambda texts: rounded(torch.from_numpy(sentence_vectors(texts)))
+    )
     found = half_precision.gallery.search(query, K, about=QueryInfo.of_texts(queries))
     assert {answer.target for answer in found} == {"fits"}
     for page, answer in zip(shown, found, strict=True):

@@ -14,9 +14,10 @@ from support.tiny_models import tiny_architecture, tiny_resnet
 from support.toy import make_toy
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from sfumato.encoders.encoder_protocol import Encoder, ImageEncoderConfig, TextEncoderConfig, TokenFeatures
+from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
+from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor
-from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
+from sfumato.encoders.scratch import Encoder, SmallImageConfig, SmallTextConfig
 from sfumato.encoders.towers import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.errors import UserError
 from sfumato.models.build import Assets, build_model, fresh_tokenizer

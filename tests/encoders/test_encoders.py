@@ -11,8 +11,8 @@ from support.raising import raises
 from support.tiny_models import tiny_resnet
 
 from sfumato.encoders.backbones import image_backbone, text_backbone
-from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
-from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, HeadOptions, MaxPool
+from sfumato.encoders.encoder_protocol import Inputs
+from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, HeadOptions, MaxPool, TokenFeatures
 from sfumato.encoders.package_weights import package_folder
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, tokenize, train_tokenizer
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder

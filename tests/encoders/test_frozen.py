@@ -12,13 +12,14 @@ from support.raising import raises
 from sfumato.data.emoji import load_emoji
 from sfumato.data.image_decoding import decode_image
 from sfumato.encoders import package_weights
-from sfumato.encoders.backbones import SideBySide, TransformersNetwork, image_backbone, text_backbone
-from sfumato.encoders.convolutional import WEIGHTS, efficientnet_lite
-from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore, TokenFeatures
+from sfumato.encoders.backbones import SideBySide, image_backbone, text_backbone
+from sfumato.encoders.convolutional import efficientnet_lite
+from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.frozen import Deferred, FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
-from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.encoders.package_weights import MiniLM, package_folder
+from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
+from sfumato.encoders.joint import TransformersNetwork
+from sfumato.encoders.package_weights import WEIGHTS, MiniLM, package_folder
 from sfumato.errors import UserError
 
 CHANNELS = 6

@@ -8,8 +8,8 @@ import torch
 from support.raising import raises
 
 from sfumato.distances import csd_matrix, squared_l2_matrix
-from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
-from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.encoder_protocol import Inputs
+from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.encoders.scratch import WordEncoder
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding

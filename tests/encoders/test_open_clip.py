@@ -8,7 +8,8 @@ from support.raising import raises
 from support.tiny_models import import_open_clip, tiny_open_clip
 
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
-from sfumato.encoders.joint import is_open_clip, joint_backbone
+from sfumato.encoders.joint import joint_backbone
+from sfumato.encoders.package_weights import is_open_clip
 from sfumato.errors import UserError
 
 

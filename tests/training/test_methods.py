@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from sfumato.encoders.encoder_protocol import TokenFeatures
-from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.models.build import build_loss
 from sfumato.models.recipe import find_recipe, load_recipe
 

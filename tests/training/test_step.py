@@ -9,9 +9,9 @@ from support.toy import assert_same_tensors, make_toy
 from torch import nn
 
 from sfumato.data.transforms import plan_mixing
-from sfumato.encoders.encoder_protocol import Inputs, TokenFeatures
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.heads import GaussianHead, HeadOptions
+from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses import LOSSES

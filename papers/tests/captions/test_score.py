@@ -49,15 +49,17 @@ def test_evidence_is_that_of_loops():
     content = CaptionFits.packaged().content
     found = evidence_of([Pair(t, tuple(own), None) for t, own in BOTH_WAYS], torch.full((4,), torch.nan), content)
     for i, (text, texts) in enumerate(BOTH_WAYS):
-        query = sentence_vectors([text])[0]
-        cosines = [float(query.double() @ sentence_vectors([one])[0].double()) for one in texts]
-        meanings = [float(content(query[None])[0] @ content(sentence_vectors([one]))[0]) for one in texts]
+        query = torch.from_numpy(sentence_vectors([text]))[0]
+        cosines = [float(query.double() @ torch.from_numpy(sentence_vectors([one]))[0].double()) for one in texts]
+        meanings = [
+            float(content(query[None])[0] @ content(torch.from_numpy(sentence_vectors([one])))[0]) for one in texts
+        ]
         assert float(found.mean[i]) == pytest.approx(sum(cosines) / len(cosines), abs=1e-4)
         assert float(found.first[i]) == pytest.approx(max(cosines), abs=1e-4)
         assert float(found.content[i]) == pytest.approx(max(meanings), abs=1e-4)
         weight = {}
         for stem, word in stemmed(text).items():
-            log_frequency = float(FitsCalibration.packaged().query_prior(sentence_vectors([word]))[0])
+            log_frequency = float(FitsCalibration.packaged().query_prior(torch.from_numpy(sentence_vectors([word])))[0])
             weight[stem] = min(5.0, max(0.3, -4 - log_frequency))
         there = [stem for stem in weight if any(stem in word_stems(one) for one in texts)]
         assert float(found.words[i]) == pytest.approx(sum(weight[s] for s in there) / sum(weight.values()), abs=1e-4)

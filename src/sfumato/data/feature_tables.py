@@ -8,17 +8,15 @@ not known here.
 """
 
 import json
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from sfumato.arrays import as_numpy
 from sfumato.data.image_inputs import FLOATS, load_array, regions_to_bytes
 from sfumato.errors import UserError, first_line, need
 from sfumato.gaussian import GaussianEmbedding, check_finite, is_embeddings_file, load_embeddings
@@ -41,8 +39,8 @@ def read_embeddings(
         log_var: .npy file of (n, d) natural logarithms of variances; without log variances, vectors are points.
 
     Returns:
-        (embeddings in the dtype of the file, ids or None if no file contains them). A .npy file is memory-mapped
-        copy-on-write: pages are read on access, and changes in memory never reach the file.
+        (arrays of NumPy in the dtype of the file, bfloat16 as float32; ids or None if no file contains them). A .npy
+        file is memory-mapped copy-on-write: pages are read on access, and changes in memory never reach the file.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -55,14 +53,13 @@ def read_embeddings(
             raise ValueError(f"{file}: holds log variances already; leave out {log_var}")
         if not Path(log_var).is_file():
             raise FileNotFoundError(f"no log variances at {log_var}")
-        log_variance = _read_array(Path(log_var)).to(mean.dtype)
+        log_variance = _read_array(Path(log_var)).astype(mean.dtype)
         if log_variance.shape != mean.shape:
             raise ValueError(
-                f"{log_var}: log variances of shape {tuple(log_variance.shape)} for means of shape"
-                f" {tuple(mean.shape)} in {file}"
+                f"{log_var}: log variances of shape {log_variance.shape} for means of shape {mean.shape} in {file}"
             )
     # The log variances of points are one number, expanded, so that a memory-mapped file is not read.
-    points = torch.full((1, 1), -torch.inf, dtype=mean.dtype).expand_as(mean)
+    points = np.broadcast_to(mean.dtype.type(-np.inf), mean.shape)
     result = GaussianEmbedding(mean, points if log_variance is None else log_variance)
     check_finite(GaussianEmbedding(mean, mean) if log_variance is None else result, str(file))
     if ids is not None:
@@ -72,7 +69,9 @@ def read_embeddings(
     return result, own
 
 
-def open_vectors(path: str | Path, *, copy_on_write: bool = False) -> tuple[Tensor, Tensor | None, list[str] | None]:
+def open_vectors(
+    path: str | Path, *, copy_on_write: bool = False
+) -> tuple[np.ndarray, np.ndarray | None, list[str] | None]:
     """Open a file of embeddings without a look at their values."""
     file, name = _split(path)
     if not file.is_file():
@@ -144,47 +143,41 @@ def _map_array(path: Path, mode: Literal["r", "c"] = "r") -> np.ndarray:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read_array(path: Path, *, copy_on_write: bool = True) -> Tensor:
+def _read_array(path: Path, *, copy_on_write: bool = True) -> np.ndarray:
     array = _map_array(path, "c" if copy_on_write else "r")
     if array.ndim != 2 or array.dtype.newbyteorder("=") not in FLOATS:
         raise ValueError(
             f"{path}: an array of shape {array.shape} and type {array.dtype}; expected (n, d) floating point"
         )
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # Torch warns of memory that cannot be written.
-        return torch.from_numpy(array if array.size else np.array(array))
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _read_tensors(path: Path, name: str | None) -> tuple[Tensor, Tensor | None]:
+def _read_tensors(path: Path, name: str | None) -> tuple[np.ndarray, np.ndarray | None]:
     try:
-        with safe_open(path, framework="pt") as file:
-            present = list(file.keys())
-            chosen = name or next((n for n in MEAN_NAMES if n in present), None)
-            if chosen is None or chosen not in present:
-                wanted = f"no tensor {name!r}" if name else "no tensor named mean or embeddings"
-                raise ValueError(
-                    f"{path}: {wanted}; it has {', '.join(present) or 'none'}: choose one with {path.name}:NAME"
-                )
-            mean = file.get_tensor(chosen)
-            log_variance = file.get_tensor("log_var") if name in (None, "mean") and "log_var" in present else None
+        with safe_open(path, framework="np") as file:
+            kinds = {n: file.get_slice(n).get_dtype() for n in file.keys()}  # noqa: SIM118 (not a mapping)
+        chosen = name or next((n for n in MEAN_NAMES if n in kinds), "")
+        if chosen not in kinds:
+            wanted = f"no tensor {name!r}" if name else "no tensor named mean or embeddings"
+            raise ValueError(f"{path}: {wanted}; it has {', '.join(kinds) or 'none'}: choose one with {path.name}:NAME")
+        names = [chosen, *["log_var"] * (name in (None, "mean") and "log_var" in kinds)]
+        half = any(kinds[n] == "BF16" for n in names)  # NumPy has no bfloat16.
+        with need("train", f"{path}: bfloat16 needs torch"), safe_open(path, framework="pt" if half else "np") as file:
+            mean, *log_variance = (as_numpy(file.get_tensor(n)) for n in names)
     except SafetensorError as error:
         raise ValueError(f"{path}: not a complete .safetensors file ({first_line(error)})") from error
-    if mean.ndim != 2 or not mean.is_floating_point():
+    if mean.ndim != 2 or mean.dtype.kind != "f":
         raise ValueError(
-            f"{path}: tensor {chosen!r} has shape {tuple(mean.shape)} and type {mean.dtype}; expected (n, d)"
-            f" floating point"
+            f"{path}: tensor {chosen!r} has shape {mean.shape} and type {mean.dtype}; expected (n, d) floating point"
         )
-    if log_variance is not None and log_variance.shape != mean.shape:
+    if log_variance and log_variance[0].shape != mean.shape:
         raise ValueError(
-            f"{path}: log_var has shape {tuple(log_variance.shape)}, {chosen} {tuple(mean.shape)}; they must be"
-            f" the same"
+            f"{path}: log_var has shape {log_variance[0].shape}, {chosen} {mean.shape}; they must be the same"
         )
-    return mean, None if log_variance is None else log_variance.to(mean.dtype)
+    return mean, log_variance[0].astype(mean.dtype) if log_variance else None
 
 
-def _read_column(path: Path, name: str | None) -> Tensor:
+def _read_column(path: Path, name: str | None) -> np.ndarray:
     """The vectors in a column of a Parquet file."""
     with need("parquet", f"{path}: Parquet files need pyarrow"):
         import pyarrow
@@ -205,13 +198,14 @@ def _read_column(path: Path, name: str | None) -> Tensor:
     return vectors_of(chunks, f"{path}: the vectors of column {chosen!r}")
 
 
-def vectors_of(chunks: Sequence[Any], what: str) -> Tensor:
+def vectors_of(chunks: Sequence[Any], what: str) -> np.ndarray:
     """(n, d) numbers of the chunks of an Arrow column of n lists."""
     lengths = {length for chunk in chunks for length in chunk.value_lengths().unique().to_pylist()}
     if len(lengths) != 1 or None in lengths:
         raise ValueError(f"{what} differ in length, or some are missing")
     values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
-    return torch.from_numpy(np.concatenate(values).reshape(sum(map(len, chunks)), -1))
+    found: np.ndarray = np.concatenate(values).reshape(sum(map(len, chunks)), -1)
+    return found
 
 
 def _is_list_of_floats(kind: Any) -> bool:
@@ -234,7 +228,7 @@ _BLOCK = 4096
 class EmbeddingTable:
     """n embeddings of c channels, in files."""
 
-    def __init__(self, name: str, blocks: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, name: str, blocks: Sequence[Sequence[np.ndarray]]) -> None:
         if not blocks or not all(blocks):
             raise ValueError(f"{name}: holds no array of embeddings")
         for parts in blocks:
@@ -248,21 +242,22 @@ class EmbeddingTable:
         self.n, self.channels = heights[0], sum(parts[0].shape[1] for parts in blocks)
         self._starts = [np.cumsum([0, *map(len, parts)])[:-1] for parts in blocks]
 
-    def rows(self, index: np.ndarray) -> Tensor:
+    def rows(self, index: np.ndarray) -> np.ndarray:
         """Some rows. index (k,) -> (k, c)."""
-        values, column = torch.empty(len(index), self.channels), 0
+        values, column = np.empty((len(index), self.channels), np.float32), 0
         for parts, starts in zip(self._blocks, self._starts, strict=True):
             of_block = values[:, column : column + parts[0].shape[1]]
             column += of_block.shape[1]
             part_of = np.searchsorted(starts, index, side="right") - 1
             for part in np.unique(part_of):
                 own = np.flatnonzero(part_of == part)
-                of_block[torch.from_numpy(own)] = parts[part][torch.from_numpy(index[own] - starts[part])].float()
+                with np.errstate(over="ignore"):  # A number that float32 lacks is infinite, which errors() finds.
+                    of_block[own] = parts[part][index[own] - starts[part]]
         return values
 
     def features(self, row: int) -> np.ndarray:
         """One row. Returns (1, c)."""
-        return self.rows(np.array([row])).numpy()
+        return self.rows(np.array([row]))
 
     def errors(self, index: np.ndarray) -> dict[int, str]:
         """The rows among some that no model can use. index (k,)."""
@@ -270,9 +265,9 @@ class EmbeddingTable:
         for start in range(0, len(index), _BLOCK):
             some = index[start : start + _BLOCK]
             values = self.rows(some)
-            finite = values.isfinite().all(1)
-            found |= dict.fromkeys(some[(~finite).numpy()].tolist(), "holds NaN or infinity")
-            found |= dict.fromkeys(some[(finite & ~values.any(1)).numpy()].tolist(), "holds zeros alone")
+            finite = np.isfinite(values).all(1)
+            found |= dict.fromkeys(some[~finite].tolist(), "holds NaN or infinity")
+            found |= dict.fromkeys(some[finite & ~values.any(1)].tolist(), "holds zeros alone")
         return dict(sorted(found.items()))
 
 

@@ -398,3 +398,10 @@ def _on_ground(image: Image.Image) -> Image.Image:
         white, black = (Image.alpha_composite(ground, rgba).convert("RGB") for ground in grounds)
         return white if _range(white) >= min(_PLAIN, _range(black)) else black
     return image.convert("RGB")
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+    """Encode pixels as a PNG file, with little compression. pixels (3, h, w)."""
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(file, "PNG", compress_level=1)
+    return file.getvalue()

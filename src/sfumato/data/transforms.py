@@ -2,7 +2,6 @@
 and erased rectangles.
 """
 
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
@@ -320,10 +318,3 @@ def erase_rectangles(pixels: Tensor, *, fraction: float, generator: torch.Genera
         inside.append((middle >= first) & (middle < first + length))
     erased = inside[0].unsqueeze(2) & inside[1].unsqueeze(1) & (chosen < fraction).unsqueeze(2)
     return torch.where(erased.unsqueeze(1), torch.tensor(IMAGENET_MEAN).view(3, 1, 1), values)
-
-
-def encode_png(pixels: np.ndarray) -> bytes:
-    """Encode pixels as a PNG file, with little compression. pixels (3, h, w)."""
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(file, "PNG", compress_level=1)
-    return file.getvalue()

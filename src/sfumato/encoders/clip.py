@@ -18,17 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from sfumato.encoders.encoder_protocol import (
     AugmentMode,
     BuildContext,
-    Encoder,
     EncoderConfig,
     Fit,
     ImageEncoderConfig,
     Inputs,
-    StandardisedPixels,
     TextEncoderConfig,
-    TokenFeatures,
 )
+from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
 from sfumato.encoders.processors import ImageFileProcessor, TokenProcessor, add_begin_and_end, train_tokenizer
+from sfumato.encoders.scratch import Encoder, StandardisedPixels
 from sfumato.errors import UserError
 from sfumato.ids import Side
 

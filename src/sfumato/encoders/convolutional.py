@@ -4,31 +4,31 @@ The weights of EfficientNet are an installed package (extra ``offline``); the la
 transformers, and the description in a run folder has their shapes and the standardisation of pixels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from sfumato.arrays import as_numpy
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
-from sfumato.encoders.encoder_protocol import (
-    AugmentMode,
-    BuildContext,
-    Encoder,
-    Fit,
-    ImageEncoderConfig,
-    Inputs,
-    StandardisedPixels,
-    TokenFeatures,
+from sfumato.encoders.encoder_protocol import AugmentMode, BuildContext, Fit, ImageEncoderConfig, Inputs
+from sfumato.encoders.heads import TokenFeatures
+from sfumato.encoders.package_weights import (
+    CHANNELS,
+    WEIGHTS,
+    Precision,
+    from_pretrained,
+    import_transformers,
+    number_format,
+    package_folder,
 )
-from sfumato.encoders.package_weights import from_pretrained, import_transformers, package_folder
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
+from sfumato.encoders.scratch import Encoder, StandardisedPixels
 from sfumato.errors import UserError
-
-CHANNELS = 1280
-"""c of its token features."""
 
 
 class EfficientNetImageConfig(ImageEncoderConfig):
@@ -44,16 +44,6 @@ class EfficientNetImageConfig(ImageEncoderConfig):
     @property
     def starts_pretrained(self) -> bool:
         return True
-
-
-SIZES = {"efficientnet-lite0": 224, "efficientnet-lite2": 260}
-"""The networks, with the side in pixels of the images that each was trained on."""
-
-WEIGHTS = {
-    "efficientnet-lite0": "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-    "efficientnet-lite2": "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
-}
-"""The SHA-256 of the files with their weights of ImageNet, whose names have its beginning."""
 
 
 def efficientnet_lite(name: str = "efficientnet-lite0", *, pretrained: bool = True) -> Any:
@@ -78,6 +68,19 @@ def fold_batch_norms(network: Any) -> Any:
         setattr(module, convolution, fuse_conv_bn_eval(getattr(module, convolution), getattr(module, norm)))
         setattr(module, norm, nn.Identity())
     return network.to(memory_format=torch.channels_last)
+
+
+def efficientnet_maps(name: str, precision: Precision) -> Callable[[np.ndarray], np.ndarray]:
+    """A frozen network in a number format: standardised pixels -> the last map."""
+    dtype = number_format(precision)
+    network = fold_batch_norms(efficientnet_lite(name).eval()).to(dtype)
+
+    @torch.inference_mode()
+    def maps(pixels: np.ndarray) -> np.ndarray:
+        given = torch.from_numpy(pixels).to(dtype).contiguous(memory_format=torch.channels_last)
+        return as_numpy(network.extract_features(given).float())
+
+    return maps
 
 
 class EfficientNetEncoder(Encoder):

@@ -1,33 +1,35 @@
 """The base classes of encoders and processors, and the batches and stores of their inputs.
 
 A kind of encoder is one file with three things: its section of the recipe (a subclass of :class:`ImageEncoderConfig` or
-:class:`TextEncoderConfig`), the encoder itself (an :class:`Encoder`), and a build function that makes a
-:class:`Processor` and the encoder from that section. :mod:`sfumato.encoders.towers` lists the kinds.
+:class:`TextEncoderConfig`), the encoder itself (an :class:`~sfumato.encoders.scratch.Encoder`), and a build function
+that makes a :class:`Processor` and the encoder from that section. :mod:`sfumato.encoders.towers` lists the kinds.
 """
 
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from tokenizers import Tokenizer
-from torch import Tensor, nn
 
+from sfumato.arrays import Array, as_tensor
 from sfumato.data import image_decoding
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A batch of inputs of a tower."""
+    """A batch of inputs of a tower: arrays of NumPy, or tensors on a device."""
 
-    values: Tensor  # (n, 3, h, w) uint8 pixels, (n, t) int64 token ids or (n, t, c) float32 token features
-    mask: Tensor | None = None  # (n, t) bool, True where there is a token; None for pixels
+    values: Array  # (n, 3, h, w) uint8 pixels, (n, t) int64 token ids or (n, t, c) float32 token features
+    mask: Array | None = None  # (n, t) bool, True where there is a token; None for pixels
 
     def __len__(self) -> int:
         return len(self.values)
@@ -35,40 +37,10 @@ class Inputs:
     def __getitem__(self, part: slice) -> "Inputs":
         return Inputs(self.values[part], None if self.mask is None else self.mask[part])
 
-    def to(self, device: torch.device | str) -> "Inputs":
-        """The same batch on another device."""
-        return Inputs(self.values.to(device), None if self.mask is None else self.mask.to(device))
-
-
-@dataclass(frozen=True)
-class TokenFeatures:
-    """The token features of a batch: the output of an encoder and the input of a Gaussian head."""
-
-    mean: Tensor  # (n, t, c) token features for the mean
-    mask: Tensor | None = None  # (n, t) bool, True where there is a token; None for all
-    log_var: Tensor | None = None
-    local: Tensor | None = None
-    local_mask: Tensor | None = None  # (n, s) bool, True where there is a feature; None for all
-
-    def float(self) -> "TokenFeatures":
-        """The same features in float32, or in float64 if they are in float64."""
-        features = {"mean": self.mean, "log_var": self.log_var, "local": self.local}
-        float32 = {
-            name: values.to(torch.promote_types(values.dtype, torch.float32))
-            for name, values in features.items()
-            if values is not None
-        }
-        return replace(self, **float32)
-
-    def for_log_var(self) -> tuple[Tensor, Tensor | None]:
-        """The features for the log variance. Returns (n, t, c)."""
-        features = self.mean if self.log_var is None else self.log_var
-        return features, self.mask if features.shape[1] == self.mean.shape[1] else None
-
-
-def padded(rows: Tensor, mask: Tensor) -> Tensor:
-    """Put the rows of present tokens at their places. rows (k, c), mask (n, t) -> (n, t, c)."""
-    return rows.new_zeros(*mask.shape, rows.shape[-1]).index_put((mask,), rows)
+    def to(self, device: "torch.device | str" = "cpu") -> "Inputs":
+        """The same batch as tensors on a device."""
+        parts = [self.values] if self.mask is None else [self.values, self.mask]
+        return Inputs(*(as_tensor(part, "inputs", "Inputs").to(device) for part in parts))
 
 
 class Store(Protocol):
@@ -91,13 +63,13 @@ class Store(Protocol):
 class PixelStore:
     """Images of one size, in memory."""
 
-    pixels: Tensor  # (n, 3, h, w) uint8
+    pixels: np.ndarray  # (n, 3, h, w) uint8
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def batch(self, index: np.ndarray) -> Inputs:
-        return Inputs(self.pixels[torch.from_numpy(index)])
+        return Inputs(self.pixels[index])
 
 
 @dataclass(frozen=True)
@@ -134,8 +106,7 @@ class RaggedStore:
         mask = position < lengths[:, None]
         values = self.rows[np.where(mask, offsets[:, None] + position, offsets[:, None])]
         values[~mask] = 0
-        dtype = torch.int64 if values.dtype.kind == "i" else torch.float32
-        return Inputs(torch.from_numpy(values).to(dtype), torch.from_numpy(mask))
+        return Inputs(values.astype(np.int64 if values.dtype.kind == "i" else np.float32, copy=False), mask)
 
 
 class FrozenBackbone(Protocol):
@@ -238,84 +209,6 @@ class Processor(ABC):
         return self.stack(found), kept
 
 
-class Encoder(nn.Module):
-    """A torch module from a batch of inputs to token features: trained from scratch and without blocks by default."""
-
-    channels: int  # c of the token features; each subclass sets it
-    local_channels: int | None = None  # width of ``TokenFeatures.local``; None if local attention reads the same tokens
-    pretrained: bool = False
-    __call__: Callable[..., TokenFeatures]
-
-    @property
-    def description(self) -> dict[str, Any] | None:
-        """JSON values that rebuild the encoder without pre-trained weights; run folders keep them in encoders.json.
-
-        None if the section of the recipe is enough.
-        """
-        return None
-
-    def fit(self, store: Store) -> None:
-        """Compute constants, such as a whitening, from the training inputs; called once before training.
-
-        Args:
-            store: inputs of the training split.
-        """
-
-    def prepared(self, store: Store) -> Store:
-        """The inputs of the training split in the form that costs least at every step.
-
-        Args:
-            store: inputs of the training split.
-
-        Returns:
-            The same inputs, or inputs that this encoder takes for them.
-        """
-        return store
-
-    def freezes(self, parameter: str) -> bool:
-        """Whether a parameter does not change while the encoder is frozen.
-
-        Args:
-            parameter: name of the parameter in the encoder, or of a module followed by a dot.
-
-        Returns:
-            True for pre-trained parameters that affect the mean: all but ``variance_*``, which are new.
-        """
-        return self.pretrained and not parameter.startswith("variance_")
-
-    def blocks_from_top(self, parameter: str) -> int:
-        """The number of a parameter's block, for layer-wise decay of the learning rate.
-
-        Args:
-            parameter: name of the parameter in the encoder.
-
-        Returns:
-            1 in the last block, 2 in the block below, and so on; 0 outside of the blocks.
-        """
-        return 0
-
-
-class StandardisedPixels(nn.Module):
-    """(n, 3, h, w) pixels, uint8 or in [0, 1], in units of the mean and standard deviation of each channel."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        super().__init__()
-        for name, values in (("mean", mean), ("std", std)):
-            self.register_buffer(name, torch.tensor(tuple(values)).view(3, 1, 1), persistent=False)
-
-    @property
-    def description(self) -> dict[str, list[float]]:
-        """JSON values."""
-        return {f"pixel_{name}": buffer.flatten().tolist() for name, buffer in self.named_buffers()}
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        pixels = pixels.to(self.mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
-        return (pixels - self.mean) / self.std
-
-
 AugmentMode = Annotated[
     Literal["none", "crop", "resized-crop", "style"],
     Field(
@@ -330,6 +223,16 @@ Fit = Annotated[
         description="how an image becomes a square. squash: resize both sides; crop: cut out the centre as"
         " transformers does; crop-nearest: as open_clip does, up to a pixel away; crop-margin: with a margin, 224"
         " pixels out of 256"
+    ),
+]
+
+
+Whiten = Annotated[
+    int | None,
+    Field(
+        ge=0,
+        description="whitening of the features, fitted on the training split: number of principal components, each with"
+        " unit variance; 0 keeps all channels, each with mean 0 and unit variance; none if left out",
     ),
 ]
 
@@ -435,5 +338,5 @@ class EncoderEntry:
     """A registered kind of encoder."""
 
     config: type[EncoderConfig]  # class of its section in the recipe
-    build: Callable[[Any, BuildContext], tuple[Processor, Encoder]]
+    build: Callable[[Any, BuildContext], tuple[Processor, Any]]  # Returns (processor, encoder).
     tokenizer: Callable[[Any, Iterable[str]], Tokenizer] | None = None

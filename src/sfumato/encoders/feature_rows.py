@@ -6,7 +6,7 @@ trained; the number of their channels is that of the data, and a run stores it.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from sfumato.data.pairs import PairData
 from sfumato.data.transforms import drop_regions
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
-    Encoder,
     EncoderConfig,
     ImageEncoderConfig,
     Inputs,
@@ -32,9 +31,11 @@ from sfumato.encoders.encoder_protocol import (
     RaggedStore,
     Store,
     TextEncoderConfig,
-    TokenFeatures,
+    Whiten,
     usable,
 )
+from sfumato.encoders.heads import TokenFeatures
+from sfumato.encoders.scratch import Encoder
 from sfumato.errors import UserError
 
 _FITTED, _BLOCK = 50_000, 1024
@@ -47,16 +48,6 @@ _LARGEST_COPY = 2 * 2**30
 
 _SMALLEST = 1e-8
 """Variance below which a channel or component counts as constant."""
-
-
-Whiten = Annotated[
-    int | None,
-    Field(
-        ge=0,
-        description="whitening of the features, fitted on the training split: number of principal components, each with"
-        " unit variance; 0 keeps all channels, each with mean 0 and unit variance; none if left out",
-    ),
-]
 
 
 class FeatureInput(Encoder):
@@ -84,7 +75,7 @@ class FeatureInput(Encoder):
         count, total = 0, torch.zeros(self._received, dtype=torch.float64)
         products = torch.zeros((self._received,) * (2 if self._whiten else 1), dtype=torch.float64)
         for start in range(0, len(chosen), _BLOCK):
-            inputs = store.batch(chosen[start : start + _BLOCK])
+            inputs = store.batch(chosen[start : start + _BLOCK]).to("cpu")
             tokens = inputs.values.flatten(0, 1) if inputs.mask is None else inputs.values[inputs.mask]
             tokens = tokens.double()
             count, total = count + len(tokens), total + tokens.sum(0)
@@ -363,7 +354,7 @@ class EmbeddingStore:
 
     def batch(self, index: np.ndarray) -> Inputs:
         """One token an item, (n, 1, c) and no mask."""
-        return Inputs(self.table.rows(self.index[index]).unsqueeze(1))
+        return Inputs(self.table.rows(self.index[index])[:, None])
 
 
 class EmbeddingProcessor(FeatureProcessor):

@@ -26,7 +26,6 @@ from sfumato.encoders.backbones import (
     image_backbone,
     text_backbone,
 )
-from sfumato.encoders.convolutional import CHANNELS
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
     EncoderConfig,
@@ -39,11 +38,11 @@ from sfumato.encoders.encoder_protocol import (
     RaggedStore,
     Store,
     TextEncoderConfig,
+    Whiten,
 )
-from sfumato.encoders.feature_rows import FeatureInput, Whiten
-from sfumato.encoders.joint import is_open_clip, joint_backbone
-from sfumato.encoders.package_weights import MiniLM, Precision
+from sfumato.encoders.package_weights import CHANNELS, MiniLM, Precision, is_open_clip
 from sfumato.files import read_json, write_atomically, write_json
+from sfumato.ids import Side
 
 ComputesIn = Annotated[
     Precision,
@@ -162,10 +161,10 @@ class Deferred:
         return loaded(items)
 
 
-def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
+def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tuple[FrozenProcessor, Any]:
     """Build the image side of kind "frozen". Returns (processor, encoder)."""
     if config.projected:
-        load = partial(joint_backbone, config.backbone, "image", precision=config.precision)
+        load = partial(_joint, config.backbone, "image", config.precision)
         return _built(load, 0, config.whiten, context)
     options: Any = config.model_dump(include={"size", "grid", "precision"})
     names = config.backbone.split("+")
@@ -174,14 +173,20 @@ def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tupl
     return _built(partial(image_backbone, config.backbone, **options), channels, config.whiten, context, known)
 
 
-def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[FrozenProcessor, FeatureInput]:
+def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[FrozenProcessor, Any]:
     """Build the text side of kind "frozen". Returns (processor, encoder)."""
     if config.projected:
-        load = partial(joint_backbone, config.backbone, "text", precision=config.precision)
+        load = partial(_joint, config.backbone, "text", config.precision)
         return _built(load, 0, config.whiten, context)
     options: Any = config.model_dump(include={"max_tokens", "pooled", "layers", "precision"})
     channels = MiniLM.width * max(1, len(config.layers)) if config.backbone in TEXT_BACKBONES else 0
     return _built(partial(text_backbone, config.backbone, **options), channels, config.whiten, context)
+
+
+def _joint(name: str, side: Side, precision: Precision) -> FrozenBackbone:
+    from sfumato.encoders.joint import joint_backbone
+
+    return joint_backbone(name, side, precision=precision)
 
 
 def _built(
@@ -190,7 +195,9 @@ def _built(
     whiten: int | None,
     context: BuildContext,
     known: Callable[[], str] | None = None,
-) -> tuple[FrozenProcessor, FeatureInput]:
+) -> tuple[FrozenProcessor, Any]:
+    from sfumato.encoders.feature_rows import FeatureInput
+
     backbone = Deferred(load, channels, known) if context.trained and channels else load()
     return FrozenProcessor(backbone, context.cache), FeatureInput(
         backbone.channels, context.feature_dropout, whiten=whiten

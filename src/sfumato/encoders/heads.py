@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -11,8 +11,38 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from sfumato.encoders.encoder_protocol import TokenFeatures, padded
 from sfumato.gaussian import GaussianEmbedding
+
+
+@dataclass(frozen=True)
+class TokenFeatures:
+    """The token features of a batch: the output of an encoder and the input of a Gaussian head."""
+
+    mean: Tensor  # (n, t, c) token features for the mean
+    mask: Tensor | None = None  # (n, t) bool, True where there is a token; None for all
+    log_var: Tensor | None = None
+    local: Tensor | None = None
+    local_mask: Tensor | None = None  # (n, s) bool, True where there is a feature; None for all
+
+    def float(self) -> "TokenFeatures":
+        """The same features in float32, or in float64 if they are in float64."""
+        features = {"mean": self.mean, "log_var": self.log_var, "local": self.local}
+        float32 = {
+            name: values.to(torch.promote_types(values.dtype, torch.float32))
+            for name, values in features.items()
+            if values is not None
+        }
+        return replace(self, **float32)
+
+    def for_log_var(self) -> tuple[Tensor, Tensor | None]:
+        """The features for the log variance. Returns (n, t, c)."""
+        features = self.mean if self.log_var is None else self.log_var
+        return features, self.mask if features.shape[1] == self.mean.shape[1] else None
+
+
+def padded(rows: Tensor, mask: Tensor) -> Tensor:
+    """Put the rows of present tokens at their places. rows (k, c), mask (n, t) -> (n, t, c)."""
+    return rows.new_zeros(*mask.shape, rows.shape[-1]).index_put((mask,), rows)
 
 
 class Pooling(nn.Module, ABC):

@@ -1,14 +1,16 @@
-"""The joint embeddings of CLIP and SigLIP models as they are, after their projections: from transformers or open_clip.
+"""Frozen networks of torch: token features by any model of transformers, and the joint embeddings of CLIP and SigLIP.
 
-A model of open_clip (extra ``open-clip``) is a folder of the hub's layout: ``open_clip_config.json`` beside
-``open_clip_model.safetensors``. Weights that come only as a pickle are refused.
+Joint embeddings are those after the projections, by models of transformers or open_clip. A model of open_clip (extra
+``open-clip``) is a folder of the hub's layout: ``open_clip_config.json`` beside ``open_clip_model.safetensors``.
+Weights that come only as a pickle are refused.
 """
 
-import contextlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,38 +21,53 @@ from safetensors import SafetensorError
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from sfumato.data.transforms import encode_png
-from sfumato.encoders.backbones import Backbone, count_pieces, pillow_images, white_image
+from sfumato.arrays import as_numpy
+from sfumato.data.image_decoding import decode_image, encode_png
 from sfumato.encoders.encoder_protocol import FrozenBackbone
 from sfumato.encoders.package_weights import (
+    OPEN_CLIP_CONFIG,
+    OPEN_CLIP_WEIGHTS,
+    PREFIXES,
+    Backbone,
     Precision,
     from_pretrained,
     hub_reachable,
     import_transformers,
+    is_open_clip,
+    joint_name,
+    map_tokens,
     model_hash,
+    n_threads,
+    named_format,
     number_format,
     pretrained_tokenizer,
+    white_image,
 )
 from sfumato.errors import UserError, need
 from sfumato.files import write_atomically, write_json
 from sfumato.ids import Side
 
-PREFIXES = ("open_clip:", "hf-hub:")
-"""Beginnings of the names of open_clip's models: ``open_clip:ViT-B-32/laion2b_s34b_b79k``, ``hf-hub:OWNER/NAME``."""
 
+def of_module(
+    network: torch.nn.Module,
+    precision: Precision,
+    prepare: Callable[[Sequence[Any]], Mapping[str, Tensor]],
+    embed: Callable[..., np.ndarray],
+) -> Callable[[Sequence[Any]], np.ndarray]:
+    """Features by a network of torch in a number format: ``embed`` of what ``prepare`` makes of items."""
+    dtype = number_format(precision)
+    network.eval().to(dtype)
 
-OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
+    @torch.inference_mode()
+    def compute(items: Sequence[Any]) -> np.ndarray:
+        return embed(**{k: v.to(dtype) if v.is_floating_point() else v for k, v in prepare(items).items()})
+
+    return compute
 
 
 def joint_backbone(name: str, side: Side, *, precision: Precision = "float32") -> FrozenBackbone:
     """One side of a CLIP or SigLIP model of transformers or of open_clip, as it is: one token an item."""
     return (_joint_open_clip if is_open_clip(name) else _joint_transformers)(name, side, precision)
-
-
-def joint_name(name: str) -> str:
-    """The folder of the transformers model within a folder of sentence-transformers; other names unchanged."""
-    inside = Path(name) / "0_CLIPModel"
-    return str(inside) if inside.is_dir() else name
 
 
 def _joint(
@@ -67,17 +84,18 @@ def _joint(
 ) -> Backbone:
     """One side of a dual encoder: ``prepare`` takes images of Pillow or texts."""
 
-    def tokens(**inputs: Tensor) -> Tensor:
+    def tokens(**inputs: Tensor) -> np.ndarray:
         found = embed(**inputs)
         # Newer versions of transformers return an output with the embedding as its pooled part.
         values: Tensor = found if isinstance(found, Tensor) else found.pooler_output
-        return values.float().unsqueeze(1)
+        return as_numpy(values.float())[:, None]
 
     known = f"{library} joint {side} {model_hash(model, name)}"
     known += ("" if precision == "float32" else f" {number_format(precision)}") + processor
     of_files = (lambda items: prepare(pillow_images(items))) if side == "image" else prepare
     probe = white_image() if side == "image" else "a"
-    return Backbone(model, precision, known, of_files, tokens, probe=probe, feature_dtype="float32", pieces=pieces)
+    compute = of_module(model, precision, of_files, tokens)
+    return Backbone(known, compute, probe=probe, feature_dtype="float32", pieces=pieces)
 
 
 def _joint_transformers(name: str, side: Side, precision: Precision) -> Backbone:
@@ -140,28 +158,6 @@ def _joint_open_clip(name: str, side: Side, precision: Precision) -> Backbone:
     return made(lambda texts: {"text": tokenizer(list(texts))}, model.encode_text, pieces=pieces)
 
 
-def is_open_clip(name: str) -> bool:
-    """Whether a name is that of a model of open_clip."""
-    return name.startswith(PREFIXES) or (
-        (Path(name) / OPEN_CLIP_CONFIG).is_file() and not (Path(name) / "config.json").exists()
-    )
-
-
-def is_joint(name: str) -> bool:
-    """Whether a name or folder is that of a CLIP or SigLIP model; of a hub's model its small config.json is read."""
-    if is_open_clip(name):
-        return True
-    file = Path(joint_name(name)) / "config.json"
-    if not Path(name).exists():
-        with contextlib.suppress(ImportError, OSError, ValueError):
-            from huggingface_hub import hf_hub_download
-
-            file = Path(hf_hub_download(name, "config.json", local_files_only=not hub_reachable()))
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        return json.loads(file.read_bytes()).get("model_type") in ("clip", "siglip", "siglip2")
-    return False
-
-
 def import_open_clip() -> Any:
     """Import the package open_clip."""
     try:
@@ -208,6 +204,97 @@ def _open_clip_folder(name: str, package: Any) -> Path:
     if missing := [file for file in (OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS) if not (found / file).is_file()]:
         raise UserError(f"{repository!r} has no {missing[0]} on the hub or in its cache; it cannot be loaded safely")
     return found
+
+
+def transformers_image(name: str, size: int | None, grid: int | None, precision: Precision) -> FrozenBackbone:
+    """Any image model of transformers, such as the vision side of CLIP and SigLIP, DINO, ViT or ResNet."""
+    transformers = import_transformers()
+    processor = from_pretrained(transformers.AutoImageProcessor, name)
+    model = from_pretrained(transformers.AutoModel, name)
+    sizes = {} if size is None else _processor_sizes(processor, size)
+    network = getattr(model, "vision_model", model)
+    codes = size is not None and "interpolate_pos_encoding" in signature(network.forward).parameters
+    options = {"interpolate_pos_encoding": True} if codes else {}
+
+    def prepare(items: Sequence[bytes]) -> Mapping[str, Tensor]:
+        inputs: Mapping[str, Tensor] = processor(images=pillow_images(items), return_tensors="pt", **sizes)
+        height, width = inputs["pixel_values"].shape[-2:]
+        if size is not None and (height, width) != (size, size):
+            raise UserError(
+                f"model.image.size={size}: the preprocessing of {name!r} makes images of {width} x {height}"
+                f" pixels of it; leave model.image.size out to use its own size"
+            )
+        return inputs
+
+    def embed(**inputs: Tensor) -> np.ndarray:
+        hidden = as_numpy(network(**inputs, **options).last_hidden_state.float())
+        if hidden.ndim == 4:  # a convolutional map (n, c, h, w)
+            return map_tokens(hidden, grid)
+        if grid is not None:
+            raise UserError("model.image.grid is for convolutional maps; this model has tokens; leave it out")
+        return hidden
+
+    known = (
+        f"transformers image {model_hash(model, name)} size={size} grid={grid} processor={processor.to_json_string()}"
+        f"{f' {sizes}' if 'crop_size' in sizes else ''}{named_format(precision)}"
+    )
+    return Backbone(known, of_module(network, precision, prepare, embed), probe=white_image())
+
+
+class TransformersNetwork:
+    """Any text model of transformers, such as BERT or the text side of CLIP, with its tokenizer."""
+
+    def __init__(self, name: str, precision: Precision = "float32") -> None:
+        self._tokenizer = pretrained_tokenizer(name)
+        model = from_pretrained(import_transformers().AutoModel, name)
+        self.known, self.model = model_hash(model, name), getattr(model, "text_model", model)
+        self.depth = int(self.model.config.num_hidden_layers)
+        self.model.eval().to(number_format(precision))
+
+    def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, np.ndarray]:
+        """The (n, t) input_ids and attention_mask of texts; longer ones are cut."""
+        found: Mapping[str, np.ndarray] = self._tokenizer(
+            texts, padding=True, truncation=True, max_length=max_tokens, return_tensors="np"
+        )
+        return found
+
+    @torch.inference_mode()
+    def states(self, tokens: Mapping[str, np.ndarray], layers: Sequence[int]) -> list[np.ndarray]:
+        """The (n, t, c) outputs of layers; layer 0 is the embeddings."""
+        given = {name: torch.from_numpy(values) for name, values in tokens.items()}
+        found = self.model(**given, output_hidden_states=list(layers) != [self.depth])
+        # The last layer is followed by a norm in some models, which hidden_states lacks.
+        chosen = (found.last_hidden_state if k == self.depth else found.hidden_states[k] for k in layers)
+        return [as_numpy(of_layer.float()) for of_layer in chosen]
+
+    def pieces(self, words: Sequence[str]) -> list[int]:
+        return count_pieces(self._tokenizer, words)
+
+
+def _processor_sizes(processor: Any, size: int) -> dict[str, dict[str, int]]:
+    """The sizes with which an image processor of transformers makes squares of size x size pixels."""
+    shortest = processor.size.get("shortest_edge")
+
+    def resized(side: int) -> dict[str, int]:
+        return {"shortest_edge": side} if shortest else {"height": side, "width": side}
+
+    if not getattr(processor, "do_center_crop", False):
+        return {"size": resized(size)}
+    # The margin around the cut-out centre keeps its fraction of the image: 256 to 224 pixels, for example.
+    ratio = (shortest or processor.size.get("height")) / processor.crop_size.get("height")
+    return {"size": resized(round(size * ratio)), "crop_size": {"height": size, "width": size}}
+
+
+def pillow_images(items: Sequence[bytes]) -> list[Image.Image]:
+    """Decode image files in parallel."""
+    with ThreadPoolExecutor(n_threads()) as pool:
+        pixels = list(pool.map(lambda item: decode_image(item, None, reduced=True), items))
+    return [Image.fromarray(of_image.transpose(1, 2, 0)) for of_image in pixels]
+
+
+def count_pieces(tokenizer: Any, words: Sequence[str]) -> list[int]:
+    """The number of subword tokens of each word."""
+    return [len(ids) for ids in tokenizer(list(words), add_special_tokens=False)["input_ids"]] if words else []
 
 
 _TEXT = "a red circle on a white ground, seen from above"
@@ -279,4 +366,4 @@ def _save_open_clip(architecture: str, model: Any, folder: Path) -> dict[Side, C
 
 
 def _array(values: torch.Tensor) -> np.ndarray:
-    return np.asarray(values.float().cpu())
+    return as_numpy(values.float())

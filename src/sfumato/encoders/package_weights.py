@@ -1,25 +1,41 @@
-"""Pre-trained weights and tokenizers, of the package or from transformers; number formats."""
+"""Pre-trained weights and tokenizers, of the package or from transformers; number formats. Without torch."""
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
+import itertools
+import json
+import os
 import socket
+import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-import torch
+import numpy as np
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
-from torch import Tensor
 
+from sfumato.data.image_decoding import encode_png
+from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError, need
 
+if TYPE_CHECKING:
+    import torch
+
 _CONNECT_SECONDS = 3.0
+
+PREFIXES = ("open_clip:", "hf-hub:")
+"""Beginnings of the names of open_clip's models: ``open_clip:ViT-B-32/laion2b_s34b_b79k``, ``hf-hub:OWNER/NAME``."""
+
+OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
+"""Files of a folder of open_clip."""
 
 
 def import_transformers() -> Any:
@@ -117,8 +133,10 @@ def where_weights_are(name: str) -> Literal["", "cache", "hub"]:
     return "hub"
 
 
-def model_hash(model: torch.nn.Module, name: str) -> str:
+def model_hash(model: Any, name: str) -> str:
     """Hash of name and weights, so that a changed checkpoint of the same name has a separate cache."""
+    import torch
+
     digest = hashlib.sha256(Path(name).name.encode())
     for key, value in model.state_dict().items():
         digest.update(key.encode())
@@ -133,8 +151,10 @@ Precision = Literal["float32", "bfloat16", "auto"]
 TrainingPrecision = Literal[Precision, "float16"]
 
 
-def number_format(precision: TrainingPrecision, device: torch.device | str = "cpu") -> torch.dtype:
+def number_format(precision: TrainingPrecision, device: "torch.device | str" = "cpu") -> "torch.dtype":
     """The dtype of a precision's name."""
+    import torch
+
     if precision != "auto":
         dtype: torch.dtype = getattr(torch, precision)
         return dtype
@@ -146,11 +166,57 @@ def number_format(precision: TrainingPrecision, device: torch.device | str = "cp
     return torch.bfloat16 if has_it else torch.float32
 
 
+def joint_name(name: str) -> str:
+    """The folder of the transformers model within a folder of sentence-transformers; other names unchanged."""
+    inside = Path(name) / "0_CLIPModel"
+    return str(inside) if inside.is_dir() else name
+
+
+def is_open_clip(name: str) -> bool:
+    """Whether a name is that of a model of open_clip."""
+    return name.startswith(PREFIXES) or (
+        (Path(name) / OPEN_CLIP_CONFIG).is_file() and not (Path(name) / "config.json").exists()
+    )
+
+
+def is_joint(name: str) -> bool:
+    """Whether a name or folder is that of a CLIP or SigLIP model; of a hub's model its small config.json is read."""
+    if is_open_clip(name):
+        return True
+    file = Path(joint_name(name)) / "config.json"
+    if not Path(name).exists():
+        with contextlib.suppress(ImportError, OSError, ValueError):
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(name, "config.json", local_files_only=not hub_reachable()))
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        return json.loads(file.read_bytes()).get("model_type") in ("clip", "siglip", "siglip2")
+    return False
+
+
+def named_format(precision: Precision) -> str:
+    """What a fingerprint says of the number format; nothing of float32."""
+    dtype = "float32" if precision == "float32" else str(number_format(precision)).removeprefix("torch.")
+    return "" if dtype == "float32" else f" {dtype}"
+
+
 PACKAGED = Path(__file__).parent / "packaged"
 """Folder of the networks that come with the package; scripts/make_encoders.py writes them."""
 
 WIDTH, LAYERS = 384, 6
 """Channels and layers of MiniLM."""
+
+CHANNELS = 1280
+"""c of the token features of EfficientNet-Lite."""
+
+SIZES = {"efficientnet-lite0": 224, "efficientnet-lite2": 260}
+"""The networks, with the side in pixels of the images that each was trained on."""
+
+WEIGHTS = {
+    "efficientnet-lite0": "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    "efficientnet-lite2": "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+}
+"""The SHA-256 of the files with their weights of ImageNet, whose names have its beginning."""
 
 _SENTENCE_TOKENS = 128
 
@@ -158,13 +224,98 @@ _LATEST = 256
 """Texts whose sentence vectors are kept."""
 
 
-def packaged_network(name: str, threads: int) -> Any:
-    """A network of the package, computed by onnxruntime in float32 on the processor."""
+def n_threads() -> int:
+    """The threads to compute with: as many as torch uses, if it is imported."""
+    torch = sys.modules.get("torch")
+    return torch.get_num_threads() if torch else available_cpus()
+
+
+def onnx_session(path: Path, threads: int) -> Any:
+    """An ONNX graph, computed by onnxruntime on the processor."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 3
-    return onnxruntime.InferenceSession(PACKAGED / f"{name}.onnx", options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def packaged_network(name: str, threads: int) -> Any:
+    """A network of the package."""
+    return onnx_session(PACKAGED / f"{name}.onnx", threads)
+
+
+_MICRO_BATCH = 4
+"""Images at a time in a convolutional network: the activations of more are memory that is taken anew each time, which
+doubles the time of the processor."""
+
+
+class Backbone:
+    """A frozen network: ``compute`` makes (n, t, c) or n of (t, c) features of bytes of image files, or of texts.
+
+    With ``decode``, the function that makes pixels of one image file, it takes these instead. Of a network that
+    computes with one thread, several micro-batches of images are computed at a time.
+    """
+
+    def __init__(
+        self,
+        fingerprint: str,
+        compute: Callable[[Sequence[Any]], Sequence[np.ndarray] | np.ndarray],
+        *,
+        channels: int = 0,
+        probe: bytes | str = "a",
+        feature_dtype: Literal["float16", "float32"] = "float16",
+        pieces: Callable[[Sequence[str]], list[int]] | None = None,
+        decode: Callable[[bytes], np.ndarray] | None = None,
+        one_thread: bool = False,
+    ) -> None:
+        self.fingerprint, self.feature_dtype, self.pieces = fingerprint, feature_dtype, pieces
+        self.decode, self._compute, self._one_thread = decode, compute, one_thread
+        self.channels = channels or int(self([probe])[0].shape[-1])
+
+    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
+        """Bytes of image files, their pixels or texts -> (t, c) features of each, without padding."""
+        if self.decode is None:
+            return self._features(items)
+        parts = [items[i : i + _MICRO_BATCH] for i in range(0, len(items), _MICRO_BATCH)]
+        n = n_threads() if self._one_thread else 1
+        alone = min(n, len(parts)) == 1
+        found = map(self._features, parts) if alone else _workers(n, os.getpid()).map(self._features, parts)
+        return list(itertools.chain.from_iterable(found))
+
+    def _features(self, items: Sequence[Any]) -> list[np.ndarray]:
+        if decode := self.decode:
+            items = [decode(item) if isinstance(item, bytes) else item for item in items]
+        return [tokens.astype(self.feature_dtype, copy=False) for tokens in self._compute(items)]
+
+
+@functools.cache
+def _workers(n: int, process: int) -> ThreadPoolExecutor:
+    """Threads that compute; a forked process has none of its parent's threads, so it makes its own."""
+    return ThreadPoolExecutor(n, "sfumato-embed")
+
+
+def check_grid(grid: int | None, side: int) -> None:
+    """Refuse a grid that is larger than a map."""
+    if grid is not None and not 1 <= grid <= side:
+        raise UserError(
+            f"a grid of {grid} x {grid} is larger than the backbone's map of {side} x {side} cells; give at most {side}"
+            " (--grid, model.image.grid), or larger images (--size, model.image.size)"
+        )
+
+
+def map_tokens(maps: np.ndarray, grid: int | None) -> np.ndarray:
+    """(n, c, h, w) -> (n, h * w or grid * grid, c); a cell of the grid is the mean of the cells that it touches."""
+    check_grid(grid, min(maps.shape[2:]))
+    for axis in () if grid is None else (2, 3):
+        side = maps.shape[axis]
+        cells = [slice(k * side // grid, -(-(k + 1) * side // grid)) for k in range(grid or 0)]
+        maps = np.stack([maps[(slice(None),) * axis + (cell,)].mean(axis) for cell in cells], axis)
+    return maps.reshape(*maps.shape[:2], -1).swapaxes(1, 2)
+
+
+def white_image() -> bytes:
+    """An image, to learn the number of channels from."""
+    return encode_png(np.full((3, 64, 64), 255, np.uint8))
 
 
 class MiniLM:
@@ -178,30 +329,31 @@ class MiniLM:
         self._cut, self._whole = (Tokenizer.from_file(str(PACKAGED / "minilm-l6-v2.json")) for _ in range(2))
         self._whole.no_truncation()
         self._cut.enable_padding()
-        self._network = packaged_network("minilm-l6-v2", torch.get_num_threads())
-        self._sentences = OrderedDict[bytes, Tensor]()  # by token ids
+        self._network = packaged_network("minilm-l6-v2", n_threads())
+        self._sentences = OrderedDict[bytes, np.ndarray]()  # by token ids
         self._lock, self._cutting = threading.Lock(), threading.Lock()
 
-    def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, Tensor]:
+    def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, np.ndarray]:
         with self._cutting:
             if (self._cut.truncation or {}).get("max_length") != max_tokens:
                 self._cut.enable_truncation(max_tokens)
             found = self._cut.encode_batch(texts)
         return {
-            "input_ids": torch.tensor([one.ids for one in found]),
-            "attention_mask": torch.tensor([one.attention_mask for one in found]),
+            "input_ids": np.array([one.ids for one in found], np.int64),
+            "attention_mask": np.array([one.attention_mask for one in found], np.int64),
         }
 
-    def states(self, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
+    def states(self, tokens: Mapping[str, np.ndarray], layers: Sequence[int]) -> list[np.ndarray]:
         states = self._states(tokens, [*layers, LAYERS])
         self._remember(tokens, states.pop())
         return states
 
-    def _states(self, tokens: Mapping[str, Tensor], layers: Sequence[int]) -> list[Tensor]:
-        given = {"ids": tokens["input_ids"].numpy(), "mask": tokens["attention_mask"].numpy()}
-        return [torch.from_numpy(state) for state in self._network.run([f"state{k}" for k in layers], given)]
+    def _states(self, tokens: Mapping[str, np.ndarray], layers: Sequence[int]) -> list[np.ndarray]:
+        given = {"ids": tokens["input_ids"], "mask": tokens["attention_mask"]}
+        found: list[np.ndarray] = self._network.run([f"state{k}" for k in layers], given)
+        return found
 
-    def sentences(self, texts: list[str]) -> list[Tensor]:
+    def sentences(self, texts: list[str]) -> list[np.ndarray]:
         """(384,) for each text, the mean of its tokens in the last layer; the latest texts are not computed again."""
         tokens = self.prepare(texts, _SENTENCE_TOKENS)
         keys = _keys(tokens)
@@ -209,14 +361,16 @@ class MiniLM:
             found = {key: self._sentences[key] for key in keys if key in self._sentences}
         if missing := [i for i, key in enumerate(keys) if key not in found]:
             part = {name: values[missing] for name, values in tokens.items()}
-            means = _means(self._states(part, [LAYERS])[0], part)
+            means = means_of_tokens(self._states(part, [LAYERS])[0], part["attention_mask"])
             found |= {keys[i]: mean for i, mean in zip(missing, means, strict=True)}
         return [found[key] for key in keys]
 
-    def _remember(self, tokens: Mapping[str, Tensor], last: Tensor) -> None:
+    def _remember(self, tokens: Mapping[str, np.ndarray], last: np.ndarray) -> None:
         """A search embeds its text for the images and for their texts: the second time it is here."""
         with self._lock:
-            means = (mean.clone() for mean in _means(last, tokens))  # Else one row keeps its whole batch.
+            means = (
+                mean.copy() for mean in means_of_tokens(last, tokens["attention_mask"])
+            )  # Else one row keeps its whole batch.
             self._sentences.update(zip(_keys(tokens), means, strict=True))
             while len(self._sentences) > _LATEST:
                 self._sentences.popitem(last=False)
@@ -228,16 +382,17 @@ class MiniLM:
         return [sum(one.attention_mask) for one in self._whole.encode_batch(list(words), add_special_tokens=False)]
 
 
-def _means(states: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
-    """(n, 384) means of the tokens. states (n, t, 384)."""
-    mask = tokens["attention_mask"].unsqueeze(2)
-    return (states * mask).sum(1) / mask.sum(1)
+def means_of_tokens(states: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The means of present tokens. states (n, t, c), mask (n, t) -> (n, c)."""
+    weights = mask[:, :, None].astype(states.dtype)
+    found: np.ndarray = (states * weights).sum(1) / weights.sum(1)
+    return found
 
 
-def _keys(tokens: Mapping[str, Tensor]) -> list[bytes]:
+def _keys(tokens: Mapping[str, np.ndarray]) -> list[bytes]:
     """The ids of each text, without padding."""
     lengths = tokens["attention_mask"].sum(1).tolist()
-    return [row[:n].tobytes() for row, n in zip(tokens["input_ids"].numpy(), lengths, strict=True)]
+    return [row[:n].tobytes() for row, n in zip(tokens["input_ids"], lengths, strict=True)]
 
 
 @functools.cache
@@ -246,14 +401,11 @@ def shared_minilm() -> MiniLM:
     return MiniLM()
 
 
-@torch.inference_mode()
-def sentence_vectors(texts: Sequence[str], batch: int = 64) -> Tensor:
+def sentence_vectors(texts: Sequence[str], batch: int = 64) -> np.ndarray:
     """(n, 384) unit vectors of sentences: the mean of the last layer's tokens, as sentence-transformers makes them."""
-    if not texts:
-        return torch.empty(0, WIDTH)
-    network, order = shared_minilm(), sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    vectors = torch.empty(len(texts), WIDTH)
+    order, vectors = sorted(range(len(texts)), key=lambda i: len(texts[i])), np.empty((len(texts), WIDTH), np.float32)
     for start in range(0, len(order), batch):
         some = order[start : start + batch]
-        vectors[some] = torch.stack(network.sentences([texts[i] for i in some]))
-    return torch.nn.functional.normalize(vectors, dim=1).clone()
+        vectors[some] = shared_minilm().sentences([texts[i] for i in some])
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors

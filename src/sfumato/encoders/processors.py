@@ -11,12 +11,9 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from torch.nn import functional
 
 from sfumato.data.image_decoding import Fit, check_image, decode_image
-from sfumato.data.transforms import random_crop_box, resized_crop_box
 from sfumato.encoders.encoder_protocol import (
     Inputs,
     Item,
@@ -69,7 +66,7 @@ class PixelProcessor(Processor):
         return decode_image(_bytes(data), self.size, fit=self.fit)
 
     def stack(self, values: Sequence[np.ndarray]) -> PixelStore:
-        return PixelStore(torch.from_numpy(np.stack(values)))
+        return PixelStore(np.stack(values))
 
     def read(
         self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
@@ -80,7 +77,7 @@ class PixelProcessor(Processor):
             pixels[position] = self.prepare(item())
 
         kept = usable(items, decode, progress=progress, on_error=on_error, workers=None)
-        return PixelStore(torch.from_numpy(pixels if len(kept) == len(items) else pixels[kept])), kept
+        return PixelStore(pixels if len(kept) == len(items) else pixels[kept]), kept
 
 
 def _bytes(data: bytes | str) -> bytes:
@@ -113,6 +110,8 @@ class ImageFileStore:
 
         index (n,) -> (n, 3, size, size).
         """
+        from sfumato.data.transforms import random_crop_box, resized_crop_box  # Training alone imports torch.
+
         generators = [np.random.default_rng([*seed_key, i]) for i in range(len(index))]
 
         def decode(i: int, data: bytes) -> np.ndarray:
@@ -140,7 +139,7 @@ class ImageFileStore:
         with ThreadPoolExecutor(self.workers) as pool:
             for _ in pool.map(fill, range(len(index))):
                 pass
-        return Inputs(torch.from_numpy(pixels))
+        return Inputs(pixels)
 
 
 class ImageFileProcessor(PixelProcessor):
@@ -166,8 +165,10 @@ class BilinearProcessor(ImageFileProcessor):
         self.size = size
 
     def prepare(self, data: bytes | str) -> np.ndarray:
+        import torch
+
         values = torch.from_numpy(decode_image(_bytes(data), None)).float()[None]
-        square = functional.interpolate(values, size=(self.size, self.size), mode="bilinear")[0]
+        square = torch.nn.functional.interpolate(values, size=(self.size, self.size), mode="bilinear")[0]
         return square.round().byte().numpy()
 
 

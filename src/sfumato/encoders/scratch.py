@@ -1,12 +1,13 @@
-"""Encoders trained from scratch. small: pixels and subword tokens, on a CPU in minutes. gru: whole words.
+"""The base class of encoders, and those trained from scratch: small (pixels and subword tokens), and gru (whole words).
 
-gru is the text encoder of VSE++, VSRN and PCME, a recurrent network over words. The words are those of the training
-texts. Their vectors are learnt, or start from a file of GloVe; that file is needed only when a run begins.
+small trains on a CPU in minutes. gru is the text encoder of VSE++, VSRN and PCME, a recurrent network over words. The
+words are those of the training texts. Their vectors are learnt, or start from a file of GloVe; that file is needed only
+when a run begins.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,13 +20,12 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from sfumato.encoders.encoder_protocol import (
     AugmentMode,
     BuildContext,
-    Encoder,
     ImageEncoderConfig,
     Inputs,
+    Store,
     TextEncoderConfig,
-    TokenFeatures,
-    padded,
 )
+from sfumato.encoders.heads import TokenFeatures, padded
 from sfumato.encoders.processors import (
     PixelProcessor,
     TokenProcessor,
@@ -35,6 +35,84 @@ from sfumato.encoders.processors import (
     vocabulary_size,
 )
 from sfumato.errors import UserError, say
+
+
+class Encoder(nn.Module):
+    """A torch module from a batch of inputs to token features: trained from scratch and without blocks by default."""
+
+    channels: int  # c of the token features; each subclass sets it
+    local_channels: int | None = None  # width of ``TokenFeatures.local``; None if local attention reads the same tokens
+    pretrained: bool = False
+    __call__: Callable[..., TokenFeatures]
+
+    @property
+    def description(self) -> dict[str, Any] | None:
+        """JSON values that rebuild the encoder without pre-trained weights; run folders keep them in encoders.json.
+
+        None if the section of the recipe is enough.
+        """
+        return None
+
+    def fit(self, store: Store) -> None:
+        """Compute constants, such as a whitening, from the training inputs; called once before training.
+
+        Args:
+            store: inputs of the training split.
+        """
+
+    def prepared(self, store: Store) -> Store:
+        """The inputs of the training split in the form that costs least at every step.
+
+        Args:
+            store: inputs of the training split.
+
+        Returns:
+            The same inputs, or inputs that this encoder takes for them.
+        """
+        return store
+
+    def freezes(self, parameter: str) -> bool:
+        """Whether a parameter does not change while the encoder is frozen.
+
+        Args:
+            parameter: name of the parameter in the encoder, or of a module followed by a dot.
+
+        Returns:
+            True for pre-trained parameters that affect the mean: all but ``variance_*``, which are new.
+        """
+        return self.pretrained and not parameter.startswith("variance_")
+
+    def blocks_from_top(self, parameter: str) -> int:
+        """The number of a parameter's block, for layer-wise decay of the learning rate.
+
+        Args:
+            parameter: name of the parameter in the encoder.
+
+        Returns:
+            1 in the last block, 2 in the block below, and so on; 0 outside of the blocks.
+        """
+        return 0
+
+
+class StandardisedPixels(nn.Module):
+    """(n, 3, h, w) pixels, uint8 or in [0, 1], in units of the mean and standard deviation of each channel."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        for name, values in (("mean", mean), ("std", std)):
+            self.register_buffer(name, torch.tensor(tuple(values)).view(3, 1, 1), persistent=False)
+
+    @property
+    def description(self) -> dict[str, list[float]]:
+        """JSON values."""
+        return {f"pixel_{name}": buffer.flatten().tolist() for name, buffer in self.named_buffers()}
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        pixels = pixels.to(self.mean.dtype) / 255 if pixels.dtype == torch.uint8 else pixels
+        return (pixels - self.mean) / self.std
 
 
 class SmallImageConfig(ImageEncoderConfig):

@@ -17,7 +17,6 @@ from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, build_clip_im
 from sfumato.encoders.convolutional import EfficientNetImageConfig, ResNetImageConfig, build_efficientnet, build_resnet
 from sfumato.encoders.encoder_protocol import (
     BuildContext,
-    Encoder,
     EncoderConfig,
     EncoderEntry,
     ImageEncoderConfig,
@@ -30,6 +29,7 @@ from sfumato.encoders.encoder_protocol import (
 )
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
 from sfumato.encoders.heads import GaussianHead
+from sfumato.encoders.scratch import Encoder
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
 

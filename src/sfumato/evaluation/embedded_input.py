@@ -159,7 +159,7 @@ def read_embedded_set(
     sides, ids = [], []
     for what, path, own in (("image", images, image_ids), ("text", texts, text_ids)):
         embeddings, found = read_embeddings(path, ids=own)
-        sides.append(embeddings)
+        sides.append(embeddings.tensors())
         ids.append(_ids_of_ground_truths(ground_truths, what, embeddings.n) if found is None else tuple(found))
     if sides[0].d != sides[1].d:
         raise ValueError(f"{images} has {sides[0].d} dimensions, {texts} has {sides[1].d}; the numbers must be equal")

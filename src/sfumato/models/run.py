@@ -28,8 +28,8 @@ from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
-from sfumato.encoders.joint import is_joint, joint_backbone
-from sfumato.encoders.package_weights import where_weights_are
+from sfumato.encoders.joint import joint_backbone
+from sfumato.encoders.package_weights import is_joint, where_weights_are
 from sfumato.encoders.towers import DualEncoder, encoder_entry, piece_counter
 from sfumato.errors import UserError, as_typed, first_line
 from sfumato.files import RECIPE as RECIPE

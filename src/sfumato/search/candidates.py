@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sfumato.arrays import as_tensor
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.encoders.package_weights import sentence_vectors
@@ -272,7 +273,7 @@ class TextSearch:
     ) -> None:
         self.forms, self.fits, self.scorer, self.sample, self.own, self.n = forms, fits, scorer, sample, own, n
         texts = [form.joined for form in forms]
-        self.vectors = sentence_vectors(texts)  # (q, 384)
+        self.vectors = as_tensor(sentence_vectors(texts), "vectors", "texts")  # (q, 384)
         self.logits = [fits.of(len(word_stems(text))) for text in texts]
         self.prior = fits.query_prior(self.vectors)  # (q,)
 

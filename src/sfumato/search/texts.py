@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from sfumato.arrays import as_tensor
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
 from sfumato.encoders.towers import DualEncoder, Pieces, piece_counter
@@ -194,7 +195,9 @@ def text_vectors(payloads: Sequence[Mapping[str, str]]) -> Tensor:
     texts = [item_texts(payload) for payload in payloads]
     vectors = torch.zeros(len(texts), WIDTH)
     owner = torch.tensor([i for i, own in enumerate(texts) for _ in own], dtype=torch.long)
-    vectors.index_add_(0, owner, sentence_vectors([text for own in texts for text in own]))
+    vectors.index_add_(
+        0, owner, as_tensor(sentence_vectors([text for own in texts for text in own]), "vectors", "texts")
+    )
     return torch.nn.functional.normalize(vectors, dim=1)
 
 
@@ -287,7 +290,10 @@ class ItemTexts:
     ) -> Tensor:
         """Logits that an item fits a query and, by its own texts, none of some other texts. logit, image (n,)."""
         for text in texts:  # What the image says of it is in the distance already.
-            neutral, vectors = image.mean().expand(1, len(image)), sentence_vectors([text])
+            neutral, vectors = (
+                image.mean().expand(1, len(image)),
+                as_tensor(sentence_vectors([text]), "vectors", "texts"),
+            )
             evidence = self.evidence([text], vectors, neutral, fits.query_prior(vectors), rarity)
             both = logsigmoid(logit) + logsigmoid(-fits.of(len(word_stems(text))).of_pairs(evidence)[0])
             logit = torch.where(evidence.has_texts[0], both - torch.log(-torch.expm1(both)), logit)

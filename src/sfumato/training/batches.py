@@ -78,8 +78,8 @@ class Augmentation:
         """The images with random changes of geometry and colour."""
         if self.pictures in ("crop", "resized-crop") and isinstance(store, ImageFileStore):
             seed_key = [int(torch.randint(2**62, (), generator=generator))]
-            return store.training_batch(index, seed_key, resized_crop=self.pictures == "resized-crop")
-        inputs = store.batch(index)
+            return store.training_batch(index, seed_key, resized_crop=self.pictures == "resized-crop").to("cpu")
+        inputs = store.batch(index).to("cpu")
         if self.pictures == "none" or not len(index):  # More processes than pairs in a last batch.
             return inputs
         change = augment if self.pictures == "style" else crop_and_mirror
@@ -172,7 +172,7 @@ class IndexedBatches:
         generator = self.augmentation.generator(epoch, step)
         own, everything = self.process_group.part(len(batch)), np.arange(len(batch))
         images = self.augmentation.images(self.images, batch.image_index[own], generator)
-        texts = self.augmentation.texts(self.texts.batch(batch.text_index[own]), generator)
+        texts = self.augmentation.texts(self.texts.batch(batch.text_index[own]).to("cpu"), generator)
         counts = [len(self.process_group.part(len(batch), rank)) for rank in range(self.process_group.size)]
         height, width = images.values.shape[-2:]
         plans = self.augmentation.plans(counts, (height, width), epoch, step)
@@ -214,7 +214,7 @@ class ShardBatches:
         )
         words, _ = self.model.text.processor.read([partial(str, text) for text in batch.texts])
         images = self.augmentation.images(pictures, np.arange(len(kept)), generator)
-        texts = self.augmentation.texts(words.batch(kept), generator)
+        texts = self.augmentation.texts(words.batch(kept).to("cpu"), generator)
         contents = [batch.images[i] for i in kept], [self.wording(batch.texts[i]).encode() for i in kept]
         keys = torch.stack([_digests(side) for side in contents], 1)
         height, width = images.values.shape[-2:]

@@ -18,8 +18,9 @@ from adamp import AdamP
 from torch import Tensor, nn
 
 from sfumato.data.transforms import MixPlan
-from sfumato.encoders.encoder_protocol import Encoder, Inputs
+from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.package_weights import number_format
+from sfumato.encoders.scratch import Encoder
 from sfumato.encoders.towers import DualEncoder
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import LossOutput, MatchLoss, PairBlock, loss_of_block

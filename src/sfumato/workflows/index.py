@@ -403,7 +403,7 @@ def embedded_parts(model: Model, data: str | Path, images: Path | None = None) -
                 raise UserError(f"{data} holds embeddings by another model; give that model, or embed again")
             check_ids(rows["id"], f"{data}")
             mean, log_var = (vectors_of([batch.column(name)], f"{data}: the vectors of {name}") for name in numbers)
-            embeddings = GaussianEmbedding(mean.float(), log_var.float())
+            embeddings = GaussianEmbedding(torch.from_numpy(mean).float(), torch.from_numpy(log_var).float())
             check_finite(embeddings, str(data))
             others = {name: values for name, values in rows.items() if name not in _ROW_COLUMNS}
             kept = {name: values for name, values in others.items() if all(isinstance(one, str) for one in values)}
