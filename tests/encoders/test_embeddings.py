@@ -36,7 +36,7 @@ def context(tmp_path, description=None):
 def test_rows_go_into_batches_as_one_token_each():
     store, kept = EmbeddingProcessor(6).read([EmbeddingRow(TABLE, row) for row in (3, 19, 0, 7)])
     assert len(store) == 4 and kept.tolist() == [0, 1, 2, 3]
-    inputs = store.batch(np.array([2, 0, 0]))
+    inputs = store.batch(np.array([2, 0, 0])).to("cpu")
     assert inputs.mask is None and inputs.values.dtype == torch.float32
     torch.testing.assert_close(inputs.values, VALUES[[0, 3, 3]].float().unsqueeze(1), rtol=0, atol=0)
 
@@ -45,7 +45,7 @@ def test_files_of_one_vector_are_read_too():
     items = [lambda: npy(np.arange(6.0)), EmbeddingRow(TABLE, 5), lambda: npy(np.ones((1, 6), np.float32))]
     store, kept = EmbeddingProcessor(6).read(items)
     expected = torch.stack([torch.arange(6.0), VALUES[5].float(), torch.ones(6)]).unsqueeze(1)
-    torch.testing.assert_close(store.batch(np.arange(3)).values, expected, rtol=0, atol=0)
+    torch.testing.assert_close(store.batch(np.arange(3)).to("cpu").values, expected, rtol=0, atol=0)
     problems = {}
     wrong = [lambda: npy(np.ones(5)), lambda: npy(np.ones((2, 6))), items[0], lambda: b"no"]
     store, kept = EmbeddingProcessor(6).read(wrong, on_error=problems.__setitem__)
@@ -64,7 +64,7 @@ def test_the_encoder_whitens_and_describes_itself(tmp_path, config):
     assert processor.channels == encoder.channels == 6 and encoder.description == {"channels": 6}
     store, _ = processor.read([EmbeddingRow(TABLE, row) for row in range(20)])
     encoder.eval().fit(store)
-    out = encoder(store.batch(np.arange(20))).mean[:, 0]
+    out = encoder(store.batch(np.arange(20)).to("cpu")).mean[:, 0]
     values = VALUES.double()
     expected = (values - values.mean(0)) / values.std(0, unbiased=False)
     torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-5)

@@ -37,7 +37,7 @@ def test_items_are_computed_once_by_content_and_read_back_in_order(tmp_path):
     again = Counting()
     store, _ = cached_features(again, reading("defg", "c", "new"), tmp_path, batch_size=2)
     assert again.asked == ["new"]
-    batch = store.batch(np.array([0, 1]))
+    batch = store.batch(np.array([0, 1])).to("cpu")
     assert batch.values.shape == (2, 4, 3) and batch.mask.tolist() == [[True] * 4, [True, False, False, False]]
     assert batch.values[0].eq(4).all() and batch.values[1, 0].eq(1).all() and batch.values[1, 1:].eq(0).all()
 
@@ -64,7 +64,7 @@ def test_a_writer_that_died_loses_only_its_tail(tmp_path, file, cut):
     store, _ = cached_features(again, reading("ab", "c", "defg", "hi"), tmp_path, batch_size=1)
     assert set(again.asked) <= {"defg", "hi"} and "hi" in again.asked
     for position, length in enumerate((2, 1, 4, 2)):
-        values = store.batch(np.array([position])).values
+        values = store.batch(np.array([position])).to("cpu").values
         assert values.shape == (1, length, 3) and values.eq(length).all()
 
 
@@ -74,7 +74,7 @@ def test_a_record_whose_rows_are_gone_never_comes_back_with_others(tmp_path):
     path.write_bytes(path.read_bytes()[: 2 * 3 * 3])
     cached_features(Counting(), reading("hijklmn"), tmp_path)
     store, _ = cached_features(Counting(), reading("defg"), tmp_path)
-    assert store.batch(np.array([0])).values.eq(4).all()
+    assert store.batch(np.array([0])).to("cpu").values.eq(4).all()
 
 
 def test_another_fingerprint_is_another_cache(tmp_path):

@@ -26,11 +26,11 @@ def file_store(items, workers=2):
 @pytest.mark.parametrize("fit", ["squash", "crop"])
 def test_a_batch_is_each_picture_decoded_alone(fit):
     store, _ = ImageFileProcessor(8, fit=fit).read(ITEMS)
-    batch = store.batch(INDEX)
+    batch = store.batch(INDEX).to("cpu")
     assert len(store) == 12 and len(batch) == 5 and batch.mask is None and batch.values.dtype == torch.uint8
     expected = np.stack([decode_image(DATA[i], 8, fit=fit) for i in INDEX])
     assert np.array_equal(batch.values.numpy(), expected)
-    assert store.batch(np.array([], np.int64)).values.shape == (0, 3, 8, 8)
+    assert store.batch(np.array([], np.int64)).to("cpu").values.shape == (0, 3, 8, 8)
 
 
 @pytest.mark.parametrize("workers", [1, 3, 5])
@@ -53,7 +53,7 @@ def test_a_training_batch_is_what_the_recipe_says_one_by_one(workers):
             pixels = np.asarray(part.resize((8, 8), Image.Resampling.BICUBIC)).transpose(2, 0, 1)
         if random.random() < 0.5:
             pixels, flips = pixels[..., ::-1], flips + 1
-        assert np.array_equal(batch.values[place].numpy(), pixels)
+        assert np.array_equal(batch.values[place], pixels)
     assert 0 < flips < len(INDEX)
 
 
@@ -62,7 +62,7 @@ def test_a_picture_that_becomes_unreadable_is_named_by_its_position():
         raise FileNotFoundError("gone.jpg")
 
     store = file_store([*ITEMS[:3], gone, lambda: DATA[0][:200]])
-    assert len(store.batch(np.array([2, 1]))) == 2
+    assert len(store.batch(np.array([2, 1])).to("cpu")) == 2
     message = "the image at position {} can no longer be read: {}"
     raises(OSError, message.format(3, r"gone\.jpg"), store.batch, np.array([0, 3, 1]))
     raises(OSError, message.format(4, "cannot be decoded"), store.training_batch, np.array([4]), (0,))
@@ -92,7 +92,7 @@ def test_the_reader_leaves_bad_pictures_out_and_reads_each_file_once():
     pixels, also_kept = PixelProcessor(8).read(items, on_error=lambda i, e: None)
     assert kept.tolist() == also_kept.tolist()
     everything = np.arange(3)
-    assert torch.equal(store.batch(everything).values, pixels.batch(everything).values)
+    assert torch.equal(store.batch(everything).to("cpu").values, pixels.batch(everything).to("cpu").values)
 
 
 def test_the_reader_of_nothing_and_of_more_than_one_part():
@@ -104,7 +104,7 @@ def test_the_reader_of_nothing_and_of_more_than_one_part():
     told = []
     store, kept = processor.read(items, on_error=lambda i, e: told.append(i))
     assert told == sorted(bad) and kept.tolist() == [i for i in range(1300) if i not in bad]
-    assert np.array_equal(store.batch(np.array([1295])).values[0].numpy(), decode_image(DATA[1298 % 12], 8))
+    assert np.array_equal(store.batch(np.array([1295])).to("cpu").values[0].numpy(), decode_image(DATA[1298 % 12], 8))
 
 
 def bilinear_loops(picture, size):
@@ -128,7 +128,7 @@ def bilinear_loops(picture, size):
 def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
     picture = noise(width, height)
     store, kept = BilinearProcessor(12).read([lambda: encoded(picture)])
-    ours = store.batch(kept).values[0].permute(1, 2, 0).numpy()
+    ours = store.batch(kept).to("cpu").values[0].permute(1, 2, 0).numpy()
     assert ours.shape == (12, 12, 3) and ours.dtype == np.uint8
     expected = bilinear_loops(picture.astype(np.float64), 12)
     assert np.abs(ours - expected).max() <= 0.5 + 1e-3

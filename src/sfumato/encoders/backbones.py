@@ -75,9 +75,9 @@ def _efficientnet(name: str, size: int | None, grid: int | None, precision: Prec
     if side < 32:
         raise UserError(f"the size of images for {name} must be at least 32 pixels, got {side}")
     check_grid(grid, math.ceil(side / 32))
+    maps: Callable[[np.ndarray], np.ndarray]
     if packaged:
-        network = packaged_network(name, threads=1)
-        maps: Callable[[np.ndarray], np.ndarray] = lambda pixels: network.run(None, {"pixels": pixels})[0]
+        maps = partial(_packaged_maps, packaged_network(name, threads=1))
     else:
         from sfumato.encoders.convolutional import efficientnet_maps
 
@@ -89,6 +89,11 @@ def _efficientnet(name: str, size: int | None, grid: int | None, precision: Prec
     known = efficientnet_fingerprint(name, size, grid, precision)
     decode = partial(decode_image, size=side, reduced=True)
     return Backbone(known, compute, channels=CHANNELS, decode=decode, one_thread=packaged)
+
+
+def _packaged_maps(network: Any, pixels: np.ndarray) -> np.ndarray:
+    found: np.ndarray = network.run(None, {"pixels": pixels})[0]
+    return found
 
 
 def efficientnet_fingerprint(name: str, size: int | None, grid: int | None, precision: Precision) -> str:
