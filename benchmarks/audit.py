@@ -133,14 +133,14 @@ def as_list(interval: Interval) -> list[float | None]:
 def estimates(log_odds: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
     """The estimated share of wrong pairs and how well its probabilities are calibrated."""
     share = wrong_fraction(log_odds)
-    p = torch.from_numpy(wrong_probability(log_odds, share))
-    error = expected_calibration_error(p, torch.from_numpy(wrong.astype(float)), binning="width")
+    error = expected_calibration_error(wrong_probability(log_odds, share), wrong, binning="width")
     return {"wrong": float(wrong.mean()), "estimated": share, "ece": float(error)}
 
 
 def log_odds(run: Run, distance: np.ndarray) -> np.ndarray:
     assert run.calibration is not None
-    return run.calibration.logit(torch.from_numpy(distance), match_fraction=0.5).numpy()
+    found: np.ndarray = run.calibration.logit(distance, match_fraction=0.5)
+    return found
 
 
 def is_wrong(clean: PairData, image: np.ndarray, text: np.ndarray) -> np.ndarray:

@@ -68,22 +68,26 @@ class Lists:
 
     def some(self, queries: Tensor) -> "Lists":
         """Those of some queries."""
-        known = {name: values[queries] for name, values in vars(self.evidence).items()}
+        known = {name: values[queries.numpy()] for name, values in vars(self.evidence).items()}
         return Lists(Evidence(**known), self.yes[queries], self.absent[queries])
 
     def without_texts(self, fraction: float) -> "Lists":
         """The same with a fraction of the photographs without texts."""
         n = self.yes.shape[1]
-        order = torch.from_numpy(np.random.default_rng(0).permutation(n))
-        bare = torch.zeros(n, dtype=torch.bool)
-        bare[order[: round(fraction * n)]] = True
+        bare = np.zeros(n, bool)
+        bare[np.random.default_rng(0).permutation(n)[: round(fraction * n)]] = True
         known = self.evidence
-        changed = {name: getattr(known, name).masked_fill(bare, 0) for name in ("words", "together", "missing")}
-        return replace(self, evidence=replace(known, agreement=known.agreement.masked_fill(bare, torch.nan), **changed))
+        changed = {name: np.where(bare, 0, getattr(known, name)) for name in ("words", "together", "missing")}
+        return replace(self, evidence=replace(known, agreement=np.where(bare, np.nan, known.agreement), **changed))
+
+    def pairs(self, found: FitsLogits) -> Tensor:
+        """The logits of their pairs."""
+        return torch.from_numpy(found.of_pairs(self.evidence))
 
     def listed(self, pair: Tensor) -> Tensor:
         """What the lists say, by the logits of their pairs."""
-        return list_features(pair.topk(N_NEAR, dim=1).values, self.evidence.n_words, self.evidence.prior)
+        near = pair.topk(N_NEAR, dim=1).values.numpy()
+        return torch.from_numpy(list_features(near, self.evidence.n_words, self.evidence.prior))
 
 
 class Data:
@@ -143,7 +147,7 @@ class Data:
             yes = torch.tensor(list(asked.values())).double()
             found.append(Lists(known, yes, ~yes.any(1)))
         columns = [vars(one.evidence) for one in found]
-        together = Evidence(**{name: torch.cat([one[name] for one in columns]) for name in columns[0]})
+        together = Evidence(**{name: np.concatenate([one[name] for one in columns]) for name in columns[0]})
         return Lists(together, torch.cat([one.yes for one in found]), torch.cat([one.absent for one in found]))
 
 
@@ -164,13 +168,13 @@ def grams(caption: str, length: int) -> set[str]:
 def absent(lists: Lists, own: Tensor) -> Lists:
     """The lists without their own photographs and those to which anybody said yes."""
     fits = (lists.yes > 0) | (torch.arange(lists.yes.shape[1]) == own.unsqueeze(1))
-    image = lists.evidence.image.masked_fill(fits, -60)
+    evidence, fit = lists.evidence, fits.numpy()
     known = replace(
-        lists.evidence,
-        image=image,
-        agreement=torch.where(fits & ~lists.evidence.agreement.isnan(), -1.0, lists.evidence.agreement),
-        words=lists.evidence.words.masked_fill(fits, 0),
-        together=lists.evidence.together.masked_fill(fits, 0),
+        evidence,
+        image=np.where(fit, -60, evidence.image),
+        agreement=np.where(fit & evidence.has_texts, -1.0, evidence.agreement),
+        words=np.where(fit, 0, evidence.words),
+        together=np.where(fit, 0, evidence.together),
     )
     return Lists(known, lists.yes.masked_fill(fits, torch.nan), torch.ones_like(lists.absent))
 
@@ -216,37 +220,40 @@ def present_and_absent(lists: Lists, own: Tensor | None) -> list[Lists]:
 def fit(both: Lists, own: Tensor | None) -> FitsLogits:
     """The constants of one kind of queries."""
     if own is not None:  # Too few sentences stand together in a text to say what that means.
-        both = replace(both, evidence=replace(both.evidence, together=torch.zeros_like(both.evidence.words)))
-    known = ~both.yes.isnan()
-    image, features, y = (values[known] for values in (both.evidence.image, both.evidence.features(), both.yes))
-    pairs = [fitted([(torch.cat([image.double().unsqueeze(1), some], 1), y, torch.ones_like(y))])
+        both = replace(both, evidence=replace(both.evidence, together=np.zeros_like(both.evidence.words)))
+    yes = both.yes.numpy()
+    known = ~np.isnan(yes)
+    image, features, judged = (values[known] for values in (both.evidence.image, both.evidence.features(), yes))
+    pairs = [fitted([(np.column_stack([image, some]), judged, np.ones_like(judged))])
              for some in (features, features[:, -2:])]  # fmt: skip
     found = FitsLogits(pairs[0], pairs[1], *[pairs[0]] * 3)  # The last three follow.
     with_texts, without, nothing = list[Rows](), list[Rows](), list[Rows]()
     for some in present_and_absent(both, own):
         gone = bool(some.absent.all())
         for lists in map(some.without_texts, PARTS):
-            pair = found.of_pairs(lists.evidence)
+            pair = lists.pairs(found)
             listed = lists.listed(pair)
             k = N_NEAR if own is not None else pair.shape[1]  # Of words everything is known.
             top, place = pair.topk(k, dim=1)
             x = torch.cat([top.unsqueeze(2), listed.unsqueeze(1).expand(-1, k, -1)], 2)
-            y, has = lists.yes.gather(1, place), lists.evidence.has_texts.gather(1, place)
-            known, w = ~y.isnan(), (1 / torch.arange(1, k + 1).double()).expand_as(y)
-            w = w * (ABSENT_HITS if gone else 1 - ABSENT_HITS) / w[known].sum()
-            for rows, use in ((with_texts, known & has), (without, known & ~has)):
-                rows.append((x[use], y[use], w[use]))
-            w = torch.full((len(listed),), (ABSENT_LISTS if gone else 1 - ABSENT_LISTS) / len(listed)).double()
-            nothing.append((torch.cat([-listed[:, :1], listed[:, 1:]], 1), lists.absent.double(), w))
+            y, has = lists.yes.gather(1, place), torch.from_numpy(lists.evidence.has_texts).gather(1, place)
+            there, w = ~y.isnan(), (1 / torch.arange(1, k + 1).double()).expand_as(y)
+            w = w * (ABSENT_HITS if gone else 1 - ABSENT_HITS) / w[there].sum()
+            for rows, use in ((with_texts, there & has), (without, there & ~has)):
+                rows.append((x[use].numpy(), y[use].numpy(), w[use].numpy()))
+            of_lists = np.full(len(listed), (ABSENT_LISTS if gone else 1 - ABSENT_LISTS) / len(listed))
+            nothing.append((torch.cat([-listed[:, :1], listed[:, 1:]], 1).numpy(), lists.absent.numpy(), of_lists))
     return FitsLogits(pairs[0], pairs[1], fitted(with_texts), fitted(without), fitted(nothing))
 
 
 def said(found: FitsLogits, lists: Lists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Probabilities of the best N_HITS of each list, what people said, their places, and that nothing fits."""
-    pair = found.of_pairs(lists.evidence)
-    listed = lists.listed(pair)
-    p, place = found.of_hits(pair, lists.evidence.has_texts, listed).sigmoid().topk(N_HITS, dim=1)
-    return p, lists.yes.gather(1, place), place, torch.minimum(found.of_nothing(listed).sigmoid(), 1 - p[:, 0])
+    pair = lists.pairs(found)
+    listed = lists.listed(pair).numpy()
+    hits = torch.from_numpy(found.of_hits(pair.numpy(), lists.evidence.has_texts, listed))
+    p, place = hits.sigmoid().topk(N_HITS, dim=1)
+    nothing = torch.from_numpy(found.of_nothing(listed)).sigmoid()
+    return p, lists.yes.gather(1, place), place, torch.minimum(nothing, 1 - p[:, 0])
 
 
 def quality(probability: Tensor, match: Tensor) -> dict[str, float]:
@@ -298,7 +305,7 @@ def tested(found: FitsLogits, both: Lists, own: Tensor | None) -> dict[str, Any]
         if own is not None:
             values["listed first"] = float((place[:, 0] == own).double().mean())
             for few, most in ((1, 5), (6, 7), (8, 99)):
-                of = (here.evidence.n_words >= few) & (here.evidence.n_words <= most)
+                of = torch.from_numpy((here.evidence.n_words >= few) & (here.evidence.n_words <= most))
                 values[f"hit 1, {few} to {most} words"] = quality(p[of, 0], y[of, 0])
     return result
 
@@ -323,7 +330,7 @@ def others(data: Data, lists: Lists, own: Tensor) -> dict[str, dict[str, float]]
     fused = 1 / (60 + ranks[0]) + 1 / (60 + ranks[1])
     scores = {
         "MiniLM on captions": minilm, "BM25": words, "rank fusion": fused, "bayesian-bm25": probability,
-        "image": lists.evidence.image, "listed": listed_probability(data, own),
+        "image": torch.from_numpy(lists.evidence.image), "listed": listed_probability(data, own),
     }  # fmt: skip
     found = {}
     for name, score in scores.items():
@@ -343,7 +350,8 @@ def listed_probability(data: Data, own: Tensor) -> Tensor:
     queries = data.split.model.embed_texts([data.split.captions[i][2] for i in own.tolist()])
     distance = get_distance("csd").matrix(queries, data.split.images)
     context = data.scorer.context(distance, queries, lambda column: data.split.images[column])
-    return data.scorer.match_probability(distance, len(data.split.images.mean), context)
+    found: Tensor = data.scorer.match_probability(distance, len(data.split.images.mean), context)
+    return found
 
 
 def main() -> None:

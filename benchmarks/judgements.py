@@ -55,12 +55,12 @@ def verdicts(fits: FitsCalibration, lists: Lists, n: int, seed: int) -> JudgedHi
     q, h = (torch.tensor([int(getattr(hit, name)) for hit in sample], dtype=torch.long) for name in ("query", "id"))
     generator = torch.Generator().manual_seed(seed)
     return JudgedHits(
-        q,
-        lists.evidence.n_words[q],
-        torch.logit(p[q, h]),
-        lists.evidence.has_texts[q, place[q, h]],
-        torch.bernoulli(fraction[q, h], generator=generator),
-        torch.tensor([hit.weight for hit in sample], dtype=torch.float64),
+        q.numpy(),
+        lists.evidence.n_words[q.numpy()],
+        torch.logit(p[q, h]).numpy(),
+        lists.evidence.has_texts[q.numpy(), place[q, h].numpy()],
+        torch.bernoulli(fraction[q, h], generator=generator).numpy(),
+        np.array([hit.weight for hit in sample]),
     )
 
 

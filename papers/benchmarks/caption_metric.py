@@ -148,9 +148,9 @@ def fitted(rows: list[Rows]) -> LinearLogit:
 def fit(crowd: Verdicts, evidence: dict[int | None, CaptionEvidence], use: np.ndarray, axes: Tensor) -> CaptionFits:
     """The constants by the verdicts about some pairs."""
     usual = round(float(evidence[None].image[~crowd.own].mean()), 2)
-    y, w = torch.from_numpy(crowd.yes[use]), torch.from_numpy(crowd.said.sum(1)[use]).double()
+    y, w = crowd.yes[use], crowd.said.sum(1)[use]
     features = [one.discounted(usual).features()[torch.from_numpy(use)] for one in evidence.values()]
-    logits = {kind: fitted([(columns_of(x, kind), y, w) for x in features]) for kind in KINDS}
+    logits = {kind: fitted([(columns_of(x, kind).numpy(), y, w) for x in features]) for kind in KINDS}
     return CaptionFits(**logits, usual=usual, axes=axes.float())
 
 

@@ -36,9 +36,9 @@ _READ = 0.65
 """Fraction of a text's letters that the encoder has to read; 99 of 100 captions have more."""
 
 
-def word_weight(log_frequency: Tensor) -> Tensor:
+def word_weight(log_frequency: np.ndarray) -> np.ndarray:
     """The weight of words by the log of the fraction of images that they fit."""
-    return (_COMMON - log_frequency).clamp(_LEAST, _MOST)
+    return np.clip(_COMMON - log_frequency, _LEAST, _MOST)
 
 
 def grouped(cosine: Tensor, pair: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -126,6 +126,6 @@ class CaptionFits:
             "texts": has_texts & ~has_image, "image": has_image & ~has_texts, "both": has_texts & has_image,
         }.items():  # fmt: skip
             of: LinearLogit = getattr(self, kind)
-            x = columns_of(features[rows], kind)
-            found[rows] = of.of(x[:, 0], x[:, 1:])
+            x = columns_of(features[rows], kind).numpy()
+            found[rows] = torch.from_numpy(of.of(x[:, 0], x[:, 1:]))
         return found

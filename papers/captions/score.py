@@ -97,7 +97,8 @@ def pair_logits(texts: GaussianEmbedding, images: GaussianEmbedding) -> Tensor:
     model = _small()
     assert model.calibration is not None
     scorer = Scorer(model.logit_scale, model.logit_bias, model.calibration)
-    return scorer.pair_logit(get_distance(model.distance).row(texts, images), REFERENCE_SIZE)
+    found: Tensor = scorer.pair_logit(get_distance(model.distance).row(texts, images), REFERENCE_SIZE)
+    return found
 
 
 def _embed_images(images: Sequence[ImageInput], where: Callable[[int], str], advance: Progress) -> GaussianEmbedding:

@@ -116,15 +116,17 @@ def first_hit_estimator(calibration: Calibration) -> estimators.Estimator:
     @lru_cache(maxsize=1)
     def hub(direction: Direction, gallery: GaussianEmbedding) -> Tensor | None:
         reference = calibration.of(direction).reference
-        return None if reference is None else reference.hub(gallery)
+        return None if reference is None else torch.from_numpy(reference.hub(gallery))
 
     def of_block(block: estimators.Block) -> Tensor:
         own, seen = calibration.of(block.matching.direction), None
         nearest, place = block.distance.topk(min(N_NEAREST, block.gallery.n), dim=1, largest=False)
         of_items = hub(block.matching.direction, block.gallery)
         if own.reference is not None and of_items is not None:
-            seen = torch.stack([of_items[place[:, 0]], own.reference.isolation(block.queries)], dim=1)
-        return -own.hit_logit(nearest[:, :1], nearest, n_gallery=block.gallery.n, reference=seen)[:, 0]
+            isolation = torch.from_numpy(own.reference.isolation(block.queries))
+            seen = torch.stack([of_items[place[:, 0]], isolation], dim=1)
+        logit: Tensor = own.hit_logit(nearest[:, :1], nearest, n_gallery=block.gallery.n, reference=seen)
+        return -logit[:, 0]
 
     formula = "1 - probability of the first hit given the nearest items, as sfumato's searches show it"
     return estimators.Estimator("sfumato", formula, "both", "n m", of_block)
@@ -165,7 +167,7 @@ def fit_contestant(
         return of_estimator(MATCH_ENTROPY, calibration)
     if name in ("sfumato", "sfumato_no_reference"):
         own = pair_calibration(model, reference=name == "sfumato")
-        return of_estimator(first_hit_estimator(own), own, n_bytes=_n_bytes(own.tensors().values()))
+        return of_estimator(first_hit_estimator(own), own, n_bytes=sum(x.nbytes for x in own.tensors().values()))
     if name not in METHODS and name in contestants():
         return of_estimator(estimators.ESTIMATORS[name], calibration)
     if name not in METHODS:

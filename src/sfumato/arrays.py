@@ -43,8 +43,13 @@ def as_tensor(value: Array, name: str, who: str) -> "Tensor":
     return torch.from_numpy(np.require(value, requirements=["C", "W"]))
 
 
-def as_numpy(value: Array) -> np.ndarray:
-    """An array with the numbers of a tensor, without their gradients; bfloat16, which NumPy lacks, as float32."""
+def as_numpy(value: Array, name: str = "", who: str = "") -> np.ndarray:
+    """An array with the numbers of a tensor, without their gradients; bfloat16, which NumPy lacks, as float32.
+
+    Given names, it is an argument to check.
+    """
+    if who:
+        value = as_array(value, name, who)
     if not is_tensor(value):
         return np.asarray(value)
     value = value.detach().cpu()
@@ -57,6 +62,20 @@ def like(values: np.ndarray, given: Array) -> Array:
     if not is_tensor(given):
         return values
     return as_tensor(values, "values", "like").to(given.device)
+
+
+def smallest(values: np.ndarray, k: int) -> np.ndarray:
+    """(n, k) places of the k smallest values of each row, ascending; equal ones by their place. values (n, m), k <= m
+    or all."""
+    if not 0 < k < values.shape[1]:
+        return values.argsort(axis=1, kind="stable")[:, :k]
+    place = np.sort(np.argpartition(values, k - 1, axis=1)[:, :k], axis=1)
+    own = np.take_along_axis(values, place, 1)
+    # A partition takes any of the values that are equal to the last.
+    tied = np.flatnonzero(np.count_nonzero(values <= own.max(1, keepdims=True), axis=1) > k)
+    place[tied] = np.sort(values[tied].argsort(axis=1, kind="stable")[:, :k], axis=1)
+    own[tied] = np.take_along_axis(values[tied], place[tied], 1)
+    return np.take_along_axis(place, own.argsort(axis=1, kind="stable"), 1)
 
 
 def sigmoid(logit: np.ndarray) -> np.ndarray:

@@ -80,7 +80,7 @@ def verdict_of(n, off, seed):
     generator = torch.Generator().manual_seed(seed)
     p = torch.sigmoid(2 * torch.randn(n, generator=generator).double() + 0.8)
     true = torch.where(p > 0.5, p - off, p + off)
-    return hit_figures(p, torch.bernoulli(true, generator=generator), "t2i", n, 1).verdict
+    return hit_figures(p.numpy(), torch.bernoulli(true, generator=generator).numpy(), "t2i", n, 1).verdict
 
 
 def test_verdicts_of_few_and_of_many_queries():

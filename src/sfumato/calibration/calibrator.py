@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
+import numpy as np
 from safetensors import SafetensorError
-from safetensors.torch import load_file as read_safetensors
-from safetensors.torch import save as safetensors_bytes
-from torch import Tensor
-from torch.nn import functional
+from safetensors.numpy import load_file as read_safetensors
+from safetensors.numpy import save as safetensors_bytes
 
-from sfumato.arrays import Array, as_tensor
+from sfumato.arrays import Array, as_numpy, like, sigmoid, smallest
 from sfumato.calibration.logits import N_NEAREST, REFERENCE_FEATURES, ConditionalLogits, PairLogits, ReferenceQueries
 from sfumato.calibration.query_scores import (
     QueryScores,
@@ -64,31 +62,33 @@ class DirectionCalibration:
         fitted = self.pairs.match_fraction
         return self.pairs.shift(min(fitted * rarer, max(0.5, fitted)))
 
-    def probability(self, distance: Array, *, n_gallery: int) -> Tensor:
+    def probability(self, distance: Array, *, n_gallery: int) -> Array:
         """Probability that a random pair at this distance matches, in a gallery of any size. (...) -> (...)."""
-        distance = as_tensor(distance, "distance", "Calibration")
-        return torch.sigmoid(self.pairs.logit(distance) + self.prior_shift(n_gallery)).to(distance.dtype)
+        d = as_numpy(distance, "distance", "Calibration")
+        return like(sigmoid(self.pairs.logit(d) + self.prior_shift(n_gallery)).astype(d.dtype), distance)
 
-    def hit_logit(self, distance: Array, nearest: Array, *, n_gallery: int, reference: Array | None = None) -> Tensor:
+    def hit_logit(self, distance: Array, nearest: Array, *, n_gallery: int, reference: Array | None = None) -> Array:
         """Logarithm of the odds of :meth:`hit_probability`, in float64."""
+        who = "Calibration"
+        logit = self.pairs.logit(as_numpy(distance, "distance", who))
         if self.conditional is None:
-            return self.pairs.logit(distance) + self.prior_shift(n_gallery)
-        seen = None if reference is None else as_tensor(reference, "reference", "Calibration")
-        return self.conditional.logit(self.pairs.logit(distance), self.pairs.logit(nearest), n_gallery, seen)
+            return like(logit + self.prior_shift(n_gallery), distance)
+        of_nearest = self.pairs.logit(as_numpy(nearest, "nearest", who))
+        seen = None if reference is None else as_numpy(reference, "reference", who)
+        return like(self.conditional.logit(logit, of_nearest, n_gallery, seen), distance)
 
     def hit_probability(
         self, distance: Array, nearest: Array, *, n_gallery: int, reference: Array | None = None
-    ) -> Tensor:
+    ) -> Array:
         """Probability that a hit of a search matches its query, given the nearest items of the query.
 
         distance (..., c) of c hits of each query; nearest (..., k) distances of its nearest items, ascending, infinite
         where there is none, of the first N_NEAREST all that there are; reference (..., 2) features of each query by the
         reference queries, if there are any. Returns (..., c) probabilities of the dtype of distance, falling with it.
         """
-        distance = as_tensor(distance, "distance", "Calibration")
-        return torch.sigmoid(self.hit_logit(distance, nearest, n_gallery=n_gallery, reference=reference)).to(
-            distance.dtype
-        )
+        d = as_numpy(distance, "distance", "Calibration")
+        logit = self.hit_logit(d, nearest, n_gallery=n_gallery, reference=reference)
+        return like(sigmoid(logit).astype(d.dtype), distance)
 
     def threshold(self, precision: float, *, confidence: float = 0.9) -> float:
         """The match probability above which reported items have the wanted precision.
@@ -114,25 +114,24 @@ class DirectionCalibration:
 
     def abstains(
         self, nearest: Array, risk: float, *, n_gallery: int | None = None, reference: Array | None = None
-    ) -> Tensor:
+    ) -> Array:
         """Which queries should not be answered: closest item at or below the probability of :meth:`abstain_below`.
 
         nearest (n, k) and reference (n, 2) as for :meth:`hit_probability`; (n,) distances of the closest item are
         enough without logits of hits. Returns (n,) bool, for a gallery of the size of the fit if n_gallery is None.
         """
-        nearest = as_tensor(nearest, "nearest", "Calibration")
-        limit = answer_limit(self._certified, risk)
+        d, limit = as_numpy(nearest, "nearest", "Calibration"), answer_limit(self._certified, risk)
         if self.hits is not None:
-            if nearest.ndim != 2:
+            if d.ndim != 2:
                 raise ValueError(
                     f"Calibration: this calibration needs (n, k) distances of the {N_NEAREST} nearest items of each"
-                    f" query, got {tuple(nearest.shape)}"
+                    f" query, got {d.shape}"
                 )
             n = self.hits.n_gallery if n_gallery is None else n_gallery
-            return -self.hit_logit(nearest[:, :1], nearest, n_gallery=n, reference=reference)[:, 0] >= limit
-        logit = self.pairs.logit(nearest if nearest.ndim == 1 else nearest[:, 0])
-        worst = self.pairs.logit(torch.tensor(limit, dtype=torch.float64))
-        return logit + (0.0 if n_gallery is None else self.prior_shift(n_gallery)) <= worst.to(logit.device)
+            return like(-self.hit_logit(d[:, :1], d, n_gallery=n, reference=reference)[:, 0] >= limit, nearest)
+        logit = self.pairs.logit(d if d.ndim == 1 else d[:, 0])
+        shift = 0.0 if n_gallery is None else self.prior_shift(n_gallery)
+        return like(logit + shift <= self.pairs.logit(np.array(limit)), nearest)
 
     def conformal_radius(self, alpha: float, *, contains: Literal["any", "all"] = "any") -> float:
         """Distance within which any match of a query, or all, lie with a probability of at least 1 - alpha.
@@ -147,8 +146,8 @@ class DirectionCalibration:
         return self.scores if self.hits is None else self.hits
 
     def _probability_at(self, limit: float) -> float:
-        value = torch.tensor(limit, dtype=torch.float64)
-        return float(self.pairs.probability(value) if self.hits is None else torch.sigmoid(-value))
+        value = np.array(limit)
+        return float(self.pairs.probability(value) if self.hits is None else sigmoid(-value))
 
 
 @dataclass(frozen=True)
@@ -201,8 +200,8 @@ class Calibration(PairLogits):
             ValueError: see :func:`~sfumato.calibration.logits.fit_logits`.
 
         Example:
-            >>> distance = torch.tensor([[0.2, 1.0, 0.9], [1.1, 0.4, 0.3]])
-            >>> match = torch.tensor([[1, 0, 0], [0, 1, 0]])
+            >>> distance = np.array([[0.2, 1.0, 0.9], [1.1, 0.4, 0.3]])
+            >>> match = np.array([[1, 0, 0], [0, 1, 0]])
             >>> calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
             >>> round(calibration.of("t2i").conformal_radius(0.4), 6)
             0.4
@@ -260,7 +259,7 @@ class Calibration(PairLogits):
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> "Calibration":
+    def from_json(cls, values: Mapping[str, Any], tensors: Mapping[str, Array] | None = None) -> "Calibration":
         """Make a calibration from plain values.
 
         Args:
@@ -303,18 +302,18 @@ class Calibration(PairLogits):
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a calibration, or a damaged one ({error!r}); calibrate again") from error
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, np.ndarray]:
         """The embeddings of the reference queries.
 
         Returns:
             "DIRECTION/mean" and, unless they are points, "DIRECTION/log_var" -> (b, d) float16.
         """
         return {
-            f"{direction}/{name}": getattr(fit.reference.embeddings, name).to(torch.float16).contiguous()
+            f"{direction}/{name}": np.ascontiguousarray(getattr(fit.reference.embeddings, name), np.float16)
             for direction, fit in self.directions.items()
             if fit.reference is not None
             for name in ("mean", "log_var")
-            if name == "mean" or not fit.reference.embeddings.log_var.isneginf().all()
+            if name == "mean" or not np.isneginf(fit.reference.embeddings.log_var).all()
         }
 
     def save(self, path: str | Path) -> None:
@@ -357,10 +356,10 @@ class Calibration(PairLogits):
 class QueryContext:
     """What the probabilities of a query's hits depend on beside their own distances."""
 
-    nearest: Tensor  # (..., k) distances of its nearest items, ascending, infinite where there are fewer
-    reference: Tensor | None = None
+    nearest: np.ndarray  # (..., k) distances of its nearest items, ascending, infinite where there are fewer
+    reference: np.ndarray | None = None
 
-    def __getitem__(self, index: int | Tensor) -> "QueryContext":
+    def __getitem__(self, index: int | np.ndarray) -> "QueryContext":
         return QueryContext(self.nearest[index], None if self.reference is None else self.reference[index])
 
 
@@ -393,21 +392,23 @@ class Scorer:
         return None if self.of_hits is None else self.of_hits.reference
 
     def context(
-        self, distance: Tensor, queries: GaussianEmbedding, first: Callable[[Tensor], GaussianEmbedding]
+        self, distance: Array, queries: GaussianEmbedding, first: Callable[[Any], GaussianEmbedding]
     ) -> QueryContext:
         """What the other methods need to know of queries. distance (n, c), queries (n, d)."""
-        nearest, place = distance.topk(min(self.n_nearest, distance.shape[-1]), largest=False)
-        nearest = functional.pad(nearest, (0, self.n_nearest - nearest.shape[-1]), value=torch.inf)
+        d = as_numpy(distance)
+        place = smallest(d, self.n_nearest)
+        nearest = np.full((len(d), self.n_nearest), np.inf, d.dtype)
+        nearest[:, : place.shape[1]] = np.take_along_axis(d, place, 1)
         if self.reference is None:
             return QueryContext(nearest)
-        found = nearest[:, 0].isfinite()
-        features = torch.zeros(len(nearest), len(REFERENCE_FEATURES), dtype=torch.float64)
+        found = np.isfinite(nearest[:, 0])
+        features = np.zeros((len(nearest), len(REFERENCE_FEATURES)))
         if found.any():
-            items = first(place[:, 0] if place.shape[1] else place.new_zeros(len(place)))
-            features[found] = self.reference.features(queries[found], items[found])
+            items = first(place[:, 0] if place.shape[1] else np.zeros(len(place), np.int64))
+            features[found] = as_numpy(self.reference.features(queries[found], items[found]))
         return QueryContext(nearest, features)
 
-    def match_probability(self, distance: Tensor, n_gallery: int, context: QueryContext | None = None) -> Tensor:
+    def match_probability(self, distance: Array, n_gallery: int, context: QueryContext | None = None) -> Array:
         """Probability that items at these distances from a query match it. distance (..., c) -> (..., c).
 
         Given what else is known of the query it is that of a hit; else that of a random pair at such a distance.
@@ -415,14 +416,14 @@ class Scorer:
         if context is not None and self.n_nearest > 1 and self.of_hits is not None:
             n, reference = max(1, n_gallery), context.reference
             return self.of_hits.hit_probability(distance, context.nearest, n_gallery=n, reference=reference)
-        return torch.sigmoid(self.pair_logit(distance, n_gallery)).to(distance.dtype)
+        d = as_numpy(distance)
+        return like(sigmoid(self.pair_logit(d, n_gallery)).astype(d.dtype), distance)
 
-    def pair_logit(self, distance: Tensor, n_gallery: int) -> Tensor:
+    def pair_logit(self, distance: Array, n_gallery: int) -> Array:
         """Logit that a random pair at these distances is listed. distance (..., c) -> (..., c)."""
         shift = self.prior_shift(n_gallery)
         if self.calibration is None or self.calibration.knots is None:
-            found: Tensor = match_logit(distance, self.logit_scale, self.logit_bias + shift)
-            return found
+            return match_logit(distance, self.logit_scale, self.logit_bias + shift)
         return self.calibration.logit(distance) + shift
 
     def radius(self, coverage: float) -> float:
@@ -438,10 +439,11 @@ class Scorer:
     def abstains(self, context: QueryContext, max_risk: float, n_gallery: int) -> list[bool]:
         """The queries that should not be answered at a given risk."""
         calibration = self._calibration_for("abstention (max_risk)")
-        n, found = max(1, n_gallery), context.nearest[:, 0].isfinite()
-        some, abstained = context[found], torch.ones_like(found)
+        n, found = max(1, n_gallery), np.isfinite(context.nearest[:, 0])
+        some, abstained = context[found], np.ones(len(found), bool)
         abstained[found] = calibration.abstains(some.nearest, max_risk, n_gallery=n, reference=some.reference)
-        return abstained.tolist()
+        result: list[bool] = abstained.tolist()
+        return result
 
     def _calibration_for(self, wanted: str) -> DirectionCalibration:
         if self.calibration is None:

@@ -26,10 +26,10 @@ from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
+import numpy as np
 
+from sfumato.arrays import Array, as_numpy, sigmoid
+from sfumato.calibration.logistic import Floats, log_losses
 from sfumato.calibration.logits import LinearLogit, fit_logistic
 
 N_NEAR = 50
@@ -54,32 +54,33 @@ LENGTHS = (1, 2, 3)
 class Evidence:
     """What is known of q queries and c items."""
 
-    image: Tensor  # (q, c) logit that a random pair at their distance is a listed match
-    agreement: Tensor  # (q, c) cosine of the query with the mean of the item's texts; nan for an item without texts
-    words: Tensor  # (q, c) fraction of the query's words that the texts have, weighed by rarity
-    together: Tensor  # (q, c) 1 if one text has all words of the query close together, else 0
-    missing: Tensor  # (q, c) rarity of the rarest word that the texts do not have; 0 if they have all
-    n_words: Tensor  # (q,) number of the query's words, at least 1
-    prior: Tensor  # (q,) log of the fraction of images that such a query fits elsewhere
+    image: np.ndarray  # (q, c) logit that a random pair at their distance is a listed match
+    agreement: np.ndarray  # (q, c) cosine of the query with the mean of the item's texts; nan for an item without texts
+    words: np.ndarray  # (q, c) fraction of the query's words that the texts have, weighed by rarity
+    together: np.ndarray  # (q, c) 1 if one text has all words of the query close together, else 0
+    missing: np.ndarray  # (q, c) rarity of the rarest word that the texts do not have; 0 if they have all
+    n_words: np.ndarray  # (q,) number of the query's words, at least 1
+    prior: np.ndarray  # (q,) log of the fraction of images that such a query fits elsewhere
 
     @property
-    def has_texts(self) -> Tensor:
+    def has_texts(self) -> np.ndarray:
         """(q, c) whether an item has texts."""
-        return ~self.agreement.isnan()
+        found: np.ndarray = ~np.isnan(self.agreement)
+        return found
 
-    def features(self) -> Tensor:
+    def features(self) -> Floats:
         """(q, c, 6) PAIR_FEATURES."""
-        by_query = (values.unsqueeze(1).expand_as(self.image) for values in (1 / self.n_words, self.prior))
-        columns = (self.agreement.nan_to_num(), self.words, self.together, self.missing, *by_query)
-        return torch.stack([column.double() for column in columns], dim=2)
+        by_query = (np.broadcast_to(values[:, None], self.image.shape) for values in (1 / self.n_words, self.prior))
+        columns = (np.nan_to_num(self.agreement), self.words, self.together, self.missing, *by_query)
+        return np.stack(columns, axis=2).astype(np.float64, copy=False)
 
 
-def list_features(near: Tensor, n_words: Tensor, prior: Tensor) -> Tensor:
+def list_features(near: np.ndarray, n_words: np.ndarray, prior: np.ndarray) -> Floats:
     """(q, 5) the best logit and LIST_FEATURES of the best items of each query. near (q, k) descending, k at least 1."""
-    near = near.double()
-    first, expected = near[:, 0], near.sigmoid().sum(1).clamp_min(1e-12).log()
-    gap = first - near[:, 1] if near.shape[1] > 1 else torch.full_like(first, _MAX_GAP)
-    return torch.stack([first, gap.clamp_max(_MAX_GAP), expected, 1 / n_words.double(), prior.double()], dim=1)
+    near = near.astype(np.float64)
+    first, expected = near[:, 0], np.log(np.maximum(sigmoid(near).sum(1), 1e-12))
+    gap = first - near[:, 1] if near.shape[1] > 1 else np.full_like(first, _MAX_GAP)
+    return np.stack([first, np.minimum(gap, _MAX_GAP), expected, 1 / n_words, prior], axis=1)
 
 
 @dataclass(frozen=True)
@@ -97,21 +98,21 @@ class FitsLogits:
         sizes = (len(PAIR_FEATURES), 2, len(LIST_FEATURES) + 1, len(LIST_FEATURES) + 1, len(LIST_FEATURES))
         return all(logit.is_sound(n) for logit, n in zip(vars(self).values(), sizes, strict=True))
 
-    def of_pairs(self, evidence: Evidence) -> Tensor:
+    def of_pairs(self, evidence: Evidence) -> Floats:
         """(q, c) logits that the query fits the item, whatever else there is."""
-        image, features = evidence.image.double(), evidence.features()
+        image, features = evidence.image.astype(np.float64), evidence.features()
         with_texts = self.pair_with.of(image, features)
         # An item without texts may have the words of its name or place: they count less, and none is missed.
         names = _NAMES * self.pair_with.weights[1] * features[..., 1]
         without = self.pair_without.of(image, features[..., -2:]) + names
-        return torch.where(evidence.has_texts, with_texts, without)
+        return np.where(evidence.has_texts, with_texts, without)
 
-    def of_hits(self, pair: Tensor, has_texts: Tensor, listed: Tensor) -> Tensor:
+    def of_hits(self, pair: np.ndarray, has_texts: np.ndarray, listed: np.ndarray) -> Floats:
         """(q, c) logits that items fit, given the list of each query. pair (q, c), listed (q, 5)."""
-        of_list = listed.unsqueeze(1)
-        return torch.where(has_texts, self.hit_with.of(pair, of_list), self.hit_without.of(pair, of_list))
+        of_list = listed[:, None]
+        return np.where(has_texts, self.hit_with.of(pair, of_list), self.hit_without.of(pair, of_list))
 
-    def of_nothing(self, listed: Tensor) -> Tensor:
+    def of_nothing(self, listed: np.ndarray) -> Floats:
         """(q,) logits that no item of the gallery fits. listed (q, 5)."""
         return self.nothing.of(-listed[:, 0], listed[:, 1:])
 
@@ -133,14 +134,14 @@ packaged constants worse on average."""
 class JudgedHits:
     """Hits that people judged."""
 
-    query: Tensor  # (k,) number of the query
-    n_words: Tensor  # (k,) number of its words
-    logit: Tensor  # (k,) logit of the hit, by the calibration that is to be corrected
-    has_texts: Tensor  # (k,) whether the item has texts
-    yes: Tensor  # (k,) fraction of people who say yes
-    weight: Tensor  # (k,) one over the probability that the hit was sampled
+    query: np.ndarray  # (k,) number of the query
+    n_words: np.ndarray  # (k,) number of its words
+    logit: np.ndarray  # (k,) logit of the hit, by the calibration that is to be corrected
+    has_texts: np.ndarray  # (k,) whether the item has texts
+    yes: np.ndarray  # (k,) fraction of people who say yes
+    weight: np.ndarray  # (k,) one over the probability that the hit was sampled
 
-    def some(self, rows: Tensor) -> "JudgedHits":
+    def some(self, rows: np.ndarray) -> "JudgedHits":
         """Those of some rows. rows (k,) bool."""
         return JudgedHits(*(values[rows] for values in vars(self).values()))
 
@@ -153,9 +154,10 @@ class Correction:
     shift: float
     by_words: float
 
-    def logit(self, logit: Tensor, inverse_words: Tensor) -> Tensor:
+    def logit(self, logit: np.ndarray, inverse_words: np.ndarray) -> Floats:
         """Corrected logits. logit (k,), inverse_words (k,)."""
-        return self.factor * logit + self.shift + self.by_words * inverse_words
+        found: Floats = self.factor * logit + self.shift + self.by_words * inverse_words
+        return found
 
     def of(self, logit: LinearLogit, words: int) -> LinearLogit:
         """A logit that has it. words: position of the feature one over words."""
@@ -165,51 +167,50 @@ class Correction:
         return replace(logit, slope=self.factor * logit.slope, intercept=intercept, weights=tuple(weights))
 
 
-def fit_correction(logit: Tensor, inverse_words: Tensor, hits: JudgedHits, *, seed: int = 0) -> Correction | None:
+def fit_correction(
+    logit: np.ndarray, inverse_words: np.ndarray, hits: JudgedHits, *, seed: int = 0
+) -> Correction | None:
     """The correction of logits by verdicts; None if no change is best, or if there are fewer than N_FOLDS queries.
 
     logit (k,), inverse_words (k,).
     """
-    queries, group = hits.query.unique(return_inverse=True)
+    queries, group = np.unique(hits.query, return_inverse=True)
     if len(queries) < N_FOLDS:
         return None
-    w = hits.weight.double()
-    raw = torch.stack([logit.double(), inverse_words.double()], dim=1)
+    w, y, raw = hits.weight, hits.yes, np.stack([logit, inverse_words], axis=1)
     centre = (w @ raw) / w.sum()
-    deviation = ((w @ (raw - centre).square()) / w.sum()).sqrt().clamp_min(_LEAST_DEVIATION)
-    x, y, start = (raw - centre) / deviation, hits.yes.double(), logit.double()
+    deviation = np.maximum(np.sqrt((w @ (raw - centre) ** 2) / w.sum()), _LEAST_DEVIATION)
+    x = (raw - centre) / deviation
 
-    def fit(rows: Tensor, penalty: float) -> tuple[Tensor, float]:
+    def fit(rows: np.ndarray, penalty: float) -> tuple[Floats, float]:
         if math.isinf(penalty):
-            return torch.zeros(2, dtype=torch.float64), 0.0
-        n = float(w[rows].sum().square() / w[rows].square().sum())  # Verdicts of equal weights that say as much.
-        return fit_logistic(x[rows], y[rows], weight=w[rows], penalty=penalty / n, offset=start[rows])
+            return np.zeros(2), 0.0
+        n = w[rows].sum() ** 2 / (w[rows] ** 2).sum()  # Verdicts of equal weights that say as much.
+        return fit_logistic(x[rows], y[rows], weight=w[rows], penalty=penalty / n, offset=logit[rows])
 
-    random = torch.Generator().manual_seed(seed)
-    fold = (torch.randperm(len(queries), generator=random) % N_FOLDS)[group]
-    losses = torch.zeros(len(PENALTIES), len(y), dtype=torch.float64)
+    fold = (np.random.default_rng(seed).permutation(len(queries)) % N_FOLDS)[group]
+    losses = np.zeros((len(PENALTIES), len(y)))
     for k in range(N_FOLDS):
         out = fold == k
         for i, penalty in enumerate(PENALTIES):
             weights, bias = fit(~out, penalty)
-            said = start[out] + x[out] @ weights + bias
-            losses[i, out] = w[out] * binary_cross_entropy_with_logits(said, y[out], reduction="none")
-    by_query = torch.zeros(len(PENALTIES), len(queries), dtype=torch.float64).index_add_(1, group, losses)
-    weights, bias = fit(torch.ones_like(fold, dtype=torch.bool), PENALTIES[_careful(by_query)])
+            losses[i, out] = w[out] * log_losses(logit[out] + x[out] @ weights + bias, y[out])
+    by_query = np.stack([np.bincount(group, row) for row in losses])
+    weights, bias = fit(np.ones(len(y), bool), PENALTIES[_careful(by_query)])
     if not (weights.any() or bias):
         return None
     scaled = weights / deviation
     return Correction(1 + float(scaled[0]), bias - float(scaled @ centre), float(scaled[1]))
 
 
-def _careful(losses: Tensor) -> int:
+def _careful(losses: np.ndarray) -> int:
     """No change, row 0, unless the best is clearly better: by _SURE standard errors of the difference over queries, and
     more of few queries, as Student's t has it. Then the first row at most one worse than the best. losses (p, q)."""
     n = losses.shape[1]
     worse = losses - losses[losses.sum(1).argmin()]
-    errors = worse.mean(1) * math.sqrt(n) / worse.std(1).clamp_min(1e-12)
+    errors = worse.mean(1) * math.sqrt(n) / np.maximum(worse.std(1, ddof=1), 1e-12)
     limit = _SURE + (_SURE**3 + _SURE) / (4 * (n - 1))
-    return 0 if errors[0] <= limit else 1 + int((errors[1:] <= 1).nonzero()[0])
+    return 0 if errors[0] <= limit else 1 + int(np.flatnonzero(errors[1:] <= 1)[0])
 
 
 @dataclass(frozen=True)
@@ -245,9 +246,10 @@ class FitsCalibration:
         """The logits for queries of this many words."""
         return self.lengths[min(max(n_words, 1), LENGTHS[-1]) - 1]
 
-    def query_prior(self, vectors: Tensor) -> Tensor:
+    def query_prior(self, vectors: Array) -> Floats:
         """(q,) log of the fraction of images that queries fit, as their words say. vectors (q, 384)."""
-        return vectors.double() @ torch.tensor(self.prior[:-1], dtype=torch.float64) + self.prior[-1]
+        found: Floats = as_numpy(vectors) @ np.array(self.prior[:-1]) + self.prior[-1]
+        return found
 
     def corrections(self, hits: JudgedHits, *, seed: int = 0) -> dict[str, Correction]:
         """What verdicts change about the logits of hits: by field of FitsLogits, only where it is better.
@@ -262,9 +264,9 @@ class FitsCalibration:
                 found[name] = own
         return found
 
-    def corrected_logits(self, corrections: Mapping[str, Correction], hits: JudgedHits) -> Tensor:
+    def corrected_logits(self, corrections: Mapping[str, Correction], hits: JudgedHits) -> Floats:
         """(k,) logits of hits with corrections. hits: their logits are of this calibration."""
-        logit = hits.logit.double().clone()
+        logit = hits.logit.copy()
         for name, rows in _kinds(hits).items():
             if name in corrections:
                 inverse_words = self._inverse_words(name, hits.n_words[rows])
@@ -283,14 +285,15 @@ class FitsCalibration:
         ]
         return replace(self, lengths=tuple(lengths))
 
-    def _inverse_words(self, name: str, n_words: Tensor) -> Tensor:
+    def _inverse_words(self, name: str, n_words: np.ndarray) -> Floats:
         """(k,) the feature one over words as a logit reads it."""
         logits = [getattr(of, name) for of in self.lengths]
-        limits = torch.tensor([(one.low[_WORDS], one.high[_WORDS]) for one in logits], dtype=torch.float64)
-        low, high = limits[n_words.long().clamp(1, LENGTHS[-1]) - 1].unbind(1)
-        return (1 / n_words.double().clamp_min(1)).clamp(low, high)
+        limits = np.array([(one.low[_WORDS], one.high[_WORDS]) for one in logits])
+        low, high = limits[n_words.astype(np.int64).clip(1, LENGTHS[-1]) - 1].T
+        found: Floats = (1 / np.maximum(n_words, 1)).clip(low, high)
+        return found
 
 
-def _kinds(hits: JudgedHits) -> dict[str, Tensor]:
+def _kinds(hits: JudgedHits) -> dict[str, np.ndarray]:
     """The rows of hits by the field of FitsLogits that their logits are of."""
     return {"hit_with": hits.has_texts, "hit_without": ~hits.has_texts}

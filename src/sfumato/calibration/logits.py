@@ -21,12 +21,9 @@ from functools import cached_property
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional
 
-from sfumato.arrays import Array, as_tensor
-from sfumato.calibration.logistic import deviations, newton
+from sfumato.arrays import Array, as_numpy, like, log_sum_exp, sigmoid
+from sfumato.calibration.logistic import Floats, deviations, log_losses, newton
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
@@ -35,13 +32,13 @@ from sfumato.matching import match_logit
 
 
 def fit_logistic(
-    features: Tensor,
-    target: Tensor,
+    features: np.ndarray,
+    target: np.ndarray,
     *,
-    weight: Tensor | None = None,
+    weight: np.ndarray | None = None,
     penalty: float = 0.0,
-    offset: Tensor | None = None,
-) -> tuple[Tensor, float]:
+    offset: np.ndarray | None = None,
+) -> tuple[Floats, float]:
     r"""The weights w and the bias b that minimise the mean log loss of sigmoid(x w + b) plus penalty/2 ||w||^2.
 
     Use standardised features: the penalty treats all alike. With an offset the logits are offset + x w + b, and the
@@ -49,23 +46,22 @@ def fit_logistic(
 
     features (k, f), target (k,), weight (k,), offset (k,).
     """
-    x, y = features.detach().double(), target.detach().double()
-    w = torch.ones_like(y) if weight is None else weight.detach().double()
-    start = torch.zeros_like(y) if offset is None else offset.detach().double()
+    x, y = features.astype(np.float64), target.astype(np.float64)
+    w = np.ones_like(y) if weight is None else weight.astype(np.float64)
+    start = np.zeros_like(y) if offset is None else offset.astype(np.float64)
     if x.ndim != 2 or y.shape != x.shape[:1] or w.shape != y.shape or start.shape != y.shape:
         raise ValueError(
-            f"fit_logistic: got features {tuple(x.shape)}, target {tuple(y.shape)}, weight {tuple(w.shape)} and offset"
-            f" {tuple(start.shape)}; expected (k, f), (k,), (k,) and (k,)"
+            f"fit_logistic: got features {x.shape}, target {y.shape}, weight {w.shape} and offset {start.shape};"
+            " expected (k, f), (k,), (k,) and (k,)"
         )
     if not w.sum() > 0:
         raise ValueError("fit_logistic: the weights of the rows add up to 0")
-    columns, labels = torch.cat([x, torch.ones_like(y).unsqueeze(1)], dim=1).cpu().numpy(), y.cpu().numpy()
-    weights = (w / w.sum()).cpu().numpy()
+    columns, weights = np.column_stack([x, np.ones_like(y)]), w / w.sum()
     ridge, first = np.full(columns.shape[1], penalty), np.zeros(columns.shape[1])
     if offset is None:
-        ridge[-1], first[-1] = 0, log_odds((weights @ labels + 1e-6) / (1 + 2e-6))
-    found = newton(columns, labels, weights, ridge, first, centre=np.zeros_like(first), offset=start.cpu().numpy())
-    return torch.from_numpy(found[:-1]).to(x.device), float(found[-1])
+        ridge[-1], first[-1] = 0, log_odds((weights @ y + 1e-6) / (1 + 2e-6))
+    found = newton(columns, y, weights, ridge, first, centre=np.zeros_like(first), offset=start)
+    return found[:-1], float(found[-1])
 
 
 def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) -> tuple[float, float]:
@@ -91,16 +87,16 @@ def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) ->
     """
     who = "fit_logits"
     distance, match = (
-        as_tensor(value, name, who).detach().flatten().double()
+        as_numpy(value, name, who).astype(np.float64).ravel()
         for value, name in ((distance, "distance"), (match, "match"))
     )
-    weight = torch.ones_like(match) if weight is None else as_tensor(weight, "weight", who).detach().flatten().double()
+    weight = np.ones_like(match) if weight is None else as_numpy(weight, "weight", who).astype(np.float64).ravel()
     if distance.shape != match.shape or weight.shape != match.shape:
         raise ValueError(
-            f"fit_logits: got {distance.numel()} distances, {match.numel()} labels and {weight.numel()} weights;"
+            f"fit_logits: got {distance.size} distances, {match.size} labels and {weight.size} weights;"
             " the numbers must be equal"
         )
-    if not torch.isfinite(distance).all() or not ((match >= 0) & (match <= 1)).all():
+    if not np.isfinite(distance).all() or not ((match >= 0) & (match <= 1)).all():
         raise ValueError("fit_logits: distances must be finite and match must lie in [0, 1]")
     positive, negative = weight * match, weight * (1 - match)
     if positive.sum() == 0 or negative.sum() == 0:
@@ -112,10 +108,10 @@ def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) ->
             " train the model further"
         )
     # Standardised distances make the problem well scaled; a weak prior keeps separable data finite.
-    centre, deviation = distance.mean(), float(deviations(distance.unsqueeze(1).numpy())[0])
+    centre, deviation = distance.mean(), float(deviations(distance[:, None])[0])
     z = (distance - centre) / deviation
-    slope, intercept = fit_logistic(-z.unsqueeze(1), match, weight=weight, penalty=2e-9)
-    scale = float(slope / deviation)
+    slope, intercept = fit_logistic(-z[:, None], match, weight=weight, penalty=2e-9)
+    scale = float(slope[0] / deviation)
     bias = intercept + scale * float(centre)
     if not scale > 0:
         raise ValueError(
@@ -128,12 +124,12 @@ Knots = tuple[tuple[float, float], ...]
 """(distance, logit) by ascending distance, falling logits: of an isotonic fit of an earlier version."""
 
 
-def knots_logit(distance: Tensor, knots: Knots, slope: float) -> Tensor:
+def knots_logit(distance: Floats, knots: Knots, slope: float) -> Floats:
     """The logit of an isotonic fit: linear between the knots, and falling with a constant slope outside of them."""
     x, y = (np.array(values) for values in zip(*knots, strict=True))
-    inside = distance.clamp(x[0], x[-1])
-    values = torch.as_tensor(np.interp(inside.cpu().numpy(), x, y)).to(distance.device)
-    return values - slope * (distance - inside)
+    inside = distance.clip(x[0], x[-1])
+    found: Floats = np.interp(inside, x, y) - slope * (distance - inside)
+    return found
 
 
 def log_odds(p: float) -> float:
@@ -153,8 +149,8 @@ class PairLogits:
     @classmethod
     def of_pairs(cls, distance: Array, match: Array) -> "PairLogits":
         """Fit on pairs, any shape; match is 0 and 1."""
-        distance, match = as_tensor(distance, "distance", "Calibration"), as_tensor(match, "match", "Calibration")
-        return PairLogits(*fit_logits(distance, match), float(match.double().mean()))
+        distance, match = as_numpy(distance, "distance", "Calibration"), as_numpy(match, "match", "Calibration")
+        return PairLogits(*fit_logits(distance, match), float(match.mean(dtype=np.float64)))
 
     def shift(self, match_fraction: float) -> float:
         """The shift of every logit where matches are rarer or more frequent than in the fit."""
@@ -162,19 +158,18 @@ class PairLogits:
             raise ValueError(f"Calibration: match_fraction must be between 0 and 1, got {match_fraction}")
         return log_odds(match_fraction) - log_odds(self.match_fraction)
 
-    def logit(self, distance: Array, *, match_fraction: float | None = None) -> Tensor:
+    def logit(self, distance: Array, *, match_fraction: float | None = None) -> Array:
         """Logarithm of the odds of :meth:`probability`, strictly falling with the distance. Returns (...)."""
         shift = 0.0 if match_fraction is None else self.shift(match_fraction)
-        d = as_tensor(distance, "distance", "Calibration").detach().double()
+        d = as_numpy(distance, "distance", "Calibration").astype(np.float64)
         if self.knots is None:
-            found: Tensor = match_logit(d, self.logit_scale, self.logit_bias + shift)
-            return found
-        return knots_logit(d, self.knots, self.logit_scale) + shift
+            return like(match_logit(d, self.logit_scale, self.logit_bias + shift), distance)
+        return like(knots_logit(d, self.knots, self.logit_scale) + shift, distance)
 
-    def probability(self, distance: Array, *, match_fraction: float | None = None) -> Tensor:
+    def probability(self, distance: Array, *, match_fraction: float | None = None) -> Array:
         """Probability that a random pair at this distance matches. Returns (...)."""
-        distance = as_tensor(distance, "distance", "Calibration")
-        return torch.sigmoid(self.logit(distance, match_fraction=match_fraction)).to(distance.dtype)
+        d = as_numpy(distance, "distance", "Calibration")
+        return like(sigmoid(self.logit(d, match_fraction=match_fraction)).astype(d.dtype), distance)
 
 
 N_NEAREST = 50
@@ -216,42 +211,43 @@ class ReferenceQueries:
             raise ValueError(f"ReferenceQueries: needs at least {N_CLOSE} queries, got {queries.n}")
         if get_distance(distance).sampled:
             raise ValueError(f"ReferenceQueries: {distance} is sampled, so features would differ between searches")
-        chosen = torch.randperm(queries.n, generator=torch.Generator().manual_seed(seed))[:N_REFERENCE].sort().values
-        return cls(queries[chosen].detach().to("cpu").to(torch.float16).to(torch.float32), distance, direction)
+        chosen = np.sort(np.random.default_rng(seed).permutation(queries.n)[:N_REFERENCE])
+        return cls(queries[chosen].numpy().to(np.float16).to(np.float32), distance, direction)
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor], distance: str, direction: Direction) -> "ReferenceQueries":
+    def of_tensors(cls, tensors: Mapping[str, Array], distance: str, direction: Direction) -> "ReferenceQueries":
         """From :meth:`~sfumato.calibration.calibrator.Calibration.tensors`."""
-        mean, log_var = tensors[f"{direction}/mean"].float(), tensors.get(f"{direction}/log_var")
-        queries = GaussianEmbedding.point(mean) if log_var is None else GaussianEmbedding(mean, log_var.float())
+        held = {name: as_numpy(value).astype(np.float32) for name, value in tensors.items()}
+        mean, log_var = held[f"{direction}/mean"], held.get(f"{direction}/log_var")
+        queries = GaussianEmbedding.point(mean) if log_var is None else GaussianEmbedding(mean, log_var)
         return cls(queries, distance, direction)
 
     @cached_property
     def _oriented(self) -> Distance:
         return get_distance(self.distance).for_direction(self.direction)
 
-    def features(self, queries: GaussianEmbedding, first: GaussianEmbedding) -> Tensor:
+    def features(self, queries: GaussianEmbedding, first: GaussianEmbedding) -> Array:
         """What the reference queries say about queries and their first hits. queries (n, d), first (n, d) -> (n, 2)."""
-        return torch.stack([self.hub(first), self.isolation(queries)], dim=1)
+        return like(np.stack([self.hub(first), self.isolation(queries)], axis=1), queries.mean)
 
-    def hub(self, items: GaussianEmbedding) -> Tensor:
+    def hub(self, items: GaussianEmbedding) -> Floats:
         """The mean distance of items from the reference queries closest to them: small for an item that many ask for.
 
         items (m, d) -> (m,).
         """
         return self._closest(items, lambda some: self._oriented.matrix(self.embeddings, some).T)
 
-    def isolation(self, queries: GaussianEmbedding) -> Tensor:
+    def isolation(self, queries: GaussianEmbedding) -> Floats:
         """The mean distance of queries from the reference queries closest to them. queries (n, d) -> (n,)."""
         return self._closest(queries, lambda some: self._oriented.matrix(some, self.embeddings))
 
-    def _closest(self, some: GaussianEmbedding, distance: Callable[[GaussianEmbedding], Tensor]) -> Tensor:
+    def _closest(self, some: GaussianEmbedding, distance: Callable[[GaussianEmbedding], np.ndarray]) -> Floats:
         """(n,) mean of the N_CLOSE smallest of the (n, b) distances, block by block."""
-        parts = [
-            distance(some[start : start + _BLOCK]).topk(N_CLOSE, dim=1, largest=False).values.double().mean(1)
-            for start in range(0, some.n, _BLOCK)
-        ]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
+        found = np.empty(some.n)
+        for part in (slice(start, start + _BLOCK) for start in range(0, some.n, _BLOCK)):
+            close = np.partition(distance(some[part].numpy()), N_CLOSE - 1, axis=1)[:, :N_CLOSE]
+            found[part] = close.mean(1, dtype=np.float64)
+        return found
 
 
 def no_reference_error(who: str) -> ValueError:
@@ -266,13 +262,13 @@ def no_reference_error(who: str) -> ValueError:
 class NearestItems:
     """The nearest items of held-out queries in one gallery."""
 
-    logit: Tensor  # (q, k) match logits of the k nearest items of each query, descending
-    match: Tensor  # (q, k) 0 and 1
+    logit: np.ndarray  # (q, k) match logits of the k nearest items of each query, descending
+    match: np.ndarray  # (q, k) 0 and 1
     n_gallery: int  # size of the gallery
-    reference: Tensor | None = None
+    reference: np.ndarray | None = None
 
 
-Rows = tuple[Tensor, Tensor, Tensor]
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(k, 1 + f) another logit and features, (k,) labels and (k,) weights of hits."""
 
 
@@ -286,15 +282,16 @@ class LinearLogit:
     low: tuple[float, ...]
     high: tuple[float, ...]
 
-    def bias(self, features: Tensor, n_limited: int) -> Tensor:
+    def bias(self, features: np.ndarray, n_limited: int) -> Floats:
         """What the features add; only the first are limited. features (..., f) -> (..., 1)."""
-        low, high, weights = (features.new_tensor(values) for values in (self.low, self.high, self.weights))
-        inside = torch.cat([features.clamp(low, high)[..., :n_limited], features[..., n_limited:]], dim=-1)
-        return (self.intercept + inside @ weights).unsqueeze(-1)
+        limited = features[..., :n_limited].clip(self.low[:n_limited], self.high[:n_limited])
+        found: Floats = self.intercept + np.concatenate([limited, features[..., n_limited:]], axis=-1) @ self.weights
+        return found[..., None]
 
-    def of(self, logit: Tensor, features: Tensor) -> Tensor:
+    def of(self, logit: np.ndarray, features: np.ndarray) -> Floats:
         """The logit from another one and features, all limited. logit (...), features (..., f) -> (...)."""
-        return self.slope * logit + self.bias(features, features.shape[-1]).squeeze(-1)
+        found: Floats = self.slope * logit + self.bias(features, features.shape[-1])[..., 0]
+        return found
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -333,12 +330,11 @@ class ConditionalLogits(LinearLogit):
         rows: list[Rows] = []
         for items in found:
             q, k = items.logit.shape
-            logit = items.logit.double()
-            features = query_features(logit, items.n_gallery).unsqueeze(1).expand(-1, k, -1)
-            rank = torch.arange(1, k + 1, dtype=torch.float64).reciprocal()
-            weights = (rank / rank.sum() / q / sizes.count(items.n_gallery)).repeat(q)
-            x = torch.cat([logit.unsqueeze(2), features], dim=2)
-            rows.append((x.flatten(0, 1), items.match.double().flatten(), weights))
+            features = query_features(items.logit, items.n_gallery)
+            x = np.column_stack([items.logit.ravel(), features.repeat(k, axis=0)])
+            rank = 1 / np.arange(1, k + 1)
+            weights = np.tile(rank / rank.sum() / q / sizes.count(items.n_gallery), q)
+            rows.append((x, items.match.ravel(), weights))
         if (fitted := fit_linear_logit(rows)) is None:
             raise ValueError("ConditionalLogits: needs matches and other items among the nearest, got only one kind")
         if not fitted[0] > 0:
@@ -346,19 +342,21 @@ class ConditionalLogits(LinearLogit):
         plain = cls(*fitted, population, n_queries, tuple(sorted(set(sizes))))
         return replace(plain, first=FirstHit.fit(plain, found))
 
-    def logit(self, match_logit: Tensor, nearest: Tensor, n_gallery: int, reference: Tensor | None = None) -> Tensor:
+    def logit(
+        self, match_logit: np.ndarray, nearest: np.ndarray, n_gallery: int, reference: np.ndarray | None = None
+    ) -> Floats:
         """The logit of hits. match_logit (..., c), nearest (..., k), reference (..., 2) -> (..., c)."""
-        features = query_features(nearest.double()[..., :N_NEAREST], n_gallery)
+        features = query_features(nearest[..., :N_NEAREST], n_gallery)
         bias = self.bias(features, len(FEATURES) - 1)
-        logit = self.slope * match_logit.double() + bias
+        logit: Floats = self.slope * match_logit + bias
         if self.first is None:
             return logit
         if reference is None:
             raise no_reference_error("ConditionalLogits.logit")
-        closest = nearest[..., :1].double()
+        closest = nearest[..., :1]
         first = self.first.logit(self.slope * closest + bias, reference)
         # The others stay as they are, but below the first.
-        return torch.where(match_logit.double() >= closest, first, torch.minimum(logit, first))
+        return np.where(match_logit >= closest, first, np.minimum(logit, first))
 
     def first_hit_loss(self, galleries: Iterable[NearestItems]) -> float:
         """Mean log loss of the first hits of other queries, all galleries with the same weight."""
@@ -366,8 +364,7 @@ class ConditionalLogits(LinearLogit):
         for items in galleries:
             if len(items.logit):
                 logit = self.logit(items.logit[:, :1], items.logit, items.n_gallery, items.reference)[:, 0]
-                target = items.match[:, 0].double()
-                losses.append(float(functional.binary_cross_entropy_with_logits(logit, target)))
+                losses.append(float(log_losses(logit, items.match[:, 0]).mean()))
         return sum(losses) / len(losses)
 
     def to_json(self) -> dict[str, Any]:
@@ -403,14 +400,15 @@ class FirstHit(LinearLogit):
             if items.reference is None:
                 return None
             logit = by_nearest.logit(items.logit[:, :1], items.logit, items.n_gallery)
-            weights = torch.full((len(logit),), 1 / len(logit) / sizes.count(items.n_gallery), dtype=torch.float64)
-            rows.append((torch.cat([logit, items.reference.double()], dim=1), items.match[:, 0].double(), weights))
+            weights = np.full(len(logit), 1 / len(logit) / sizes.count(items.n_gallery))
+            rows.append((np.column_stack([logit, items.reference]), items.match[:, 0], weights))
         fitted = fit_linear_logit(rows)
         return cls(*fitted) if fitted is not None and fitted[0] > 0 else None
 
-    def logit(self, by_nearest: Tensor, reference: Tensor) -> Tensor:
+    def logit(self, by_nearest: np.ndarray, reference: np.ndarray) -> Floats:
         """The logit of the first hit. by_nearest (..., 1), reference (..., 2) -> (..., 1)."""
-        return self.slope * by_nearest + self.bias(reference.to(by_nearest), len(REFERENCE_FEATURES))
+        found: Floats = self.slope * by_nearest + self.bias(reference, len(REFERENCE_FEATURES))
+        return found
 
 
 _Numbers = tuple[float, ...]
@@ -418,15 +416,15 @@ _Numbers = tuple[float, ...]
 
 def fit_linear_logit(rows: list[Rows]) -> tuple[float, float, _Numbers, _Numbers, _Numbers] | None:
     """The numbers of a :class:`LinearLogit`; None without two kinds of hits. Rows that are not finite do not count."""
-    x, y, w = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    finite = x.isfinite().all(1)
+    x, y, w = (np.concatenate(parts) for parts in zip(*rows, strict=True))
+    finite = np.isfinite(x).all(1)
     x, y, w = x[finite], y[finite], w[finite]
     if len(y) == 0 or y.min() == y.max():
         return None
-    centre, deviation = x.mean(0), torch.from_numpy(deviations(x.numpy()))
+    centre, deviation = x.mean(0), deviations(x)
     standard, bias = fit_logistic((x - centre) / deviation, y, weight=w, penalty=_PENALTY)
     scaled = standard / deviation
-    weights, low, high = (tuple(values[1:].tolist()) for values in (scaled, x.amin(0), x.amax(0)))
+    weights, low, high = (tuple(values[1:].tolist()) for values in (scaled, x.min(0), x.max(0)))
     return float(scaled[0]), bias - float(scaled @ centre), weights, low, high
 
 
@@ -434,12 +432,12 @@ FEATURES = ("log sum", "first", "gap", "log expected", "log expected squared", "
 """What :func:`query_features` computes, in this order."""
 
 
-def query_features(nearest: Tensor, n_gallery: int) -> Tensor:
+def query_features(nearest: np.ndarray, n_gallery: int) -> Floats:
     """What the nearest items say about a query. nearest (..., k) -> (..., 7)."""
-    log_sum, first = nearest.logsumexp(-1), nearest[..., 0]
-    second = nearest[..., 1] if nearest.shape[-1] > 1 else torch.full_like(first, -math.inf)
-    log_expected = torch.sigmoid(nearest).sum(-1).clamp_min(1e-300).log()
-    size = torch.full_like(first, math.log(max(1, n_gallery)))
-    return torch.stack(
-        [log_sum, first, first - second, log_expected, log_expected.square(), log_sum.square(), size], dim=-1
-    )
+    log_sum, first = log_sum_exp(nearest), nearest[..., 0]
+    second = nearest[..., 1] if nearest.shape[-1] > 1 else np.full_like(first, -np.inf)
+    log_expected = np.log(np.maximum(sigmoid(nearest).sum(-1), 1e-300))
+    with np.errstate(invalid="ignore"):  # Both may be infinite, of a query without an item.
+        gap = first - second
+    size = np.full_like(first, math.log(max(1, n_gallery)))
+    return np.stack([log_sum, first, gap, log_expected, log_expected**2, log_sum**2, size], axis=-1)

@@ -13,10 +13,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from sfumato.arrays import Array, as_tensor
+from sfumato.arrays import Array, as_numpy
 from sfumato.metrics.reliability import betting_p_value, binomial_tail, mean_loss_p_value
 
 N_STEPS = 20
@@ -81,13 +79,13 @@ class QueryScores:
         Raises:
             ValueError: shapes differ, a distance is not finite, labels are not 0 and 1, or no query has a match.
         """
-        d, y = as_tensor(distance, "distance", "QueryScores"), as_tensor(match, "match", "QueryScores")
+        d, y = as_numpy(distance, "distance", "QueryScores"), as_numpy(match, "match", "QueryScores")
         return cls.from_blocks(lambda: [(d, y)], growth=growth, group=group)
 
     @classmethod
     def from_blocks(
         cls,
-        blocks: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+        blocks: Callable[[], Iterable[tuple[Array, Array]]],
         *,
         growth: float | None = None,
         group: np.ndarray | None = None,
@@ -199,12 +197,10 @@ def growth_by_halving(n_matches: np.ndarray, n_gallery: int) -> float:
     half = n_gallery // 2
     if half == 0:
         return 0.0
-    r, m = torch.from_numpy(np.asarray(n_matches, float)), torch.tensor(float(n_gallery), dtype=torch.float64)
-    possible = r <= m - half
-    rest = torch.where(possible, m - r - half, 0.0)
-    log_none = torch.lgamma(m - r + 1) - torch.lgamma(rest + 1) - torch.lgamma(m + 1) + torch.lgamma(m - half + 1)
-    left = 1 - torch.where(possible, log_none.exp(), 0.0)
-    fewer = float((r * half / m).sum() / left.sum())
+    r = np.asarray(n_matches).astype(np.int64)
+    drawn = np.arange(r.max())  # The j-th match is in the other half, too, of the n_gallery - j items that are left.
+    none = np.cumprod(np.maximum(n_gallery - half - drawn, 0) / (n_gallery - drawn))
+    fewer = float((r * half / n_gallery).sum() / (1 - np.append(1.0, none)[r]).sum())
     return min(1.0, max(0.0, math.log(float(r.mean()) / fewer) / math.log(n_gallery / half)))
 
 
@@ -215,41 +211,41 @@ def limits_of(nearest: np.ndarray) -> np.ndarray:
     return limits
 
 
-def _checked(distance: Tensor, match: Tensor) -> tuple[Tensor, Tensor]:
-    """(q, m) float32 distances and bool labels on the CPU."""
-    if distance.ndim != 2 or distance.shape != match.shape:
-        raise ValueError(
-            f"QueryScores: got {tuple(distance.shape)} distances and {tuple(match.shape)} labels; both must be (q, m)"
-        )
-    if not torch.isfinite(distance).all():
+def _checked(distance: Array, match: Array) -> tuple[np.ndarray, np.ndarray]:
+    """(q, m) float32 distances and bool labels."""
+    d, y = as_numpy(distance), as_numpy(match)
+    if d.ndim != 2 or d.shape != y.shape:
+        raise ValueError(f"QueryScores: got {d.shape} distances and {y.shape} labels; both must be (q, m)")
+    if not np.isfinite(d).all():
         raise ValueError("QueryScores: distances must be finite")
-    if not ((match == 0) | (match == 1)).all():
+    if not ((y == 0) | (y == 1)).all():
         raise ValueError("QueryScores: match must be 0 or 1 (or bool) for every pair")
-    return distance.detach().cpu().float(), match.cpu().bool()
+    return d.astype(np.float32, copy=False), y.astype(bool, copy=False)
 
 
-def _scores_of(distance: Tensor, match: Tensor) -> tuple[int, np.ndarray]:
+def _scores_of(distance: np.ndarray, match: np.ndarray) -> tuple[int, np.ndarray]:
     """(m, (4, q) number of matches, closest match, farthest match, closest other)."""
-    infinite = torch.tensor(math.inf)
     rows = [
-        match.sum(1).double(),
-        torch.where(match, distance, infinite).amin(1).double(),
-        torch.where(match, distance, -infinite).amax(1).double(),
-        torch.where(match, infinite, distance).amin(1).double(),
+        match.sum(1),
+        np.where(match, distance, np.inf).min(1),
+        np.where(match, distance, -np.inf).max(1),
+        np.where(match, np.inf, distance).min(1),
     ]
-    return distance.shape[1], torch.stack(rows).numpy()
+    return distance.shape[1], np.stack(rows).astype(np.float64)
 
 
-def _precision(distance: Tensor, match: Tensor, limits: np.ndarray) -> np.ndarray:
+def _precision(distance: np.ndarray, match: np.ndarray, limits: np.ndarray) -> np.ndarray:
     """(q, limits) fraction of matches among the items of each query below each limit; NaN where there is none."""
-    at = torch.tensor(limits, dtype=distance.dtype)
-    row, column = (distance < at[-1]).nonzero(as_tuple=True)  # Mostly few: the others are below no limit.
-    first = row * len(at) + torch.bucketize(distance[row, column], at, right=True)
+    at = limits.astype(np.float32)
+    row, column = np.nonzero(distance < at[-1])  # Mostly few: the others are below no limit.
+    first = row * len(at) + np.searchsorted(at, distance[row, column], side="right")
     right = first[match[row, column]]
     below, matching = (
-        torch.bincount(which, minlength=len(distance) * len(at)).view(-1, len(at)).cumsum(1) for which in (first, right)
+        np.bincount(which, minlength=len(distance) * len(at)).reshape(-1, len(at)).cumsum(1) for which in (first, right)
     )
-    return (matching.double() / below).numpy()
+    with np.errstate(invalid="ignore"):
+        found: np.ndarray = matching / below
+    return found
 
 
 def _mean_of_groups(values: np.ndarray, groups: np.ndarray) -> np.ndarray:

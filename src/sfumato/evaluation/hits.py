@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from sfumato.arrays import Array, as_numpy, smallest
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.logits import N_NEAREST, no_reference_error
 from sfumato.gaussian import GaussianEmbedding
@@ -70,14 +69,14 @@ class Fold:
     """Queries with a calibration of their own."""
 
     calibration: Calibration  # not fitted on these queries
-    images: Tensor
-    texts: Tensor
+    images: np.ndarray
+    texts: np.ndarray
 
 
 def measure_hits(
     calibration: Calibration | Sequence[Fold],
-    distance: Tensor,
-    match: Tensor,
+    distance: Array,
+    match: Array,
     *,
     embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
     sizes: Sequence[int] = (100, 356),
@@ -94,8 +93,8 @@ def measure_hits(
     """
     folds = calibration
     if isinstance(folds, Calibration):
-        folds = [Fold(folds, torch.arange(len(distance)), torch.arange(distance.shape[1]))]
-    figures = []
+        folds = [Fold(folds, np.arange(len(distance)), np.arange(distance.shape[1]))]
+    distance, match, figures = as_numpy(distance), as_numpy(match), []
     n = len(distance)
     directions: tuple[Direction, ...] = ("t2i", "i2t")
     for direction in directions:
@@ -108,7 +107,7 @@ def measure_hits(
                 for asked in _galleries(distance, match, direction, size, n_drawn, np.random.default_rng(seed))
             ]
             for hits in (1, 10):
-                p, y = (torch.cat([part[k][:, :hits].flatten() for part in parts]).double() for k in (0, 1))
+                p, y = (np.concatenate([part[k][:, :hits].ravel() for part in parts]) for k in (0, 1))
                 figures.append(hit_figures(p, y, direction, size, hits))
     return figures
 
@@ -117,26 +116,26 @@ def measure_hits(
 class FirstHits:
     """The first hits of the queries of a split among all its items."""
 
-    probability: Tensor  # (q,) of each
-    match: Tensor  # (q,) whether it matches, 0 and 1
-    queries: Tensor  # (q,) positions of the queries
+    probability: np.ndarray  # (q,) of each
+    match: np.ndarray  # (q,) whether it matches, 0 and 1
+    queries: np.ndarray  # (q,) positions of the queries
     direction: Direction  # of the queries
 
     def log_loss(self) -> np.ndarray:
         """The log loss of each probability. Returns (q,)."""
-        p = torch.where(self.match.bool(), self.probability, 1 - self.probability)
-        return -p.clamp_min(torch.finfo(torch.float64).tiny).log().numpy()
+        p = np.where(self.match, self.probability, 1 - self.probability)
+        found: np.ndarray = -np.log(np.maximum(p, np.finfo(np.float64).tiny))
+        return found
 
-    def image(self, match: Tensor) -> np.ndarray:
+    def image(self, match: Array) -> np.ndarray:
         """The image that each query belongs to. match (n images, m texts) -> (q,)."""
-        images = self.queries if self.direction == "i2t" else match[:, self.queries].argmax(0)
-        return images.numpy()
+        return self.queries if self.direction == "i2t" else as_numpy(match)[:, self.queries].argmax(0)
 
 
 def first_hits(
     calibration: Calibration,
-    distance: Tensor,
-    match: Tensor,
+    distance: Array,
+    match: Array,
     direction: Direction,
     *,
     embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
@@ -144,10 +143,10 @@ def first_hits(
 ) -> FirstHits:
     """The probabilities of first hits in the whole of a split."""
     seen = _Seen.by(calibration, embedded, direction)
-    (asked,) = _galleries(distance, match, direction, len(distance), 1, np.random.default_rng(0))
+    (asked,) = _galleries(as_numpy(distance), as_numpy(match), direction, len(distance), 1, np.random.default_rng(0))
     p, y = _hits(calibration, asked, direction, population, seen)
-    queries = asked.queries[asked.match.bool().any(1)] if population == "planted" else asked.queries
-    return FirstHits(p[:, 0].double(), y[:, 0].double(), queries, direction)
+    queries = asked.queries[asked.match.any(1)] if population == "planted" else asked.queries
+    return FirstHits(p[:, 0], y[:, 0], queries, direction)
 
 
 def without_nearest(calibration: Calibration) -> Calibration:
@@ -174,14 +173,14 @@ def _changed(calibration: Calibration, change: Callable[[DirectionCalibration], 
 class _Asked:
     """Queries and a gallery: (q, m) distances and matches, and their positions in the split."""
 
-    distance: Tensor
-    match: Tensor
-    queries: Tensor
-    items: Tensor
+    distance: np.ndarray
+    match: np.ndarray
+    queries: np.ndarray
+    items: np.ndarray
 
     def of(self, fold: Fold, direction: Direction) -> "_Asked":
         """The queries of a fold alone."""
-        kept = torch.isin(self.queries, fold.texts if direction == "t2i" else fold.images)
+        kept = np.isin(self.queries, fold.texts if direction == "t2i" else fold.images)
         return replace(self, distance=self.distance[kept], match=self.match[kept], queries=self.queries[kept])
 
 
@@ -189,8 +188,8 @@ class _Asked:
 class _Seen:
     """All queries and items of a direction as reference queries see them."""
 
-    isolation: Tensor
-    hub: Tensor
+    isolation: np.ndarray
+    hub: np.ndarray
 
     @classmethod
     def by(
@@ -209,37 +208,37 @@ class _Seen:
 
 
 def _galleries(
-    distance: Tensor, match: Tensor, direction: Direction, size: int, n: int, rng: np.random.Generator
+    distance: np.ndarray, match: np.ndarray, direction: Direction, size: int, n: int, rng: np.random.Generator
 ) -> Iterator[_Asked]:
     for _ in range(n):
-        images = torch.from_numpy(np.sort(rng.permutation(len(distance))[:size]))
+        images = np.sort(rng.permutation(len(distance))[:size])
         d, y = distance[images], match[images]
         if direction == "t2i":
-            yield _Asked(d.T, y.T, torch.arange(distance.shape[1]), images)
+            yield _Asked(d.T, y.T, np.arange(distance.shape[1]), images)
         else:
-            beside = y.bool().any(0).nonzero().squeeze(1)
+            beside = np.flatnonzero(y.any(0))
             yield _Asked(d[:, beside], y[:, beside], images, beside)
 
 
 def _hits(
     calibration: Calibration, asked: _Asked, direction: Direction, population: str, seen: _Seen | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[np.ndarray, np.ndarray]:
     """((q, 10) probabilities, (q, 10) matches) of the first hits."""
     distance, match, queries = asked.distance, asked.match, asked.queries
     if population == "planted":
-        has = match.bool().any(1)
+        has = match.any(1)
         distance, match, queries = distance[has], match[has], queries[has]
-    nearest, place = distance.topk(min(N_NEAREST, distance.shape[1]), largest=False)
-    first = nearest[:, :10]
+    place = smallest(distance, N_NEAREST)
+    nearest = np.take_along_axis(distance, place, 1)
     reference = None
     if seen is not None:
-        reference = torch.stack([seen.hub[asked.items[place[:, 0]]], seen.isolation[queries]], dim=1)
+        reference = np.stack([seen.hub[asked.items[place[:, 0]]], seen.isolation[queries]], axis=1)
     fit = calibration.of(direction)
-    p = fit.hit_probability(first, nearest, n_gallery=distance.shape[1], reference=reference)
-    return p, match.gather(1, place[:, :10])
+    p = fit.hit_probability(nearest[:, :10], nearest, n_gallery=distance.shape[1], reference=reference)
+    return p.astype(np.float64), np.take_along_axis(match, place[:, :10], 1).astype(np.float64)
 
 
-def hit_figures(p: Tensor, y: Tensor, direction: Direction, n_gallery: int, hits: int) -> HitFigures:
+def hit_figures(p: np.ndarray, y: np.ndarray, direction: Direction, n_gallery: int, hits: int) -> HitFigures:
     """The figures of probabilities of hits. p (n,), y (n,) whether they match, 0 and 1, both float64."""
     rate = float(y.mean())
     constant = rate * (1 - rate)
@@ -257,11 +256,11 @@ def hit_figures(p: Tensor, y: Tensor, direction: Direction, n_gallery: int, hits
         ece_off_least=min(float(np.quantile(simulated_calibration_errors(p, off), _UNSURE)) for off in _off(p)),
         log_loss=log_loss(p, y),
         brier_skill=1 - brier_score(p, y) / constant if constant else 0.0,
-        auroc=auroc(p.numpy(), y.bool().numpy()) if constant else None,
+        auroc=auroc(p, y.astype(bool)) if constant else None,
     )
 
 
-def _off(p: Tensor) -> tuple[Tensor, ...]:
+def _off(p: np.ndarray) -> tuple[np.ndarray, ...]:
     """(k,) true probabilities that differ by FAR from p: all lower, all higher, nearer to and farther from one half."""
-    away = torch.where(p > 0.5, FAR, -FAR)
-    return tuple((p + by).clamp(0, 1) for by in (-FAR, FAR, -away, away))
+    away = np.where(p > 0.5, FAR, -FAR)
+    return tuple((p + by).clip(0, 1) for by in (-FAR, FAR, -away, away))

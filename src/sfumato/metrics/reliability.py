@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from sfumato.arrays import Array, as_array, as_numpy, log_sum_exp
+from sfumato.arrays import Array, as_numpy, log_sum_exp
 from sfumato.charts import FAINT, draw_intervals, styled_axes
 from sfumato.metrics.bootstrap import Statistic, none_if_nan, pearson, spearman
 
@@ -122,7 +122,7 @@ def simulated_calibration_errors(probability: Array, true_probability: Array, *,
 
 def calibration_error_by_chance(probability: Array) -> float:
     """The ECE of perfect probabilities, to compare an ECE with: few outcomes in a bin differ even from these. (k,)."""
-    p = as_array(probability, "probability", "calibration_error_by_chance")
+    p = as_numpy(probability, "probability", "calibration_error_by_chance")
     return float(simulated_calibration_errors(p, p).mean())
 
 
@@ -312,10 +312,7 @@ class RecallByUncertainty:
         who = "RecallByUncertainty.of"
         if n_bins < 1:
             raise ValueError(f"{who}: n_bins must be at least 1, got {n_bins}")
-        u, y = (
-            as_numpy(as_array(x, name, who)).astype(np.float64)
-            for x, name in ((uncertainty, "uncertainty"), (hit, "hit"))
-        )
+        u, y = (as_numpy(x, name, who).astype(np.float64) for x, name in ((uncertainty, "uncertainty"), (hit, "hit")))
         if u.shape != y.shape:
             raise ValueError(f"{who}: got {u.shape} uncertainties for {y.shape} hits; the shapes must be equal")
         u, y = u[~np.isnan(y)], y[~np.isnan(y)]
@@ -376,7 +373,7 @@ def _digits(value: float | None) -> str:
 
 
 def _arrays(who: str, probability: Array, match: Array) -> tuple[np.ndarray, np.ndarray]:
-    return as_numpy(as_array(probability, "probability", who)), as_numpy(as_array(match, "match", who))
+    return as_numpy(probability, "probability", who), as_numpy(match, "match", who)
 
 
 def _predictions(who: str, probability: Array, match: Array) -> tuple[np.ndarray, np.ndarray]:

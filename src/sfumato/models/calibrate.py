@@ -9,8 +9,8 @@ from typing import Any, cast, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from sfumato.arrays import as_numpy, sigmoid, smallest
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.logits import (
     N_NEAREST,
@@ -48,18 +48,18 @@ _FEWEST_REFERENCE = 200
 class _HeldOut:
     """q held-out queries of one direction."""
 
-    blocks: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+    blocks: Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
     half: np.ndarray  # (q,) bool, the half that each query belongs to; queries of one group are in one half
     galleries: Sequence[tuple[np.ndarray, np.ndarray]]
     group: np.ndarray  # (q,) queries of images of one concept have one number
-    isolation: Tensor | None = None
-    hub: Tensor | None = None  # (m,) of the items, see :meth:`ReferenceQueries.hub`
+    isolation: np.ndarray | None = None
+    hub: np.ndarray | None = None  # (m,) of the items, see :meth:`ReferenceQueries.hub`
 
-    def reference(self, queries: Tensor, first: Tensor) -> Tensor | None:
+    def reference(self, queries: np.ndarray, first: np.ndarray) -> np.ndarray | None:
         """(k, 2) features of reference queries, given (k,) queries and their first items."""
         if self.isolation is None or self.hub is None:
             return None
-        return torch.stack([self.hub[first], self.isolation[queries]], dim=1)
+        return np.stack([self.hub[first], self.isolation[queries]], axis=1)
 
     def seen_by(
         self, reference: ReferenceQueries | None, queries: GaussianEmbedding, items: GaussianEmbedding
@@ -69,7 +69,7 @@ class _HeldOut:
             return self
         return replace(self, isolation=reference.isolation(queries), hub=reference.hub(items))
 
-    def numbered(self) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
+    def numbered(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """(positions, distance, match) of a few queries at a time."""
         start = 0
         for distance, match in self.blocks():
@@ -86,14 +86,14 @@ class _Split:
     data: PairData
     distance: str
 
-    def of(self, direction: Direction, chosen: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+    def of(self, direction: Direction, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(distance, match) of a few of the chosen queries at a time to all items."""
         queries, items = (self.images, self.texts) if direction == "i2t" else (self.texts, self.images)
         distance, every = get_distance(self.distance).for_direction(direction), np.arange(items.n)
-        for start, block in distance_blocks(queries[torch.from_numpy(chosen)], items, distance):
+        for start, block in distance_blocks(queries[chosen], items, distance):
             rows = chosen[start : start + len(block)]
             match = self.data.match(rows, every) if direction == "i2t" else self.data.match(every, rows).T
-            yield block, torch.from_numpy(match)
+            yield as_numpy(block), match
 
     def queries(
         self,
@@ -122,14 +122,14 @@ class _Split:
         of_texts = [(found, np.isin(images, part)) for found, part in zip(beside, deals, strict=True) if found.any()]
         return {
             "i2t": _HeldOut(lambda: self.of("i2t", images), half[images], of_texts, group[images]).seen_by(
-                reference.get("i2t"), self.images[torch.from_numpy(images)], self.texts
+                reference.get("i2t"), self.images[images], self.texts
             ),
             "t2i": _HeldOut(
                 lambda: self.of("t2i", texts),
                 half[own_image],
                 [(np.isin(every_image, part), np.ones(len(texts), bool)) for part in deals],
                 group[own_image],
-            ).seen_by(reference.get("t2i"), self.texts[torch.from_numpy(texts)], self.images),
+            ).seen_by(reference.get("t2i"), self.texts[texts], self.images),
         }
 
 
@@ -154,10 +154,10 @@ def calibrate_split(
     the scores of each half are those of logits that were fitted on the other. The same galleries give the shift of
     the nearest distance with the size of the gallery.
     """
-    whole = _Split(embedded[0].to("cpu"), embedded[1].to("cpu"), data, distance)
+    whole = _Split(embedded[0].numpy(), embedded[1].numpy(), data, distance)
     images, texts = queries_of(data, of_images)
     pairs = whole.of("i2t", _sample(images, max(1, max_pairs // whole.texts.n), seed))
-    d, match = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    d, match = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     base = PairLogits.of_pairs(d, match)
     seen_by = _reference_queries(reference, distance, seed)
     asking = (_sample(images, max_queries, seed), _sample(texts, max_queries, seed))
@@ -174,7 +174,7 @@ def calibrate_split(
             of_hits, conditional = _hits(held_out, base.logit, population, scores[direction])
             reads = None if conditional.first is None else seen_by.get(direction)
             found[direction] = DirectionCalibration(base, scores[direction], conditional, of_hits, reads)
-    about = {"split": split, "method": "platt", "distance": distance, "pairs": match.numel(), "queries": population}
+    about = {"split": split, "method": "platt", "distance": distance, "pairs": match.size, "queries": population}
     sizes = {d: _set_sizes(held_out, scores[d]) for d, held_out in queries.items()}
     return Calibration(**vars(base), i2t=found["i2t"], t2i=found["t2i"], metadata=about | {"set_sizes": sizes})
 
@@ -201,14 +201,14 @@ def _reference_queries(reference: Sides | None, distance: str, seed: int) -> dic
 
 def _set_sizes(queries: _HeldOut, scores: QueryScores) -> dict[str, float]:
     """By coverage, the median number of items within the radius of a set, over the queries."""
-    radii = torch.tensor([conformal_radius(scores, 1 - c) for c in COVERAGES])
-    counts = [(distance.unsqueeze(2) <= radii).sum(1) for distance, _ in queries.blocks()]
-    medians = torch.cat(counts).double().quantile(0.5, dim=0)
+    radii = np.array([conformal_radius(scores, 1 - c) for c in COVERAGES], np.float32)
+    counts = [(distance[:, :, None] <= radii).sum(1) for distance, _ in queries.blocks()]
+    medians = np.quantile(np.concatenate(counts), 0.5, axis=0)
     return {str(c): size for c, size in zip(COVERAGES, medians.tolist(), strict=True)}
 
 
 def _hits(
-    queries: _HeldOut, logit: Callable[[Tensor], Tensor], population: Population, of_distances: QueryScores
+    queries: _HeldOut, logit: Callable[[np.ndarray], np.ndarray], population: Population, of_distances: QueryScores
 ) -> tuple[QueryScores, ConditionalLogits]:
     """The logits of hits given the nearest items, and the scores by them of each half by the fit on the other."""
     halves = [_nearest_items(queries, half, logit, population) for half in (False, True)]
@@ -225,38 +225,43 @@ def _hits(
     if with_first >= without:  # What reference queries say does not carry over from one half to the other.
         of_false, of_true, fitted = (replace(fit, first=None) for fit in (of_false, of_true, fitted))
 
-    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+    def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for at, distance, match in queries.numbered():
             z = logit(distance)
-            nearest, place = z.topk(min(N_NEAREST, z.shape[1]), dim=1)
-            seen = queries.reference(torch.from_numpy(at), place[:, 0])
+            nearest, place = _nearest(z)
+            seen = queries.reference(at, place[:, 0])
             by_false, by_true = (fit.logit(z, nearest, z.shape[1], seen) for fit in (of_false, of_true))
-            yield -torch.where(torch.from_numpy(queries.half[at, None]), by_false, by_true).float(), match
+            yield -np.where(queries.half[at, None], by_false, by_true).astype(np.float32), match
 
     return QueryScores.from_blocks(blocks, growth=of_distances.growth, group=queries.group), fitted
 
 
+def _nearest(logit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The logits of the nearest items of each query, descending, and their places. logit (q, m) -> (q, k)."""
+    place = smallest(-logit, N_NEAREST)
+    return np.take_along_axis(logit, place, 1), place
+
+
 def _nearest_items(
-    queries: _HeldOut, half: bool, logit: Callable[[Tensor], Tensor], population: Population
+    queries: _HeldOut, half: bool, logit: Callable[[np.ndarray], np.ndarray], population: Population
 ) -> list[NearestItems]:
     """The nearest items of the queries of one half in each of their galleries."""
-    found: list[list[tuple[Tensor, Tensor, Tensor | None]]] = [[] for _ in queries.galleries]
+    found: list[list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]] = [[] for _ in queries.galleries]
     for at, distance, match in queries.numbered():
         z, ours = logit(distance), queries.half[at] == half
         for parts, (items, asked) in zip(found, queries.galleries, strict=True):
-            rows = torch.from_numpy(np.flatnonzero(asked[at] & ours))
-            columns = torch.from_numpy(np.flatnonzero(items))
+            rows, columns = np.flatnonzero(asked[at] & ours), np.flatnonzero(items)
             if population == "planted":
-                rows = rows[match[rows][:, columns].bool().any(1)]
-            nearest, place = z[rows][:, columns].topk(min(N_NEAREST, len(columns)), dim=1)
+                rows = rows[match[np.ix_(rows, columns)].any(1)]
+            nearest, place = _nearest(z[np.ix_(rows, columns)])
             seen = queries.reference(at[0] + rows, columns[place[:, 0]])
-            parts.append((nearest, match[rows.unsqueeze(1), columns[place]], seen))
+            parts.append((nearest, match[rows[:, None], columns[place]], seen))
     return [
         NearestItems(
-            torch.cat([z for z, _, _ in parts]),
-            torch.cat([y for _, y, _ in parts]),
+            np.concatenate([z for z, _, _ in parts]),
+            np.concatenate([y for _, y, _ in parts]),
             int(items.sum()),
-            None if queries.hub is None else torch.cat([seen for _, _, seen in parts if seen is not None]),
+            None if queries.hub is None else np.concatenate([seen for _, _, seen in parts if seen is not None]),
         )
         for parts, (items, _) in zip(found, queries.galleries, strict=True)
     ]
@@ -364,14 +369,14 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
 
 def _first_hit(of_hits: QueryScores, of_distances: QueryScores) -> dict[str, float | None]:
     """The probability of the first hit of held-out queries against what it is."""
-    p = torch.sigmoid(-torch.from_numpy(of_hits.nearest).double())
+    p = sigmoid(-of_hits.nearest)
     right = np.array(of_hits.closest_match) < np.array(of_hits.closest_other)
-    y, both = torch.from_numpy(right).double(), bool(right.any() and not right.all())
+    both = bool(right.any() and not right.all())
     return {
-        "rate": float(y.mean()),
+        "rate": float(right.mean()),
         "mean_probability": float(p.mean()),
-        "ece": expected_calibration_error(p, y, binning="count"),
+        "ece": expected_calibration_error(p, right, binning="count"),
         "ece_by_chance": calibration_error_by_chance(p),
-        "auroc": auroc(p.numpy(), right) if both else None,
+        "auroc": auroc(p, right) if both else None,
         "auroc_of_distance": auroc(-of_distances.nearest, right) if both else None,
     }

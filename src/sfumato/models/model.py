@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration
@@ -49,13 +48,13 @@ class UnfamiliarTexts:
             raise ValueError(f"UnfamiliarTexts: needs 100 texts with words, got {len(spelt)}")
         chosen = [spelt[i] for i in random.permutation(len(spelt))[:5000]]
         made_up = nonsense(len(chosen), seed=seed)
-        x = torch.from_numpy(np.concatenate([_numbers(chosen, pieces), _numbers(made_up, pieces)]))
-        y = torch.cat([torch.zeros(len(chosen)), torch.ones(len(made_up))]).double()
-        centre, deviation = x.mean(0), torch.from_numpy(deviations(x.numpy()))
+        x = np.concatenate([_numbers(chosen, pieces), _numbers(made_up, pieces)])
+        y = np.repeat([0.0, 1.0], [len(chosen), len(made_up)])
+        centre, deviation = x.mean(0), deviations(x)
         standard, bias = fit_logistic((x - centre) / deviation, y, penalty=_PENALTY)
         weights = standard / deviation
         bias -= float(weights @ centre)
-        threshold = float(np.quantile((x[: len(chosen)] @ weights + bias).numpy(), 1 - false_alarms))
+        threshold = float(np.quantile(x[: len(chosen)] @ weights + bias, 1 - false_alarms))
         words = frozenset(word.lower() for text in texts for word in _WORD.findall(text))
         return cls((float(weights[0]), float(weights[1])), bias, threshold, words)
 
@@ -253,7 +252,8 @@ class Model:
         items = images if isinstance(images, GaussianEmbedding) else self.embed_images(images)
         distance = get_distance(self.distance).for_direction("t2i").matrix(query, items)
         if self.calibration is not None:
-            return self.calibration.probability(distance, match_fraction=match_fraction)
+            of_pair: Tensor = self.calibration.probability(distance, match_fraction=match_fraction)
+            return of_pair
         if match_fraction is not None:
             raise ValueError(
                 "probability: match_fraction needs a calibration, and this model has none; calibrate it on held-out"

@@ -94,7 +94,7 @@ def direction_result(data: ReportData, direction: Direction, ranks: np.ndarray) 
     scorer = data.scorer(direction)
     nearest = max(RESULTS, scorer.n_nearest)
     distances, closest = top_k(queries, gallery, nearest, get_distance(data.distance).for_direction(direction))
-    rows = torch.arange(queries.n)
+    rows = np.arange(queries.n)
     context = scorer.context(distances, queries, lambda columns: gallery[closest[rows, columns]])
     distances = distances[:, :RESULTS].cpu()
     probabilities = scorer.match_probability(distances, gallery.n, context)
@@ -299,7 +299,7 @@ def _expected_matches(data: ReportData, direction: DirectionResult, chosen: np.n
     queries = direction.queries[index.to(direction.queries.device)]
     distance = get_distance(data.distance).for_direction(direction.key)
     block = torch.cat([part.cpu() for _, part in distance_blocks(queries, direction.gallery, distance)])
-    context = direction.context[index]
+    context = direction.context[chosen]
     found: list[float] = (
         data.scorer(direction.key).match_probability(block, direction.gallery.n, context).sum(1).tolist()
     )
@@ -370,7 +370,7 @@ def _wrong_result(
         get_distance(data.distance).for_direction(direction.key),
     )
     distance = float(next(block for _, block in blocks)[0, true])
-    context = direction.context[torch.tensor([query])]
+    context = direction.context[np.array([query])]
     p = data.scorer(direction.key).match_probability(torch.tensor([[distance]]), direction.gallery.n, context)
     best = _match(float(p), distance)
     values: dict[str, Any] = {f"true_{key}": value for key, value in best.items()}

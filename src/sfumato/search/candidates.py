@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.arrays import as_tensor
+from sfumato.arrays import as_tensor, sigmoid
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.encoders.package_weights import sentence_vectors
@@ -280,7 +281,8 @@ class TextSearch:
     def _image_logit(self, distance: Tensor, usual: Tensor) -> Tensor:
         """(q, c) logits of pairs; of a model that is not calibrated, with the mean and spread that `small` has."""
         if self.scorer is not None:
-            return self.scorer.pair_logit(distance, REFERENCE_SIZE)
+            found: Tensor = self.scorer.pair_logit(distance, REFERENCE_SIZE)
+            return found
         mean, deviation = usual.mean(1, keepdim=True), usual.std(1, unbiased=False, keepdim=True)
         return _USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / deviation.maximum(1e-5 * mean.abs() + 1e-12)
 
@@ -289,10 +291,11 @@ class TextSearch:
         texts = [self.forms[i].joined]
         return items.evidence(texts, self.vectors[[i]], image, self.prior[[i]], self.own.rarity)
 
-    def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: Tensor, listed: Tensor) -> Tensor:
+    def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: np.ndarray, listed: np.ndarray) -> Tensor:
         """(c,) logits of items as hits."""
-        found = self.logits[i].of_hits(pair, known.has_texts, listed)[0]
-        return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
+        found = torch.from_numpy(self.logits[i].of_hits(pair, known.has_texts, listed)[0])
+        image = torch.from_numpy(known.image[0])
+        return items.without(self.forms[i].without, found, image, self.fits, self.own.rarity)
 
     def ranked(
         self, i: int, usual: Tensor, found: Candidates, items: ItemTexts, k: int, *, by_distance: bool
@@ -303,7 +306,7 @@ class TextSearch:
         logits = self.logits[i]
         known = self._evidence(i, items, found.distance.unsqueeze(0), usual)
         pair = logits.of_pairs(known)
-        listed = list_features(pair.topk(min(N_NEAR, len(found.ids))).values, known.n_words, known.prior)
+        listed = list_features(-np.sort(-pair)[:, :N_NEAR], known.n_words, known.prior)
         logit = self._of_hits(i, items, known, pair, listed)
         total = float(logit.sigmoid().sum())
         if not self.sample.whole:
@@ -314,7 +317,7 @@ class TextSearch:
         key = -found.distance if by_distance else logit
         top = _highest(key, found, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
         # The best may fit, and then something does.
-        nothing = min(float(logits.of_nothing(listed).sigmoid()), 1 - float(logit.sigmoid().max()))
+        nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(logit.sigmoid().max()))
         return Ranked(top, found.take([int(found.distance.argmin())]), total, nothing)
 
 

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from sfumato.arrays import Array
 from sfumato.calibration.calibrator import QueryContext, Scorer
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.data.images import ImageSource
@@ -386,7 +387,7 @@ class Gallery(ABC):
 
         return self.scorer.context(padded(found), queries, first)
 
-    def match_probability(self, distance: Tensor, context: QueryContext | None = None) -> Tensor:
+    def match_probability(self, distance: Array, context: QueryContext | None = None) -> Array:
         """Probability that items of this gallery at these distances from a query match it.
 
         distance (..., c) -> (..., c).

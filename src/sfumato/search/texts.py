@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from sfumato.arrays import as_tensor
+from sfumato.arrays import Array, as_numpy, as_tensor
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
 from sfumato.encoders.towers import DualEncoder, Pieces, piece_counter
@@ -257,7 +257,7 @@ class ItemTexts:
         queries: Sequence[str],
         vectors: Tensor,
         image: Tensor,
-        prior: Tensor,
+        prior: Array,
         rarity: Callable[[str], float] | None = None,
     ) -> Evidence:
         """What the texts say for q queries. vectors (q, 384); image (q, n) logits; prior (q,)."""
@@ -278,7 +278,8 @@ class ItemTexts:
             near = [j for j in both if len(own) == 1 or any(is_close(own, text) for text in self.words[j].splitlines())]
             together[i, near] = 1
         n_words = torch.tensor([max(1.0, len(own)) for own in stems])
-        return Evidence(image, agreement, words, together, missing, n_words, prior)
+        known = (image, agreement, words, together, missing, n_words, prior)
+        return Evidence(*map(as_numpy, known))
 
     def without(
         self,
@@ -295,8 +296,10 @@ class ItemTexts:
                 as_tensor(sentence_vectors([text]), "vectors", "texts"),
             )
             evidence = self.evidence([text], vectors, neutral, fits.query_prior(vectors), rarity)
-            both = logsigmoid(logit) + logsigmoid(-fits.of(len(word_stems(text))).of_pairs(evidence)[0])
-            logit = torch.where(evidence.has_texts[0], both - torch.log(-torch.expm1(both)), logit)
+            both = logsigmoid(logit) + logsigmoid(
+                -torch.from_numpy(fits.of(len(word_stems(text))).of_pairs(evidence)[0])
+            )
+            logit = torch.where(torch.from_numpy(evidence.has_texts[0]), both - torch.log(-torch.expm1(both)), logit)
         return logit
 
     def best_text(self, query: str, payload: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from sfumato import __version__
+from sfumato.arrays import sigmoid
 from sfumato.calibration.query_scores import NEAR
 from sfumato.data.images import handed_out
 from sfumato.gaussian import GaussianEmbedding
@@ -239,8 +240,8 @@ def calibrated_probability(served: ServedGallery) -> float | None:
     if fit is None or not served.gallery.calibrated or not size or abs(math.log2(size / fit.scores.n_gallery)) > NEAR:
         return None
     if fit.hits is not None:
-        return float(torch.from_numpy(-fit.hits.nearest).double().sigmoid().mean())
-    return float(fit.probability(fit.scores.nearest, n_gallery=fit.scores.n_gallery).double().mean())
+        return float(sigmoid(-fit.hits.nearest).mean())
+    return float(fit.probability(fit.scores.nearest, n_gallery=fit.scores.n_gallery).mean())
 
 
 def _can_guarantee(guarantee: Callable[[], object]) -> bool:

@@ -16,8 +16,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
-import torch
 
+from sfumato.arrays import sigmoid
 from sfumato.calibration.fits import N_FOLDS, FitsCalibration, JudgedHits
 from sfumato.calibration.score_lists import ScoreCalibrator
 from sfumato.errors import UserError
@@ -144,9 +144,9 @@ def refine(searcher: Searcher, verdicts: Sequence[Judgement], *, k: int = 10, se
     hits = _judged_hits(pairs, found, queries)
     changes = packaged.corrections(hits, seed=seed)
     gallery.keep({FITS: packaged.refined(hits, seed=seed).to_json() if changes else None})
-    p = hits.logit.sigmoid()
+    p = sigmoid(hits.logit)
     rows = [known[one.query, one.id] for one in pairs]
-    after = _cross_fitted(packaged, hits, seed).sigmoid().tolist()
+    after = sigmoid(_cross_fitted(packaged, hits, seed)).tolist()
     first = [one for one in found.shown if one.rank <= k]
     return Refined(
         changed=tuple(KINDS[name] for name in changes),
@@ -166,16 +166,17 @@ def _judged_hits(pairs: Sequence[PairVerdict], found: Found, queries: Sequence[s
          one.yes, one.weight)
         for one in pairs for hit in [found.hit[one.query, one.id]]
     ]  # fmt: skip
-    query, n_words, p, has_texts, yes, weight = (torch.tensor(values) for values in zip(*columns, strict=True))
-    return JudgedHits(query, n_words, torch.logit(p.double(), eps=1e-12), has_texts, yes.double(), weight.double())
+    query, n_words, p, has_texts, yes, weight = (np.array(values) for values in zip(*columns, strict=True))
+    p = p.clip(1e-12, 1 - 1e-12)
+    return JudgedHits(query, n_words, np.log(p) - np.log1p(-p), has_texts, yes, weight)
 
 
-def _cross_fitted(fits: FitsCalibration, hits: JudgedHits, seed: int) -> torch.Tensor:
+def _cross_fitted(fits: FitsCalibration, hits: JudgedHits, seed: int) -> np.ndarray:
     """(k,) logits of hits, each corrected by the verdicts on other queries."""
-    queries, group = hits.query.unique(return_inverse=True)
-    fold = torch.from_numpy(np.random.default_rng(seed).permutation(len(queries)) % N_FOLDS)[group]
-    logit = hits.logit.clone()
-    for k in fold.unique().tolist():
+    queries, group = np.unique(hits.query, return_inverse=True)
+    fold = (np.random.default_rng(seed).permutation(len(queries)) % N_FOLDS)[group]
+    logit = hits.logit.copy()
+    for k in np.unique(fold):
         changes = fits.corrections(hits.some(fold != k), seed=seed)
         logit[fold == k] = fits.corrected_logits(changes, hits.some(fold == k))
     return logit
@@ -300,8 +301,7 @@ def _held_out(
         seen = (rank < most) & ~np.isnan(label)
         if not seen.any():
             return ()
-        q, y = torch.from_numpy(p[seen]), torch.from_numpy(label[seen])
-        found.append(hit_figures(q, y, "t2i", size, most))
+        found.append(hit_figures(p[seen], label[seen], "t2i", size, most))
     return tuple(found)
 
 

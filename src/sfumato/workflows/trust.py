@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from sfumato.calibration.logits import Population
 from sfumato.data.pairs import PairData
@@ -106,12 +105,12 @@ def _hits(
     some = np.random.default_rng([seed, 2]).permutation(n)
     chosen = np.sort(some[: min(_HIT_IMAGES, n, max(2, _HIT_PAIRS // m))])
     own = calibration.metadata.get("split") == split
-    match = torch.from_numpy(pairs.match(chosen, np.arange(m)))
-    beside = match.bool().any(0) if own or len(chosen) < n else torch.ones(m, dtype=torch.bool)
-    embedded = images[torch.from_numpy(chosen)], texts[beside]
-    distance = get_distance(retrieval_model.distance).matrix(*embedded).cpu()
+    match = pairs.match(chosen, np.arange(m))
+    beside = match.any(0) if own or len(chosen) < n else np.ones(m, bool)
+    embedded = images[chosen], texts[beside]
+    distance = get_distance(retrieval_model.distance).matrix(*embedded)
     match, notes = match[:, beside], list[str]()
-    folds: Sequence[Fold] = [Fold(calibration, torch.arange(len(match)), torch.arange(match.shape[1]))]
+    folds: Sequence[Fold] = [Fold(calibration, np.arange(len(match)), np.arange(match.shape[1]))]
     if own:
         reference = embed_reference(retrieval_model.model, data) if calibration.tensors() else None
         population = calibration.metadata.get("queries", "planted")
@@ -177,5 +176,5 @@ def cross_fitted(
             of_images=fitting,
             seed=seed,
         )
-        folds.append(Fold(fitted, *(torch.from_numpy(positions) for positions in measured)))
+        folds.append(Fold(fitted, *measured))
     return folds
