@@ -152,7 +152,7 @@ def _found_words(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
             if text not in own:
                 own[text] = stemmed(text)
     words = list(dict.fromkeys(word for text in dict.fromkeys(p.text for p in pairs) for word in own[text].values()))
-    weights = word_weight(FitsCalibration.packaged().query_prior(torch.from_numpy(sentence_vectors(words)))).tolist()
+    weights = word_weight(FitsCalibration.packaged().query_prior(sentence_vectors(words))).tolist()
     weight, found = dict(zip(words, weights, strict=True)), []
     for pair in pairs:
         there = {stem for text in pair.texts for stem in own[text]}
