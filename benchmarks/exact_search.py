@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sfumato.arrays import Array, as_numpy
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.blocks import product_dtype
@@ -49,10 +50,11 @@ def unit(n: int, d: int, surface: int, generator: torch.Generator) -> GaussianEm
     return GaussianEmbedding(torch.nn.functional.normalize(mean, dim=1), log_var)
 
 
-def by_product(lifted: LiftedGallery, queries: GaussianEmbedding, gallery: GaussianEmbedding) -> Tensor:
+def by_product(lifted: LiftedGallery, queries: GaussianEmbedding, gallery: GaussianEmbedding) -> Array:
     """(n, K) positions by one float32 product, with a margin that is rescored in float32."""
     k = min(with_margin(K), gallery.n)
-    near = closest_in_blocks(lifted.distance_blocks(queries), k, queries.n, gallery.n)[1]
+    blocks = ((start, as_numpy(block)) for start, block in lifted.distance_blocks(queries))
+    near = closest_in_blocks(blocks, k, queries.n, gallery.n)[1]
     return closest_candidates(queries, gallery, near, lifted.distance)[1][:, :K]
 
 
@@ -80,7 +82,7 @@ def speed(items: int, d: int, batches: list[int], rounds: int) -> list[dict[str,
     index.nearest(gallery[:1], K)
     first = time.perf_counter() - start
     flat = faiss.IndexFlatL2(d + 1)
-    flat.add(lift_gallery(index.embeddings, "csd", centre=index.centre).numpy())
+    flat.add(lift_gallery(index.embeddings, "csd", centre=index.centre))
     for batch in batches:
         queries = unit(batch, d, 0, generator)
         q, g, vectors = queries.mean, gallery.mean, lift_queries(queries, "csd", centre=index.centre).numpy()

@@ -93,7 +93,7 @@ def synthetic(items: int, d: int, n_queries: int, variances: str, seed: int) -> 
 
 def real(name: str, gallery: Path, queries: Path, n_queries: int, seed: int) -> Data:
     """Embeddings of a model, see save_embeddings."""
-    items, asked = load_embeddings(gallery)[0], load_embeddings(queries)[0]
+    items, asked = load_embeddings(gallery)[0].tensors(), load_embeddings(queries)[0].tensors()
     chosen = torch.randperm(asked.n, generator=torch.Generator().manual_seed(seed))[:n_queries]
     label = f"{name}, {items.n:,} x {items.d}"
     return Data(label, items.mean.float(), items.total_variance.float(), asked.mean[chosen].float())
@@ -107,7 +107,7 @@ def fill(store: VectorStore, data: Data, *, lifted: bool) -> float:
             mean, u = data.mean[first : first + batch] - data.centre, data.total_variance[first : first + batch]
             vectors = torch.cat([mean, u.sqrt().unsqueeze(1)], 1) if lifted else mean
             ids = tuple(str(i) for i in range(first, first + len(mean)))
-            store.upsert(Records(ids, vectors, u, ({},) * len(mean)))
+            store.upsert(Records(ids, vectors.numpy(), u.numpy(), ({},) * len(mean)))
             advance(len(mean))
     store.optimise()
     return time.perf_counter() - start
@@ -116,9 +116,9 @@ def fill(store: VectorStore, data: Data, *, lifted: bool) -> float:
 def answers(store: VectorStore, vectors: Tensor, candidates: int, *, lifted: bool) -> Tensor:
     """(n, TOP) positions: the candidates of the store, ordered by csd; -1 where it brought fewer."""
     found = torch.full((len(vectors), TOP), -1)
-    for i, records in enumerate(store.search(vectors, candidates)):
-        distance = (records.vectors - vectors[i]).square().sum(1) + (0 if lifted else records.uncertainty)
-        chosen = distance.topk(min(TOP, len(records)), largest=False).indices.tolist()
+    for i, records in enumerate(store.search(vectors.numpy(), candidates)):
+        distance = ((records.vectors - vectors[i].numpy()) ** 2).sum(1) + (0 if lifted else records.uncertainty)
+        chosen = distance.argsort(kind="stable")[:TOP].tolist()
         found[i, : len(chosen)] = torch.tensor([int(records.ids[j]) for j in chosen])
     return found
 

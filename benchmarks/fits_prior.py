@@ -33,6 +33,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from sfumato.arrays import as_numpy
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
 from sfumato.calibration.logits import LinearLogit, Rows, fit_linear_logit
@@ -102,12 +103,16 @@ class Data:
     def evidence(self, index: list[int], kept: list[int], queries: list[str], vectors: Tensor) -> Evidence:
         """Of queries and some photographs, which have some of their captions."""
         means = normalize(self.split.vectors[index][:, kept].mean(1), dim=1)
-        items = ItemTexts.of(means, [{"captions": "\n".join(self.split.captions[i][c] for c in kept)} for i in index])
+        items = ItemTexts.of(
+            means.numpy(), [{"captions": "\n".join(self.split.captions[i][c] for c in kept)} for i in index]
+        )
         distance = get_distance("csd").matrix(
             self.split.model.embed_texts(queries), self.split.images[torch.tensor(index)]
         )
         prior = vectors.double() @ self.prior[:-1] + self.prior[-1]
-        return items.evidence(queries, vectors, self.scorer.pair_logit(distance, REFERENCE_SIZE), prior)
+        return items.evidence(
+            queries, vectors.numpy(), as_numpy(self.scorer.pair_logit(distance, REFERENCE_SIZE)), prior.numpy()
+        )
 
     def sentences(self, path: Path) -> tuple[Lists, Tensor]:
         """The judged captions #2, and (q,) their own photographs."""

@@ -82,19 +82,21 @@ class World:
                 {"captions": self.captions[i], "tags": f"tag {i % 100}", "date": f"{2000 + i % 25}"} for i in row[0]
             ]
             ids = tuple(f"{i:09}" for i in range(start, start + m))
-            yield Records(ids, torch.cat([mean, variance.sqrt().unsqueeze(1)], dim=1), variance, tuple(about))
+            vectors = torch.cat([mean, variance.sqrt().unsqueeze(1)], dim=1)
+            yield Records(ids, vectors.numpy(), variance.numpy(), tuple(about))
 
     def nearest(self, n: int) -> list[list[int]]:
         """The true K nearest of n items to each query."""
         bound = torch.full((len(self.queries), CANDIDATES), torch.inf)
         place, vectors = torch.zeros_like(bound, dtype=torch.long), torch.zeros(*bound.shape, D + 1)
         for start, batch in zip(range(0, n, BATCH), self.batches(n), strict=True):
-            lower = batch.vectors.square().sum(1) - 2 * self.queries @ batch.vectors.T
+            own = torch.from_numpy(batch.vectors)
+            lower = own.square().sum(1) - 2 * self.queries @ own.T
             near, row = lower.topk(CANDIDATES, largest=False)
             bound, best = torch.cat([bound, near], 1).topk(CANDIDATES, largest=False)
             place = torch.cat([place, row + start], 1).gather(1, best)
             wide = best.unsqueeze(2).expand(-1, -1, D + 1)
-            vectors = torch.cat([vectors, batch.vectors[row]], 1).gather(1, wide)
+            vectors = torch.cat([vectors, own[row]], 1).gather(1, wide)
         exact = (vectors.double() - self.queries.double().unsqueeze(1)).square().sum(2)
         found: list[list[int]] = place.gather(1, exact.topk(K, largest=False).indices).tolist()
         return found

@@ -108,8 +108,8 @@ class SqliteFaiss:
         flat = np.frombuffer(b"".join(row[3] for row in found), dtype=np.float32).copy()
         return Records(
             tuple(row[0] for row in found),
-            torch.from_numpy(flat.reshape(-1, self._dim)),
-            torch.tensor([row[1] for row in found]),
+            flat.reshape(-1, self._dim),
+            np.array([row[1] for row in found], np.float32),
             tuple(json.loads(row[2]) for row in found),
         )
 
@@ -135,8 +135,8 @@ def payload(i: int) -> dict[str, str]:
 def records(vectors: np.ndarray, first: int) -> Records:
     """Items first, first + 1, ...; the last coordinate of a lifted vector is the square root of the total variance."""
     numbers = range(first, first + len(vectors))
-    lifted = torch.from_numpy(np.array(vectors))
-    return Records(tuple(map(str, numbers)), lifted, lifted[:, -1].square(), tuple(payload(i) for i in numbers))
+    lifted = np.array(vectors)
+    return Records(tuple(map(str, numbers)), lifted, lifted[:, -1] ** 2, tuple(payload(i) for i in numbers))
 
 
 def truth(vectors: np.ndarray, queries: Tensor, allowed: np.ndarray) -> list[list[str]]:

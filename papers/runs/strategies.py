@@ -107,16 +107,16 @@ class FaissRanker:
         indexed, k = self.strategy.indexed or "", min(k, gallery.n)
         if self.engine == "exact":
             names = [str(i) for i in range(gallery.n)]
-            return GaussianIndex.build(gallery, names, distance=indexed).nearest(queries, k)[1]
-        queries, gallery = (each.detach().to("cpu").to(torch.float32) for each in (queries, gallery))
+            return torch.as_tensor(GaussianIndex.build(gallery, names, distance=indexed).nearest(queries, k)[1])
+        queries, gallery = (each.numpy().to("float32") for each in (queries, gallery))
         centre, c = gallery_centre(gallery), min(with_margin(k), gallery.n)
-        index = _faiss_index(lift_gallery(gallery, indexed, centre=centre).numpy(), self.engine, c)
-        wanted = lift_queries(queries, indexed, centre=centre).numpy()
+        index = _faiss_index(lift_gallery(gallery, indexed, centre=centre), self.engine, c)
+        wanted = lift_queries(queries, indexed, centre=centre)
         found = index.search(wanted, c)[1]
         if (found < 0).any():  # Its lists have too few items.
             index.nprobe = index.nlist
             found = index.search(wanted, c)[1]
-        return closest_candidates(queries, gallery, torch.from_numpy(found), indexed)[1][:, :k]
+        return torch.from_numpy(closest_candidates(queries, gallery, found, indexed)[1][:, :k])
 
     def __call__(
         self, queries: GaussianEmbedding, gallery: GaussianEmbedding, relevance: Relevance, distance: str | Distance

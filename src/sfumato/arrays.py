@@ -3,6 +3,8 @@
 torch is imported only where a tensor is given or asked for.
 """
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +64,19 @@ def like(values: np.ndarray, given: Array) -> Array:
     if not is_tensor(given):
         return values
     return as_tensor(values, "values", "like").to(given.device)
+
+
+def n_threads() -> int:
+    """Number of threads for one computation: that of torch where it is loaded, else of the cores of this process."""
+    if "torch" in sys.modules:
+        return int(sys.modules["torch"].get_num_threads())
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads(n: int) -> None:
+    """Use n threads for the computations of torch that this thread starts, where torch is loaded."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(n)
 
 
 def smallest(values: np.ndarray, k: int) -> np.ndarray:

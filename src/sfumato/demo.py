@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from markupsafe import Markup
 
 from sfumato import __version__
+from sfumato.arrays import n_threads
 from sfumato.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, data_url, render_page, require_matplotlib
 from sfumato.data.emoji import emoji_names
 from sfumato.data.pairs import PairData
@@ -147,7 +147,7 @@ def _page(
             for name, metrics in table_rows(evaluation)
         ],
         "seconds": round(seconds),
-        "threads": torch.get_num_threads(),
+        "threads": n_threads(),
     }
     return render_page("demo.html.j2", values)
 

@@ -15,10 +15,11 @@ import functools
 import math
 from typing import get_args
 
-from sfumato.arrays import Array, namespace
+from sfumato.arrays import Array, as_numpy, as_tensor, is_tensor, namespace
 from sfumato.distances.distance import (
     Distance,
     Form,
+    Gaussians,
     Lift,
     Points,
     Side,
@@ -292,6 +293,19 @@ def get_distance(name: str | Distance) -> Distance:
     return DISTANCES[name]
 
 
+def _of_tensors(function: Form) -> Form:
+    """A function that gets tensors from arrays of NumPy, too, because it was written for these."""
+
+    def converted(*sides: Side) -> Array:
+        if is_tensor(sides[0].mean):
+            return function(*sides)
+        return as_numpy(
+            function(*(Gaussians(*(as_tensor(v, "x", "x") for v in (e.mean, e.log_var, e.var))) for e in sides))
+        )
+
+    return converted
+
+
 def register_distance(
     name: str, formula: Form, *, points: Points = "allowed", symmetric: bool = True, lift: Lift | None = None
 ) -> Distance:
@@ -299,9 +313,9 @@ def register_distance(
 
     Args:
         name: its name; the module or file that took it may define it again, for example in a notebook.
-        formula: a differentiable function of two sides with ``mean``, ``log_var`` and ``var``, (..., d) each, which
-            broadcast against each other; it returns (...) distances, smaller is closer. All pairs are computed in
-            blocks under a memory budget.
+        formula: a differentiable function of two sides with the tensors ``mean``, ``log_var`` and ``var``, (..., d)
+            each, which broadcast against each other; it returns (...) distances, smaller is closer. All pairs are
+            computed in blocks under a memory budget.
         points: whether the sides may have variance 0: "allowed", "on one side" or "refused".
         symmetric: whether distance(x, y) = distance(y, x); if not, images come first.
         lift: the distance as one of longer vectors, by which stores can search: see
@@ -330,5 +344,8 @@ def register_distance(
     if points not in get_args(Points):
         raise ValueError(f"register_distance: points is {points!r}, expected one of {', '.join(get_args(Points))}")
     claim_name("distance", name, DISTANCES, formula)
-    DISTANCES[name] = closed_form(formula, name=name, points=points, symmetric=symmetric, lift=lift)
+    if lift is not None:
+        columns, offset = (None if one is None else _of_tensors(one) for one in (lift.columns, lift.offset))
+        lift = Lift(columns, offset)
+    DISTANCES[name] = closed_form(_of_tensors(formula), name=name, points=points, symmetric=symmetric, lift=lift)
     return DISTANCES[name]

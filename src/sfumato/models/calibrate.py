@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
-import torch
 
 from sfumato.arrays import as_numpy, sigmoid, smallest
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
@@ -279,7 +278,7 @@ def _sample(positions: np.ndarray, most: int, seed: int) -> np.ndarray:
 
 
 def calibrate_run(
-    folder: str | Path, split: str = "val", *, population: str = "planted", device: torch.device | str = "cpu"
+    folder: str | Path, split: str = "val", *, population: str = "planted", device: Any = "cpu"
 ) -> Calibration:
     """Calibrate a run on a split of its data that it was not trained on, and write calibration.json into its folder.
 

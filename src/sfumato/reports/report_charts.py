@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from sfumato.arrays import as_numpy
 from sfumato.calibration.calibrator import Calibration, QueryContext, Scorer
 from sfumato.charts import CARD, FAINT, FIRST, INK, SECOND, Chart, data_url, draw_curve
 from sfumato.distances import get_distance
@@ -67,9 +66,9 @@ class DirectionResult:
     ground_truth: Relevance  # query -> gallery items that truly match
     ranks: np.ndarray  # (p,) ranks of these items, from 0
     closest: np.ndarray  # (n, RESULTS) positions of the closest items
-    distances: Tensor  # (n, RESULTS) their distances
+    distances: np.ndarray  # (n, RESULTS) their distances
     context: QueryContext  # what their probabilities depend on beside the distance
-    probabilities: Tensor  # (n, RESULTS) their match probabilities, as a search in this gallery shows them
+    probabilities: np.ndarray  # (n, RESULTS) their match probabilities, as a search in this gallery shows them
 
     def true_items(self, query: int) -> np.ndarray:
         """The true items of a query, the best-ranked first."""
@@ -94,11 +93,10 @@ def direction_result(data: ReportData, direction: Direction, ranks: np.ndarray) 
     scorer = data.scorer(direction)
     nearest = max(RESULTS, scorer.n_nearest)
     distances, closest = top_k(queries, gallery, nearest, get_distance(data.distance).for_direction(direction))
-    rows = np.arange(queries.n)
+    distances, closest, rows = as_numpy(distances), as_numpy(closest), np.arange(queries.n)
     context = scorer.context(distances, queries, lambda columns: gallery[closest[rows, columns]])
-    distances = distances[:, :RESULTS].cpu()
+    distances, shown = distances[:, :RESULTS], closest[:, :RESULTS]
     probabilities = scorer.match_probability(distances, gallery.n, context)
-    shown = closest[:, :RESULTS].cpu().numpy()
     return DirectionResult(direction, queries, gallery, ground_truth, ranks, shown, distances, context, probabilities)
 
 
@@ -191,9 +189,9 @@ def calibration_panels(
     figures: dict[str, dict[str, Any]] = {}
     panels = []
     for key, (name, distance, fitted, match) in _judged_pairs(data, directions).items():
-        figures[key] = {"n": len(match), "matches": float(match.double().mean())}
-        versions = {} if learnt is None else {"before": match_probability(distance.double(), *learnt)}
-        versions |= {"after": fitted.double()} if calibrated else {}
+        figures[key] = {"n": len(match), "matches": float(match.mean())}
+        versions = {} if learnt is None else {"before": match_probability(distance.astype(np.float64), *learnt)}
+        versions |= {"after": fitted.astype(np.float64)} if calibrated else {}
         curves = {}
         for version, p in versions.items():
             # Of all pairs, bins with equally many would all lie near 0.
@@ -212,22 +210,22 @@ def calibration_panels(
 
 def _judged_pairs(
     data: ReportData, directions: Sequence[DirectionResult]
-) -> dict[str, tuple[str, Tensor, Tensor, Tensor]]:
+) -> dict[str, tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
     """(name, distances, probabilities, whether they match) of all pairs, or of a random part of very many, and of first
     results. A pair has the probability of its distance; a first result that beside the hit of a search."""
     n, m = data.images.n, data.texts.n
     chosen = np.sort(np.random.default_rng(0).permutation(n)[: max(1, _PAIRS // max(m, 1))])
-    part = data.images[torch.from_numpy(chosen).to(data.images.device)]
-    distance = torch.cat([block.cpu() for _, block in distance_blocks(part, data.texts, data.distance)]).flatten()
+    blocks = distance_blocks(data.images[chosen], data.texts, data.distance)
+    distance = np.concatenate([as_numpy(block) for _, block in blocks]).ravel()
     probability = data.scorer("t2i").match_probability(distance, n)
-    match = torch.from_numpy(np.asarray(data.relevance.select_queries(chosen).to_dense())).flatten()
+    match = data.relevance.select_queries(chosen).to_dense().ravel()
     sets = {"pairs": ("every pair of an image and a text", distance, probability, match)}
     for direction in directions:
         right = direction.first_is_right
-        has = torch.from_numpy(~np.isnan(right))
+        has = ~np.isnan(right)
         name = f"first results, {DIRECTIONS[direction.key]}"
         sets[direction.key] = (
-            name, direction.distances[has, 0], direction.probabilities[has, 0], torch.from_numpy(right)[has]
+            name, direction.distances[has, 0], direction.probabilities[has, 0], right[has]
         )  # fmt: skip
     return sets
 
@@ -295,10 +293,9 @@ def uncertain_queries(
 
 def _expected_matches(data: ReportData, direction: DirectionResult, chosen: np.ndarray) -> list[float]:
     """Sum of the match probabilities of some queries over the gallery."""
-    index = torch.from_numpy(chosen.copy())
-    queries = direction.queries[index.to(direction.queries.device)]
+    queries = direction.queries[chosen]
     distance = get_distance(data.distance).for_direction(direction.key)
-    block = torch.cat([part.cpu() for _, part in distance_blocks(queries, direction.gallery, distance)])
+    block = np.concatenate([as_numpy(part) for _, part in distance_blocks(queries, direction.gallery, distance)])
     context = direction.context[chosen]
     found: list[float] = (
         data.scorer(direction.key).match_probability(block, direction.gallery.n, context).sum(1).tolist()
@@ -344,7 +341,7 @@ def wrong_first_results(
     for direction in directions:
         right = direction.first_is_right
         wrong = np.flatnonzero(right == 0)
-        probabilities, distances = direction.probabilities[:, 0].numpy(), direction.distances[:, 0].numpy()
+        probabilities, distances = direction.probabilities[:, 0], direction.distances[:, 0]
         plausible = int((probabilities[wrong] >= 0.5).sum())
         counts[direction.key] = {"n": int((~np.isnan(right)).sum()), "wrong": len(wrong), "plausible": plausible}
         rows: list[dict[str, Any]] = []
@@ -371,7 +368,7 @@ def _wrong_result(
     )
     distance = float(next(block for _, block in blocks)[0, true])
     context = direction.context[np.array([query])]
-    p = data.scorer(direction.key).match_probability(torch.tensor([[distance]]), direction.gallery.n, context)
+    p = data.scorer(direction.key).match_probability(np.array([[distance]]), direction.gallery.n, context)
     best = _match(float(p), distance)
     values: dict[str, Any] = {f"true_{key}": value for key, value in best.items()}
     values["rank"] = f"{direction.best_rank(query):,}"

@@ -1,20 +1,22 @@
 """Vectors prepared for exact search by bounds (search/screening.py): centres, codes, and products.
 
-The products are taken of int8 codes with a scale for each vector, in bfloat16, or in float32, by a short trial.
+The products are taken of int8 codes with a scale for each vector, or in float32, by a short trial: those of int8 by
+torch where it is loaded, else by onnxruntime, whose rows are shifted by 128 to codes without a sign.
 """
 
 import contextlib
 import functools
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sfumato.distances.distance import Lift
+from sfumato.encoders.package_weights import packaged_network
 from sfumato.gaussian import GaussianEmbedding
 
 LARGEST = 127
@@ -29,7 +31,7 @@ _ROWS = 8192
 _SAMPLE = 64
 """Vectors whose median is the centre of a block."""
 
-Read = Callable[[Tensor], tuple[Tensor, Tensor | float]]
+Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray | float]]
 """From the positions of r items, (r, e) vectors, and (r,) what of their distances depends on the item alone."""
 
 
@@ -37,43 +39,41 @@ Read = Callable[[Tensor], tuple[Tensor, Tensor | float]]
 class Block:
     """Vectors near a centre, prepared for products, in the order of their weights. Make one with :meth:`of`."""
 
-    item: Tensor  # (r,) position of each
-    coded: Tensor  # (r, e) vectors less the centre, in the dtype of the products
-    scale: Tensor  # (r,) float32 factors of the codes
-    weight: Tensor  # (r,) lower bounds of w, see search/screening.py
-    length: Tensor  # (r,) upper bounds of the lengths of the coded vectors
-    rounding: Tensor  # (r,) upper bounds of the lengths of what coding rounded away
-    centre: Tensor  # (e,) float32
-    allowed: Tensor | None = None  # (r,) which may be found; all if None
+    item: np.ndarray  # (r,) position of each
+    coded: np.ndarray  # (r, e) vectors less the centre, in the dtype of the products
+    scale: np.ndarray  # (r,) float32 factors of the codes
+    weight: np.ndarray  # (r,) lower bounds of w, see search/screening.py
+    length: np.ndarray  # (r,) upper bounds of the lengths of the coded vectors
+    rounding: np.ndarray  # (r,) upper bounds of the lengths of what coding rounded away
+    centre: np.ndarray  # (e,) float32
+    allowed: np.ndarray | None = None  # (r,) which may be found; all if None
 
     @staticmethod
-    @torch.no_grad()
-    def of(item: Tensor, read: Read, centre: Tensor, dtype: torch.dtype) -> "Block":
+    def of(item: np.ndarray, read: Read, centre: np.ndarray, dtype: Any) -> "Block":
         """Some items. item (r,), centre (e,)."""
         r, e = len(item), len(centre)
-        weight, length, rounding, scale = (torch.empty(r) for _ in range(4))
+        weight, length, rounding, scale = (np.empty(r, np.float32) for _ in range(4))
         for part in _parts(r):
             vectors, alone = read(item[part])
-            weight[part] = (vectors - centre).float().square().sum(1) + alone
-        item, coded, more = item[weight.argsort(stable=True)], torch.empty(r, e, dtype=dtype), 1 + sum_error(e)
+            weight[part] = _squares((vectors - centre).astype(np.float32, copy=False)) + alone
+        item, coded, more = item[weight.argsort(kind="stable")], np.empty((r, e), dtype), 1 + sum_error(e)
         for part in _parts(r):
             vectors, alone = read(item[part])
-            residual = (vectors - centre).float()
-            coded[part], factor = codes_of(residual, dtype, LARGEST)
-            back = coded[part].float() * factor
-            scale[part] = factor.squeeze(1)
-            length[part] = torch.linalg.vector_norm(back, dim=1) * more
-            rounding[part] = torch.linalg.vector_norm(residual - back, dim=1) * more + 2**-23 * length[part]
-            weight[part] = (residual.square().sum(1) + alone) * (1 - sum_error(e))
+            residual = (vectors - centre).astype(np.float32, copy=False)
+            coded[part], factor = codes_of(residual, coded.dtype, LARGEST)
+            back = decoded(coded[part]) * factor
+            scale[part] = factor[:, 0]
+            length[part] = np.sqrt(_squares(back)) * more
+            rounding[part] = np.sqrt(_squares(residual - back)) * more + 2**-23 * length[part]
+            weight[part] = (_squares(residual) + alone) * (1 - sum_error(e))
         return Block(item, coded, scale, weight, length, rounding, centre)
 
     @classmethod
-    def of_vectors(cls, item: Tensor, vectors: np.ndarray) -> "Block":
+    def of_vectors(cls, item: np.ndarray, vectors: np.ndarray) -> "Block":
         """Some items by their vectors, vectors (r, e)."""
-        given = torch.from_numpy(vectors)
         # About the median of a sample, not the mean, which a single outlier moves.
-        centre = given[:: -(-len(given) // _SAMPLE)].median(dim=0).values
-        block = cls.of(torch.arange(len(given)), lambda rows: (given[rows], 0.0), centre, torch.float32)
+        centre = np.median(vectors[:: -(-len(vectors) // _SAMPLE)], axis=0)
+        block = cls.of(np.arange(len(vectors)), lambda rows: (vectors[rows], 0.0), centre, np.float32)
         return replace(block, item=item[block.item])
 
     @functools.cached_property
@@ -81,10 +81,9 @@ class Block:
         """Number of vectors that may be found."""
         return len(self.item) if self.allowed is None else int(self.allowed.sum())
 
-    def among(self, items: Tensor) -> "Block":
+    def among(self, items: np.ndarray) -> "Block":
         """The same where only some items may be found; their rows are copied if they are few. items (s,), ascending."""
-        place = torch.searchsorted(items, self.item).clamp_max(len(items) - 1)
-        inside = items[place] == self.item if len(items) else torch.zeros(len(self.item), dtype=torch.bool)
+        inside = np.isin(self.item, items)
         if 2 * int(inside.sum()) >= len(inside):
             return replace(self, allowed=inside)
         columns = ("item", "coded", "scale", "weight", "length", "rounding")
@@ -95,122 +94,157 @@ def _parts(n: int) -> list[slice]:
     return [slice(start, start + _ROWS) for start in range(0, n, _ROWS)]
 
 
+def _squares(vectors: np.ndarray) -> np.ndarray:
+    """(n,) squared lengths."""
+    found: np.ndarray = np.einsum("ij,ij->i", vectors, vectors)
+    return found
+
+
 def sum_error(n: int) -> float:
     """A bound of the relative error of a float32 sum of n numbers of one sign, in any order, and of its terms."""
     return (n + 32) * 2**-23
 
 
+def product_dtype() -> np.dtype[Any]:
+    """The dtype in which this machine takes products faster."""
+    return _fastest(np.dtype(np.int8 if "torch" in sys.modules else np.uint8))
+
+
 @functools.cache
-def product_dtype() -> torch.dtype:
-    """The dtype in which this machine takes products faster, by a short trial."""
-    times = {torch.float32: math.inf, torch.bfloat16: math.inf, **({torch.int8: math.inf} if largest_code() else {})}
+def _fastest(coded: np.dtype[Any]) -> np.dtype[Any]:
+    """A dtype of codes, or float32, by a short trial."""
+    plain = np.dtype(np.float32)
+    times = {plain: math.inf, **({coded: math.inf} if largest_code(coded) else {})}
     for dtype in times:
-        rows, queries = torch.ones(2048, 512, dtype=dtype), torch.ones(32, 512, dtype=dtype)
+        rows, queries = np.ones((2048, 512), dtype), np.ones((32, 512), np.int8 if dtype == coded else dtype)
         for _ in range(5):
             start = time.perf_counter()
             multiplied(rows, queries)
             times[dtype] = min(times[dtype], time.perf_counter() - start)
-    fastest = min(times, key=times.__getitem__)
-    return fastest if times[fastest] < 0.8 * times[torch.float32] else torch.float32
+    return coded if times.get(coded, math.inf) < 0.8 * times[plain] else plain
 
 
 @functools.cache
-def largest_code() -> int:
-    """The largest code of int8 for queries whose products with rows of any codes are right here; 0 if none is.
+def largest_code(dtype: np.dtype[Any]) -> int:
+    """The largest code of queries whose products with rows of any codes of a dtype are right here; 0 if none is.
 
     AVX2 adds two products of 8 bits in 16 bits, and keeps the largest number of 16 bits where the sum is larger.
     """
     shapes = [(n, e, b) for n in (1, 17, 300) for e in (NARROW, 33, 512) for b in (1, 3, 32)]
     with contextlib.suppress(AttributeError, RuntimeError):  # This torch has no such product.
-        return next((code for code in (LARGEST, 64) if all(_is_right(code, *shape) for shape in shapes)), 0)
+        return next((code for code in (LARGEST, 64) if all(_is_right(dtype, code, *shape) for shape in shapes)), 0)
     return 0
 
 
-def _is_right(code: int, n: int, e: int, b: int) -> bool:
+def _is_right(dtype: np.dtype[Any], code: int, n: int, e: int, b: int) -> bool:
     """Whether products of large codes are those of float64, of equal signs and of random ones."""
-    generator = torch.Generator().manual_seed(0)
-    signs = [2 * torch.randint(2, (m, e), generator=generator, dtype=torch.int8) - 1 for m in (n, b)]
+    random = np.random.default_rng(0)
+    signs = [2 * random.integers(2, size=(m, e)) - 1 for m in (n, b)]
     signs[0][0], signs[1][0] = 1, 1
-    rows, queries = signs[0] * LARGEST, signs[1] * code
-    return torch.equal(multiplied(rows, queries).double(), rows.double() @ queries.double().T)
+    rows, queries = codes_of((signs[0] * LARGEST).astype(np.float32), dtype, LARGEST)[0], signs[1] * code
+    expected = decoded(rows).astype(np.float64) @ queries.T
+    return np.array_equal(multiplied(rows, queries.astype(np.int8)), expected)
 
 
-def multiplied(rows: Tensor, queries: Tensor, out: Tensor | None = None) -> Tensor:
-    """(n, b) products, those of int8 in int32. rows (n, e), queries (b, e)."""
-    multiply = torch._int_mm if rows.dtype == torch.int8 else torch.mm
-    found: Tensor = multiply(rows, queries.T, out=out)
-    return found
+def multiplied(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """(n, b) products, those of codes in int32. rows (n, e), queries (b, e)."""
+    if rows.dtype == np.uint8:
+        found: np.ndarray = _integer_product().run(None, {"rows": rows, "queries": np.ascontiguousarray(queries.T)})[0]
+        return found
+    if rows.dtype == np.int8:
+        import torch
+
+        product: np.ndarray = torch._int_mm(torch.from_numpy(rows), torch.from_numpy(queries).T).numpy()
+        return product
+    plain: np.ndarray = rows @ queries.T
+    return plain
 
 
-def codes_of(vectors: Tensor, dtype: torch.dtype, most: int) -> tuple[Tensor, Tensor]:
-    """(n, e) codes of vectors, those of int8 up to `most`, and (n, 1) float32 scales by which they are multiplied."""
-    if dtype.is_floating_point:
-        return vectors.to(dtype), torch.ones(len(vectors), 1)
-    scale = (vectors.abs().amax(1, keepdim=True) / most).float().clamp_min(torch.finfo(torch.float32).tiny)
-    return (vectors / scale).round_().clamp_(-most, most).to(torch.int8), scale
+@functools.cache
+def _integer_product() -> Any:
+    """A graph of one matrix product of codes, of rows less 128 with queries."""
+    return packaged_network("integer-product", 1)
 
 
-def lifted_vectors(gallery: GaussianEmbedding, lift: Lift) -> tuple[Tensor, Tensor | float]:
+def decoded(codes: np.ndarray) -> np.ndarray:
+    """Codes as float32 numbers."""
+    numbers = codes.astype(np.float32)
+    return numbers - 128 if codes.dtype == np.uint8 else numbers
+
+
+def codes_of(vectors: np.ndarray, dtype: np.dtype[Any], most: int) -> tuple[np.ndarray, np.ndarray]:
+    """(n, e) codes of vectors, integers up to `most`, and (n, 1) float32 scales by which they are multiplied."""
+    if dtype.kind == "f":
+        return vectors.astype(dtype, copy=False), np.ones((len(vectors), 1), np.float32)
+    scale = (np.abs(vectors).max(1, keepdims=True, initial=0) / most).astype(np.float32)
+    scale = np.maximum(scale, np.finfo(np.float32).tiny)
+    codes = np.clip(np.rint(vectors / scale), -most, most)
+    return (codes + 128 if dtype == np.uint8 else codes).astype(dtype), scale
+
+
+def lifted_vectors(gallery: GaussianEmbedding, lift: Lift) -> tuple[np.ndarray, np.ndarray | float]:
     """(m, e) lifted vectors without the columns that queries meet with zeros, and (m,) the squares of these."""
     columns = lift.query(gallery[:1])
-    if columns.shape[1] and bool((columns != 0).any()):
-        wide = gallery.to(torch.float64)
-        return torch.cat([wide.mean, lift.gallery(wide)], dim=1), 0.0
-    return gallery.mean, lift.gallery(gallery).square().sum(1)
+    if columns.shape[1] and (columns != 0).any():
+        wide = gallery.to(np.float64)
+        return np.concatenate([wide.mean, lift.gallery(wide)], axis=1), 0.0
+    return gallery.mean, _squares(lift.gallery(gallery))
 
 
-def centres_of(gallery: GaussianEmbedding, lift: Lift) -> Tensor:
-    """(c, e) centres: one, or up to 256 where these are much closer to the items."""
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(gallery.n, generator=generator)[: 2**14]
-    points = lifted_vectors(gallery[chosen], lift)[0].float()
-    centre = points[: 2**12].median(dim=0).values.unsqueeze(0)
+def centres_of(gallery: GaussianEmbedding, lift: Lift) -> np.ndarray:
+    """(c, e) float32 centres: one, or up to 256 where these are much closer to the items."""
+    random = np.random.default_rng(0)
+    chosen = random.permutation(gallery.n)[: 2**14]
+    points = lifted_vectors(gallery[chosen], lift)[0].astype(np.float32)
+    centre: np.ndarray = np.median(points[: 2**12], axis=0)[None]
     c = min(256, gallery.n // 128)
-    if c < 2 or not points.abs().amax() < 1e15:
+    if c < 2 or not np.abs(points).max() < 1e15:
         return centre
     points = points - centre
-    means = _k_means(points[: 64 * c], _seeds(points[: 2**11], c, generator))
-    many = torch.linalg.vector_norm(points - means[_nearest_centre(points, means)], dim=1).median()
-    return centre + means if many < torch.linalg.vector_norm(points, dim=1).median() / 2 else centre
+    means = _k_means(points[: 64 * c], _seeds(points[: 2**11], c, random))
+    many = np.median(_squares(points - means[_nearest_centre(points, means)]))
+    return centre + means if many < np.median(_squares(points)) / 4 else centre
 
 
-def _seeds(points: Tensor, c: int, generator: torch.Generator) -> Tensor:
+def _seeds(points: np.ndarray, c: int, random: np.random.Generator) -> np.ndarray:
     """Some of the points, each drawn by its squared distance to those before: as few of c as are nearly as close."""
-    squares = points.square().sum(1)
-    seeds, apart, medians = [0], torch.full((len(points),), torch.inf), list[float]()
+    squares = _squares(points)
+    seeds, apart, medians = [0], np.full(len(points), np.inf), list[float]()
     while True:
         seed = seeds[-1]
-        apart = torch.minimum(apart, (squares + squares[seed] - 2 * (points @ points[seed])).clamp_min(0))
+        apart = np.minimum(apart, np.maximum(squares + squares[seed] - 2 * (points @ points[seed]), 0))
         apart[seed] = 0
-        medians.append(float(apart.median()))
-        if len(seeds) == c or not bool(apart.sum() > 0):
+        medians.append(float(np.median(apart)))
+        if len(seeds) == c or not apart.sum() > 0:
             break
-        seeds.append(int(torch.multinomial(apart, 1, generator=generator)))
+        seeds.append(int(random.choice(len(points), p=apart / apart.sum())))
     enough = next(i for i, median in enumerate(medians, 1) if median <= 4 * medians[-1])
-    return points[torch.tensor(seeds[: 2 * enough])]
+    return points[seeds[: 2 * enough]]
 
 
-def _k_means(points: Tensor, means: Tensor) -> Tensor:
+def _k_means(points: np.ndarray, means: np.ndarray) -> np.ndarray:
     """(c, e) means after four rounds from the given ones."""
     for _ in range(4):
         label = _nearest_centre(points, means)
-        sums = torch.zeros_like(means).index_add_(0, label, points)
-        counts = torch.bincount(label, minlength=len(means)).unsqueeze(1)
-        means = torch.where(counts > 0, sums / counts.clamp_min(1), means)
+        counts = np.bincount(label, minlength=len(means))
+        order, some = label.argsort(kind="stable"), counts > 0
+        sums = np.add.reduceat(points[order], (counts.cumsum() - counts)[some], axis=0)
+        means = means.copy()
+        means[some] = sums / counts[some, None]
     return means
 
 
-def labels_of(gallery: GaussianEmbedding, lift: Lift, centres: Tensor) -> Tensor:
+def labels_of(gallery: GaussianEmbedding, lift: Lift, centres: np.ndarray) -> np.ndarray:
     """(m,) positions of the centres nearest to the items of a gallery."""
-    return torch.cat(
-        [_nearest_centre(lifted_vectors(gallery[part], lift)[0].float(), centres) for part in _parts(gallery.n)]
-    )
+    parts = (lifted_vectors(gallery[part], lift)[0].astype(np.float32) for part in _parts(gallery.n))
+    return np.concatenate([_nearest_centre(part, centres) for part in parts])
 
 
-def _nearest_centre(points: Tensor, centres: Tensor) -> Tensor:
+def _nearest_centre(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
     """(n,) positions of the nearest centres."""
     if len(centres) == 1:
-        return torch.zeros(len(points), dtype=torch.long)
+        return np.zeros(len(points), np.int64)
     middle = centres.mean(0)
     points, centres = points - middle, centres - middle
-    return torch.addmm(centres.square().sum(1), points, centres.T, alpha=-2).argmin(1)
+    found: np.ndarray = (_squares(centres) - 2 * (points @ centres.T)).argmin(1)
+    return found

@@ -10,11 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional
 
-from sfumato.arrays import as_tensor, sigmoid
+from sfumato.arrays import sigmoid
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.encoders.package_weights import sentence_vectors
@@ -41,8 +38,8 @@ class Candidates:
     """Items close to one query, as columns."""
 
     ids: tuple[str, ...]  # c ids
-    distance: Tensor  # (c,) distances, ascending unless joined
-    uncertainty: Tensor  # (c,) total variances
+    distance: np.ndarray  # (c,) distances, ascending unless joined
+    uncertainty: np.ndarray  # (c,) total variances
     payloads: tuple[Mapping[str, str], ...]  # c dictionaries
     closest: GaussianEmbedding | None = None
 
@@ -64,8 +61,8 @@ class Candidates:
         """With other candidates behind them."""
         return Candidates(
             self.ids + others.ids,
-            torch.cat([self.distance, others.distance]),
-            torch.cat([self.uncertainty, others.uncertainty]),
+            np.concatenate([self.distance, others.distance]),
+            np.concatenate([self.uncertainty, others.uncertainty]),
             self.payloads + others.payloads,
         )
 
@@ -75,20 +72,20 @@ class SampledItems:
     """Some items of a gallery."""
 
     ids: tuple[str, ...]
-    items: Callable[[Tensor], GaussianEmbedding]  # their embeddings, by position among them
-    blocks: Callable[[GaussianEmbedding], Iterator[tuple[int, Tensor]]]  # distances of blocks of queries to them
+    items: Callable[[np.ndarray], GaussianEmbedding]  # their embeddings, by position among them
+    blocks: Callable[[GaussianEmbedding], Iterator[tuple[int, np.ndarray]]]  # distances of blocks of queries to them
     whole: bool  # whether they are all items
-    uncertainty: Tensor = field(default_factory=lambda: torch.empty(0))  # (s,) total variances
+    uncertainty: np.ndarray = field(default_factory=lambda: np.empty(0))  # (s,) total variances
     payloads: tuple[Mapping[str, str], ...] = ()
     texts: ItemTexts | None = None
 
-    def candidates(self, distance: Tensor) -> Candidates:
+    def candidates(self, distance: np.ndarray) -> Candidates:
         """All of them. distance (s,)."""
         return Candidates(self.ids, distance, self.uncertainty, self.payloads)
 
-    def without(self, ids: Sequence[str]) -> Tensor:
+    def without(self, ids: Sequence[str]) -> np.ndarray:
         """(1, s) whether an item is none of these."""
-        outside = torch.ones(1, len(self.ids), dtype=torch.bool)
+        outside = np.ones((1, len(self.ids)), bool)
         outside[0, [self.column[key] for key in ids if key in self.column]] = False
         return outside
 
@@ -98,21 +95,24 @@ class SampledItems:
         return {i: j for j, i in enumerate(self.ids)}
 
 
-def padded(found: Sequence[Candidates]) -> Tensor:
+def padded(found: Sequence[Candidates]) -> np.ndarray:
     """(n, c) distances of candidates, infinite where a query has fewer."""
     widest = max((len(each.ids) for each in found), default=0)
-    padded = [functional.pad(each.distance, (0, widest - len(each.ids)), value=torch.inf) for each in found]
-    return torch.stack(padded) if padded else torch.empty(0, 0)
+    rows = np.full((len(found), widest), np.inf, np.float32)
+    for row, each in zip(rows, found, strict=True):
+        row[: len(each.ids)] = each.distance
+    return rows
 
 
-def estimated_sums(near: Tensor, sample: Tensor, outside: Tensor, n: int) -> list[float]:
+def estimated_sums(near: np.ndarray, sample: np.ndarray, outside: np.ndarray, n: int) -> list[float]:
     """Sums over n items without bias, from their largest terms and a sample, some of it outside of these.
 
     near (b, h), sample (b, s), outside (b, s).
     """
-    first, s, others = near.double().sum(1), outside.sum(1), n - (near > 0).sum(1)
-    rest = torch.where(outside, sample, 0).double().sum(1)
-    return (first + others * (rest / s.clamp_min(1))).tolist()
+    first, s, others = near.sum(1, dtype=np.float64), outside.sum(1), n - (near > 0).sum(1)
+    rest = np.where(outside, sample, 0).sum(1, dtype=np.float64)
+    sums: list[float] = (first + others * (rest / np.maximum(s, 1))).tolist()
+    return sums
 
 
 def with_margin(k: int) -> int:
@@ -215,8 +215,8 @@ def even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Re
         part = batch.take(low)
         both = Records(
             kept.ids + part.ids,
-            torch.cat([kept.vectors, part.vectors]),
-            torch.cat([kept.uncertainty, part.uncertainty]),
+            np.concatenate([kept.vectors, part.vectors]),
+            np.concatenate([kept.uncertainty, part.uncertainty]),
             kept.payloads + part.payloads,
         )
         digests += [new[i] for i in low]
@@ -274,68 +274,70 @@ class TextSearch:
     ) -> None:
         self.forms, self.fits, self.scorer, self.sample, self.own, self.n = forms, fits, scorer, sample, own, n
         texts = [form.joined for form in forms]
-        self.vectors = as_tensor(sentence_vectors(texts), "vectors", "texts")  # (q, 384)
+        self.vectors = sentence_vectors(texts)  # (q, 384)
         self.logits = [fits.of(len(word_stems(text))) for text in texts]
         self.prior = fits.query_prior(self.vectors)  # (q,)
 
-    def _image_logit(self, distance: Tensor, usual: Tensor) -> Tensor:
+    def _image_logit(self, distance: np.ndarray, usual: np.ndarray) -> np.ndarray:
         """(q, c) logits of pairs; of a model that is not calibrated, with the mean and spread that `small` has."""
+        logit: np.ndarray
         if self.scorer is not None:
-            found: Tensor = self.scorer.pair_logit(distance, REFERENCE_SIZE)
-            return found
-        mean, deviation = usual.mean(1, keepdim=True), usual.std(1, unbiased=False, keepdim=True)
-        return _USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / deviation.maximum(1e-5 * mean.abs() + 1e-12)
+            logit = self.scorer.pair_logit(distance, REFERENCE_SIZE)
+            return logit
+        mean, deviation = usual.mean(1, keepdims=True), usual.std(1, keepdims=True)
+        least = 1e-5 * np.abs(mean) + 1e-12
+        logit = _USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / np.maximum(deviation, least)
+        return logit
 
-    def _evidence(self, i: int, items: ItemTexts, distance: Tensor, usual: Tensor) -> Evidence:
+    def _evidence(self, i: int, items: ItemTexts, distance: np.ndarray, usual: np.ndarray) -> Evidence:
         image = self._image_logit(distance, usual)
         texts = [self.forms[i].joined]
         return items.evidence(texts, self.vectors[[i]], image, self.prior[[i]], self.own.rarity)
 
-    def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: np.ndarray, listed: np.ndarray) -> Tensor:
+    def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: np.ndarray, listed: np.ndarray) -> np.ndarray:
         """(c,) logits of items as hits."""
-        found = torch.from_numpy(self.logits[i].of_hits(pair, known.has_texts, listed)[0])
-        image = torch.from_numpy(known.image[0])
-        return items.without(self.forms[i].without, found, image, self.fits, self.own.rarity)
+        found = self.logits[i].of_hits(pair, known.has_texts, listed)[0]
+        return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
 
     def ranked(
-        self, i: int, usual: Tensor, found: Candidates, items: ItemTexts, k: int, *, by_distance: bool
+        self, i: int, usual: np.ndarray, found: Candidates, items: ItemTexts, k: int, *, by_distance: bool
     ) -> Ranked:
         """What fits query i among some items, all of the gallery or more than fit. usual (1, s): of the sample."""
         if not found.ids:
             return Ranked((), found, 0.0, 1.0)
         logits = self.logits[i]
-        known = self._evidence(i, items, found.distance.unsqueeze(0), usual)
+        known = self._evidence(i, items, found.distance[None], usual)
         pair = logits.of_pairs(known)
-        listed = list_features(-np.sort(-pair)[:, :N_NEAR], known.n_words, known.prior)
+        listed = list_features(-np.sort(-pair, axis=1)[:, :N_NEAR], known.n_words, known.prior)
         logit = self._of_hits(i, items, known, pair, listed)
-        total = float(logit.sigmoid().sum())
+        total = float(sigmoid(logit).sum())
         if not self.sample.whole:
             others = self._evidence(i, self.own, usual, usual)
-            rest = self._of_hits(i, self.own, others, logits.of_pairs(others), listed).sigmoid()
+            rest = sigmoid(self._of_hits(i, self.own, others, logits.of_pairs(others), listed))
             outside = self.sample.without(found.ids)
-            (total,) = estimated_sums(logit.sigmoid()[None], rest[None], outside, self.n)
+            (total,) = estimated_sums(sigmoid(logit)[None], rest[None], outside, self.n)
         key = -found.distance if by_distance else logit
         top = _highest(key, found, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
         # The best may fit, and then something does.
-        nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(logit.sigmoid().max()))
+        nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(sigmoid(logit).max()))
         return Ranked(top, found.take([int(found.distance.argmin())]), total, nothing)
 
 
 def _highest(
-    key: Tensor, found: Candidates, logit: Tensor, k: int, best: Callable[[Mapping[str, str]], str]
+    key: np.ndarray, found: Candidates, logit: np.ndarray, k: int, best: Callable[[Mapping[str, str]], str]
 ) -> tuple[Hit, ...]:
     """The k candidates with the highest keys; those with equal keys by id. key, logit (c,)."""
     values = key.tolist()
-    top = key.topk(min(with_margin(k), len(values))).indices.tolist()
+    top = (-key).argsort(kind="stable")[: with_margin(k)].tolist()
     order = sorted(top, key=lambda j: (-values[j], found.ids[j]))[:k]
-    columns = (column[order].tolist() for column in (found.distance, logit.sigmoid(), found.uncertainty))
+    columns = (column[order].tolist() for column in (found.distance, sigmoid(logit), found.uncertainty))
     return tuple(
         Hit(found.ids[j], rank, d, p, u, dict(found.payloads[j]), best(found.payloads[j]))
         for rank, (j, d, p, u) in enumerate(zip(order, *columns, strict=True), 1)
     )
 
 
-def folded(hits: Sequence[Hit], means: Mapping[str, Tensor], k: int, limit: float) -> tuple[Hit, ...]:
+def folded(hits: Sequence[Hit], means: Mapping[str, np.ndarray], k: int, limit: float) -> tuple[Hit, ...]:
     """The first k of some hits that are not nearly the same as one above; the others are duplicates of these.
 
     means: of the hits by id; hits without one were deleted meanwhile. limit: of the squared distance of two means.
@@ -344,9 +346,9 @@ def folded(hits: Sequence[Hit], means: Mapping[str, Tensor], k: int, limit: floa
     for hit in hits:
         if (mean := means.get(hit.id)) is None:
             continue
-        above = torch.stack([means[other.id] for other in kept] or [mean + math.inf])
-        near = ((above - mean).square().sum(1) <= limit).nonzero().flatten().tolist()
-        if near:
+        above = np.stack([means[other.id] for other in kept] or [mean + math.inf])
+        near = np.flatnonzero(((above - mean) ** 2).sum(1) <= limit)
+        if len(near):
             duplicates[near[0]].append(hit.id)
         elif len(kept) < k:
             kept.append(hit)

@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from sfumato.arrays import Array, as_numpy
 from sfumato.calibration.calibrator import Calibration, Scorer
+from sfumato.distances.distance import squared_l2_product
 from sfumato.encoders.package_weights import WIDTH
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -73,7 +74,7 @@ class GaussianCollection(Gallery):
         store: VectorStore,
         texts: TextStore | None,
         settings: Mapping[str, Any],
-        centre: Tensor,
+        centre: np.ndarray,
         calibration: Calibration | None,
     ) -> None:
         self.folder, self.store, self.texts, self.centre = folder, store, texts, centre
@@ -93,7 +94,7 @@ class GaussianCollection(Gallery):
         *,
         d: int,
         distance: str = "csd",
-        centre: Tensor | None = None,
+        centre: Array | None = None,
         logit_scale: float = 5.0,
         logit_bias: float = 5.0,
         calibration: Calibration | None = None,
@@ -131,7 +132,7 @@ class GaussianCollection(Gallery):
         check_empty(folder)
         if calibration is not None:
             logit_scale, logit_bias = calibration.logit_scale, calibration.logit_bias
-        centre = torch.zeros(d) if centre is None else centre.detach().cpu().float()
+        centre = np.zeros(d, np.float32) if centre is None else as_numpy(centre).astype(np.float32)
         if centre.shape != (d,):
             raise ValueError(f"GaussianCollection: centre must have shape ({d},), got {tuple(centre.shape)}")
         fingerprint = f"sfumato {distance} {d} {secrets.token_hex(8)}"
@@ -258,7 +259,6 @@ class GaussianCollection(Gallery):
         """
         getattr(self.store, "begin_writing", lambda: None)()
 
-    @torch.no_grad()
     def upsert(
         self,
         embeddings: GaussianEmbedding,
@@ -300,11 +300,11 @@ class GaussianCollection(Gallery):
         if embeddings.n == 0:
             return
         self.checked(embeddings)
-        embeddings = embeddings.detach().to("cpu")
+        embeddings = embeddings.numpy()
         records = Records(
             tuple(ids),
             lift_gallery(embeddings, self.distance, centre=self.centre),
-            embeddings.total_variance.float(),
+            embeddings.total_variance.astype(np.float32),
             tuple(map(composed, payloads)),
         )
         check_ids(ids, "GaussianCollection")
@@ -363,15 +363,15 @@ class GaussianCollection(Gallery):
 
     def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
         """See :meth:`Gallery.within`; by a scan of the store, so it is exact for every engine."""
-        found = [Candidates((), torch.empty(0), torch.empty(0), ())] * queries.n
+        found = [Candidates((), np.empty(0), np.empty(0), ())] * queries.n
         for records in self.store.scan():
             distance = self._distances(queries, records, products=True)
             # Products round by about 1e-6 of the largest distance.
-            near = distance <= radius + 1e-5 * distance.abs().amax(1, keepdim=True)
-            for i in near.any(1).nonzero().flatten().tolist():
-                chosen = records.take(near[i].nonzero().flatten().tolist())
+            near = distance <= radius + 1e-5 * np.abs(distance).max(1, keepdims=True)
+            for i in np.flatnonzero(near.any(1)).tolist():
+                chosen = records.take(np.flatnonzero(near[i]).tolist())
                 exact = self._distances(queries[i : i + 1], chosen)[0]
-                inside = (exact <= radius).nonzero().flatten()
+                inside = np.flatnonzero(exact <= radius)
                 part = chosen.take(inside.tolist())
                 both = found[i].joined(Candidates(part.ids, exact[inside], part.uncertainty, part.payloads))
                 found[i] = both.ordered().first(most)
@@ -436,14 +436,19 @@ class GaussianCollection(Gallery):
     def _embeddings(self, records: Records) -> GaussianEmbedding:
         return lowered(records.vectors, records.uncertainty, self.distance, self.centre)
 
-    def _lifted(self, queries: GaussianEmbedding) -> Tensor:
-        return lift_queries(queries, self.distance, centre=self.centre)
+    def _lifted(self, queries: GaussianEmbedding) -> np.ndarray:
+        lifted: np.ndarray = lift_queries(queries, self.distance, centre=self.centre)
+        return lifted
 
-    def _distances(self, queries: GaussianEmbedding, records: Records, *, products: bool = False) -> Tensor:
+    def _distances(self, queries: GaussianEmbedding, records: Records, *, products: bool = False) -> np.ndarray:
         """(n, c) distances, from differences without cancellation, or by matrix products, which are faster."""
-        mode = "use_mm_for_euclid_dist" if products else "donot_use_mm_for_euclid_dist"
-        squared = torch.cdist(self._lifted(queries), records.vectors, compute_mode=mode).square()
-        return squared + query_constant(queries, self.distance).unsqueeze(1)
+        lifted, vectors = self._lifted(queries), records.vectors
+        if products:
+            squared = squared_l2_product(lifted, vectors)
+        else:
+            squared = np.stack([((vectors - one) ** 2).sum(1) for one in lifted])
+        found: np.ndarray = squared + query_constant(queries, self.distance)[:, None]
+        return found
 
     def _gallery_records(self, records: Records) -> GalleryRecords:
         return GalleryRecords(records.ids, self._embeddings(records), records.payloads)

@@ -16,19 +16,16 @@ low variance would lose precision.
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from sfumato.arrays import Array
+from sfumato.arrays import Array, as_numpy, like, n_threads, smallest
 from sfumato.distances import DISTANCES, get_distance
-from sfumato.distances.distance import Distance, Lift, seeded_samples
+from sfumato.distances.distance import Distance, Lift, seeded_samples, squared_l2_of_centred
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import OTHER_SIDE, Side
 from sfumato.metrics.relevance import Relevance
@@ -39,6 +36,9 @@ _PAIRS = 128
 
 T = TypeVar("T")
 
+quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore")
+"""For functions on numbers of users: what overflows is infinite, without a warning."""
+
 
 def distance_blocks(
     queries: GaussianEmbedding,
@@ -47,8 +47,8 @@ def distance_blocks(
     *,
     memory_mb: float = 256.0,
     first: int = 0,
-) -> Iterator[tuple[int, Tensor]]:
-    """Distances of blocks of queries to the whole gallery. queries (n, d), gallery (m, d)."""
+) -> Iterator[tuple[int, Array]]:
+    """Distances of blocks of queries to the whole gallery, of their library. queries (n, d), gallery (m, d)."""
     chosen = get_distance(distance)
     rows = max(1, int(memory_mb * 2**20 / 4 / max(gallery.n, 1)))
     seed, n_samples = chosen.seed, chosen.n_samples
@@ -63,13 +63,12 @@ def distance_blocks(
             yield start, chosen.of_samples(noisy, items)
 
 
-@torch.no_grad()
 def top_k(
     queries: GaussianEmbedding,
     gallery: GaussianEmbedding,
     k: int,
     distance: str | Distance = "csd",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Array, Array]:
     """The k closest gallery items of each query.
 
     Args:
@@ -84,25 +83,31 @@ def top_k(
     Raises:
         ValueError: k < 1, or the distance is unknown.
     """
-    return closest_in_blocks(distance_blocks(queries, gallery, distance), k, queries.n, gallery.n)
+    blocks = (
+        (start, as_numpy(block)) for start, block in distance_blocks(queries.detach(), gallery.detach(), distance)
+    )
+    found, position = closest_in_blocks(blocks, k, queries.n, gallery.n)
+    return like(found, queries.mean), like(position, queries.mean)
 
 
-@torch.no_grad()
-def closest_in_blocks(blocks: Iterable[tuple[int, Tensor]], k: int, n: int, m: int) -> tuple[Tensor, Tensor]:
+def closest_in_blocks(
+    blocks: Iterable[tuple[int, np.ndarray]], k: int, n: int, m: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The k closest gallery items of each query, from blocks of distances."""
     if k < 1:
         raise ValueError(f"top_k: k must be at least 1, got {k}")
     k = min(k, m)
-    parts = [_smallest(block, k) for _, block in blocks] if k else []
+    parts = [(block, smallest(block, k)) for _, block in blocks] if k else []
     if not parts:
-        return torch.empty(n, k), torch.empty(n, k, dtype=torch.long)
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        return np.empty((n, k), np.float32), np.empty((n, k), np.int64)
+    found = [np.take_along_axis(block, place, 1) for block, place in parts]
+    return np.concatenate(found), np.concatenate([place for _, place in parts])
 
 
-@torch.no_grad()
+@quiet
 def closest_candidates(
-    queries: GaussianEmbedding, gallery: GaussianEmbedding, candidates: Tensor, distance: str | Distance = "csd"
-) -> tuple[Tensor, Tensor]:
+    queries: GaussianEmbedding, gallery: GaussianEmbedding, candidates: Array, distance: str | Distance = "csd"
+) -> tuple[Array, Array]:
     """Order each query's candidates by their float64 distances, computed row by row.
 
     queries (n, d), gallery (m, d), candidates (n, c), -1 where one is missing.
@@ -110,13 +115,14 @@ def closest_candidates(
     oriented = get_distance(distance)
     if oriented.sampled:
         raise ValueError(f"closest_candidates: {oriented.name} is sampled, not computed row by row; use top_k")
-    candidates = torch.where(candidates < 0, gallery.n, candidates).sort(dim=1).values
+    given, candidates = candidates, as_numpy(candidates)
+    candidates = np.sort(np.where(candidates < 0, gallery.n, candidates), axis=1)
     there = candidates < gallery.n
-    found = torch.full(candidates.shape, torch.inf, dtype=torch.float64, device=candidates.device)
-    found[there] = pair_distances(queries, gallery, oriented, there.nonzero()[:, 0], candidates[there])
-    found, order = found.sort(dim=1, stable=True)
-    candidates = candidates.gather(1, order)
-    return found, candidates.masked_fill(candidates == gallery.n, -1)
+    found = np.full(candidates.shape, np.inf)
+    found[there] = pair_distances(queries.numpy(), gallery.numpy(), oriented, there.nonzero()[0], candidates[there])
+    order = found.argsort(axis=1, kind="stable")
+    candidates = np.take_along_axis(np.where(there, candidates, -1), order, 1)
+    return like(np.take_along_axis(found, order, 1), given), like(candidates, given)
 
 
 @functools.lru_cache(maxsize=1)
@@ -126,39 +132,34 @@ def _workers(n: int, process: int) -> ThreadPoolExecutor:
     An operation over several cores ends when the slowest of them ends, and a search has many short ones. On a machine
     that does other work it would wait most of the time.
     """
-    pool, met = ThreadPoolExecutor(n, "sfumato-search", torch.set_num_threads, (1,)), threading.Barrier(n)
-    for started in [pool.submit(met.wait) for _ in range(n)]:
-        started.result()
-    torch.set_num_threads(n)  # the threads to come start with the last number that was set
-    return pool
+    return ThreadPoolExecutor(n, "sfumato-search")
 
 
 def in_parallel(work: Callable[[int], T], n: int) -> list[T]:
     """work(0), ..., work(n - 1), each on one core."""
-    if torch.get_num_threads() == 1 or n == 1:
+    if n_threads() == 1 or n == 1:
         return [work(i) for i in range(n)]
-    return list(_workers(torch.get_num_threads(), os.getpid()).map(work, range(n)))
+    return list(_workers(n_threads(), os.getpid()).map(work, range(n)))
 
 
 def pair_distances(
-    queries: GaussianEmbedding, gallery: GaussianEmbedding, distance: Distance, query: Tensor, item: Tensor
-) -> Tensor:
+    queries: GaussianEmbedding, gallery: GaussianEmbedding, distance: Distance, query: np.ndarray, item: np.ndarray
+) -> np.ndarray:
     """Distances of some pairs, by the row form in float64.
 
     queries (n, d), gallery (m, d), query (p,), item (p,) -> (p,).
     """
-    queries, found = queries.to(torch.float64), torch.empty(len(query), dtype=torch.float64, device=query.device)
+    queries, found = queries.to(np.float64), np.empty(len(query))
 
-    @torch.no_grad()
+    @quiet
     def work(number: int) -> None:
         part = slice(number * _PAIRS, (number + 1) * _PAIRS)
-        found[part] = distance.row(queries[query[part]], gallery[item[part]].to(torch.float64))
+        found[part] = distance.row(queries[query[part]], gallery[item[part]].to(np.float64))
 
     in_parallel(work, -(-len(query) // _PAIRS))
     return found
 
 
-@torch.no_grad()
 def rank_relevant(
     queries: GaussianEmbedding,
     gallery: GaussianEmbedding,
@@ -173,87 +174,74 @@ def rank_relevant(
             f"rank_relevant: {queries.n} queries and {gallery.n} gallery items, but a relevance of"
             f" {relevance.n_queries} by {relevance.n_gallery}"
         )
-    blocks = distance_blocks(queries, gallery, distance, first=first)
+    blocks = distance_blocks(queries.detach(), gallery.detach(), distance, first=first)
     parts = [relevant_ranks(block, relevance, start) for start, block in blocks]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
-def _smallest(block: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of each row, ties by position; topk orders ties freely, so rows with ties at k are sorted."""
-    values, index = block.topk(k, dim=1, largest=False)
-    edge = values.amax(1, keepdim=True)
-    index = index.sort(dim=1).values
-    tied = (torch.count_nonzero(block <= edge, dim=1) > k).nonzero().squeeze(1)
-    if len(tied):
-        index[tied] = block[tied].argsort(dim=1, stable=True)[:, :k].sort(dim=1).values
-    values, order = block.gather(1, index).sort(dim=1, stable=True)
-    return values, index.gather(1, order)
 
 
 LIFTED_DISTANCES = tuple(name for name, distance in DISTANCES.items() if distance.lift)
 """The distances that lift; the others are searched in memory alone."""
 
 
-def gallery_centre(gallery: GaussianEmbedding) -> Tensor:
+def gallery_centre(gallery: GaussianEmbedding) -> np.ndarray:
     """Mean of the gallery's means. gallery (m, d) -> (d,)."""
     if gallery.n == 0:
-        return torch.zeros(gallery.d, device=gallery.device)
-    found: Tensor = gallery.mean.double().mean(0).float()
-    return found
+        return np.zeros(gallery.d, np.float32)
+    centre: np.ndarray = as_numpy(gallery.mean).mean(0, dtype=np.float64).astype(np.float32)
+    return centre
 
 
 def lifted_dim(d: int, distance: str = "csd") -> int:
     """Dimensions of lifted vectors."""
-    one = GaussianEmbedding.point(torch.zeros(1, d))
+    one = GaussianEmbedding.point(np.zeros((1, d), np.float32))
     return d + int(_lift(distance).gallery(one).shape[1])
 
 
-def lift_gallery(gallery: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
+def lift_gallery(gallery: GaussianEmbedding, distance: str = "csd", *, centre: Array = None) -> Array:
     """Vectors to store in an engine. gallery (m, d), centre (d,) -> (m, e)."""
-    return torch.cat([_centred(gallery, centre), _lift(distance).gallery(gallery).float()], dim=1)
+    return _beside_means(gallery, _lift(distance).gallery, centre)
 
 
-def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: Tensor | None = None) -> Tensor:
+def lift_queries(queries: GaussianEmbedding, distance: str = "csd", *, centre: Array = None) -> Array:
     """Vectors to search with; their squared L2 to :func:`lift_gallery` plus :func:`query_constant` is the distance.
 
     queries (n, d), centre (d,) -> (n, e).
     """
-    return torch.cat([_centred(queries, centre), _lift(distance).query(queries).float()], dim=1)
+    return _beside_means(queries, _lift(distance).query, centre)
 
 
-def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Tensor:
+def query_constant(queries: GaussianEmbedding, distance: str = "csd") -> Array:
     """The difference between the distance and the squared L2 of lifted vectors. queries (n, d) -> (n,)."""
-    found: Tensor = _lift(distance).constant(queries).float()
-    return found
+    return like(as_numpy(_lift(distance).constant(queries.numpy())).astype(np.float32), queries.mean)
 
 
 @dataclass(frozen=True, eq=False)
 class LiftedGallery:
     """A lifted gallery for exact search by many queries: a block of distances is one matrix product and a sum."""
 
-    vectors: Tensor  # (m, e) of :func:`lift_gallery`, about the centre
-    squares: Tensor  # (m,) their squared lengths
+    vectors: Array  # (m, e) of :func:`lift_gallery`, about the centre
+    squares: Array  # (m,) their squared lengths
     distance: str  # one of LIFTED_DISTANCES
-    centre: Tensor  # (d,)
+    centre: Array  # (d,)
 
     @classmethod
-    def of(cls, vectors: Tensor, distance: str, centre: Tensor) -> "LiftedGallery":
+    def of(cls, vectors: Array, distance: str, centre: Array) -> "LiftedGallery":
         """From the vectors of :func:`lift_gallery`. vectors (m, e), centre (d,)."""
-        return cls(vectors, vectors.square().sum(1), distance, centre)
+        return cls(vectors, (vectors**2).sum(1), distance, centre)
 
-    def distance_blocks(self, queries: GaussianEmbedding, *, memory_mb: float = 256.0) -> Iterator[tuple[int, Tensor]]:
+    def distance_blocks(self, queries: GaussianEmbedding, *, memory_mb: float = 256.0) -> Iterator[tuple[int, Array]]:
         """Distances of blocks of queries to the whole gallery. queries (n, d)."""
         rows = max(1, int(memory_mb * 2**20 / 4 / max(len(self.vectors), 1)))
         vectors = lift_queries(queries, self.distance, centre=self.centre)
         constant = query_constant(queries, self.distance)
         for start in range(0, queries.n, rows):
             part = vectors[start : start + rows]
-            squared = torch.addmm(self.squares, part, self.vectors.T, alpha=-2)
-            squared += part.square().sum(1, keepdim=True)
-            yield start, squared.clamp_min_(0).add_(constant[start : start + rows].unsqueeze(1))
+            squared = squared_l2_of_centred(part, self.vectors, (part**2).sum(1), self.squares)
+            squared += constant[start : start + rows, None]
+            yield start, squared
 
 
-def lowered(vectors: Tensor, total_variance: Tensor, distance: str, centre: Tensor) -> GaussianEmbedding:
+def lowered(vectors: np.ndarray, total_variance: np.ndarray, distance: str, centre: np.ndarray) -> GaussianEmbedding:
     """Embeddings that have the same distances as the original embeddings before lifting.
 
     vectors (n, e), total_variance (n,), centre (d,) -> (n, d).
@@ -261,9 +249,10 @@ def lowered(vectors: Tensor, total_variance: Tensor, distance: str, centre: Tens
     _lift(distance)
     d = len(centre)
     mean = vectors[:, :d] + centre
-    if distance == "wasserstein2":
-        return GaussianEmbedding(mean, 2 * vectors[:, d:].log())
-    return GaussianEmbedding(mean, (total_variance / d).log().unsqueeze(1).expand(-1, d).contiguous())
+    with np.errstate(divide="ignore"):  # Of points.
+        if distance == "wasserstein2":
+            return GaussianEmbedding(mean, 2 * np.log(vectors[:, d:]))
+        return GaussianEmbedding(mean, np.repeat(np.log(total_variance / d)[:, None], d, axis=1))
 
 
 def _lift(distance: str) -> Lift:
@@ -276,11 +265,14 @@ def _lift(distance: str) -> Lift:
     return lift
 
 
-def _centred(embeddings: GaussianEmbedding, centre: Array | None) -> Array:
-    if centre is None:
-        return embeddings.mean.float()
-    if centre.shape != (embeddings.d,):
-        raise ValueError(f"lifting: centre must have shape ({embeddings.d},), got {tuple(centre.shape)}")
-    if embeddings.dtype == torch.float64:
-        return (embeddings.mean - centre.to(embeddings.mean)).float()
-    return embeddings.mean.float() - centre
+def _beside_means(
+    embeddings: GaussianEmbedding, columns: Callable[[GaussianEmbedding], Array], centre: Array | None
+) -> Array:
+    """(n, e) means about a centre, and columns beside them, in float32."""
+    own = embeddings.numpy()
+    if centre is not None and centre.shape != (own.d,):
+        raise ValueError(f"lifting: centre must have shape ({own.d},), got {tuple(centre.shape)}")
+    wide = own.mean if own.dtype == np.float64 else own.mean.astype(np.float32, copy=False)
+    means = wide if centre is None else wide - as_numpy(centre)
+    vectors = np.concatenate([means.astype(np.float32), as_numpy(columns(own)).astype(np.float32)], axis=1)
+    return like(vectors, embeddings.mean)

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.numpy import load_file, save_file
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError, first_line, refuse_newer
@@ -42,11 +42,13 @@ _MISFITS = (
 )  # fmt: skip
 
 
-def write_settings(folder: Path, settings: Mapping[str, Any], centre: Tensor, calibration: Calibration | None) -> None:
+def write_settings(
+    folder: Path, settings: Mapping[str, Any], centre: np.ndarray, calibration: Calibration | None
+) -> None:
     """Write the settings beside what the store has put into the folder. centre (d,)."""
     data = folder / f"data-{secrets.token_hex(8)}"
     data.mkdir(parents=True)
-    save_file({"centre": centre.contiguous()}, data / _CENTRE)
+    save_file({"centre": np.ascontiguousarray(centre)}, data / _CENTRE)
     if calibration is not None:
         calibration.save(data / _CALIBRATION)
     files, mode = {}, data.stat().st_mode & 0o666  # safetensors makes files that only their owner can read.
@@ -75,7 +77,7 @@ def change_metadata(folder: Path, changes: Callable[[dict[str, Any]], Mapping[st
     return metadata
 
 
-def read_settings(folder: Path) -> tuple[dict[str, Any], Tensor, Calibration | None]:
+def read_settings(folder: Path) -> tuple[dict[str, Any], np.ndarray, Calibration | None]:
     """The settings, the centre (d,) and the calibration; a ValueError says what is damaged."""
     manifest = _read_manifest(folder)
     data, settings = folder / manifest["data"], manifest["about"]

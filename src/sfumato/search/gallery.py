@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from sfumato.arrays import Array
 from sfumato.calibration.calibrator import QueryContext, Scorer
@@ -62,7 +61,7 @@ class Gallery(ABC):
     distance: str
     """Name in DISTANCES."""
 
-    centre: Tensor
+    centre: np.ndarray
     """(d,) point that lifted vectors are relative to."""
 
     metadata: dict[str, Any]
@@ -127,7 +126,6 @@ class Gallery(ABC):
     def count(self, filter: Filter) -> int:
         """Number of items that a search with a filter may find."""
 
-    @torch.no_grad()
     def expected_matches(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[float]:
         """The expected number of matches of each query: the sum of the match probabilities over the gallery.
 
@@ -150,8 +148,8 @@ class Gallery(ABC):
                 continue
             found = self._near(some, filter)
             distance, context = padded(found), self._context(some, found)
-            outside = torch.cat([sample.without(each.ids) for each in found])
-            head = scorer.match_probability(distance, n, context).masked_fill(distance.isinf(), 0)
+            outside = np.concatenate([sample.without(each.ids) for each in found])
+            head = np.where(np.isinf(distance), 0, scorer.match_probability(distance, n, context))
             sums += estimated_sums(head, scorer.match_probability(block, n, context), outside, n)
         return sums
 
@@ -192,7 +190,7 @@ class Gallery(ABC):
         agreeing = [] if sample.whole else self.texts.closest(asked.vectors, self.n_exact, filter)
         found = list[Ranked]()
         for start, block in sample.blocks(queries):
-            for i, usual in enumerate(block.split(1), start):
+            for i, usual in enumerate(block[:, None], start):
                 if sample.whole:
                     found.append(asked.ranked(i, usual, sample.candidates(usual[0]), own, k, by_distance=by_distance))
                     continue
@@ -234,7 +232,6 @@ class Gallery(ABC):
         """Release files and connections; nothing by default."""
         return None
 
-    @torch.no_grad()
     def search(
         self,
         queries: GaussianEmbedding,
@@ -278,7 +275,7 @@ class Gallery(ABC):
             None if each is None else self._hits(each.first(options.max_set), n, context[i])
             for i, each in enumerate(inside)
         ]
-        others = queries[torch.tensor([each.expected is None for each in found], dtype=torch.bool)]
+        others = queries[np.array([each.expected is None for each in found], bool)]
         sums, answers = iter(self.expected_matches(others, options.filter)), list[Answer]()
         for i, (one, each) in enumerate(zip(about, found, strict=True)):
             calibrated, total = self.calibrated and one.native, each.expected
@@ -337,9 +334,9 @@ class Gallery(ABC):
         found = dict[int, Ranked]()
         if asked:
             rows, forms = zip(*asked, strict=True)
-            found = dict(zip(rows, self._by_texts(queries[torch.tensor(rows)], forms, k, options, n), strict=False))
+            found = dict(zip(rows, self._by_texts(queries[np.array(rows)], forms, k, options, n), strict=False))
         others = [i for i in range(queries.n) if i not in found]
-        some = queries[torch.tensor(others, dtype=torch.long)]
+        some = queries[np.array(others, np.int64)]
         near = self.closest(some, max(k, self.scorer.n_nearest), options.filter) if others else []
         context = self._context(some, near)  # That of all queries where a guarantee is asked for.
         for row, (i, closest) in enumerate(zip(others, near, strict=True)):
@@ -362,7 +359,7 @@ class Gallery(ABC):
     def _usual_distance(self) -> float:
         """The mean squared distance of the means of two items."""
         mean = self.sample(1000).embeddings.mean
-        return float(2 * (mean - mean.mean(0)).square().sum(1).mean())
+        return float(2 * ((mean - mean.mean(0)) ** 2).sum(1).mean())
 
     def _folded(self, found: Ranked, k: int, limit: float) -> Ranked:
         records = self.get([hit.id for hit in found.kept])
@@ -381,7 +378,7 @@ class Gallery(ABC):
     def _context(self, queries: GaussianEmbedding, found: Sequence[Candidates]) -> QueryContext:
         """The context of queries by their closest items."""
 
-        def first(columns: Tensor) -> GaussianEmbedding:
+        def first(columns: np.ndarray) -> GaussianEmbedding:
             nothing = queries[:1]
             return GaussianEmbedding.cat([each.closest if each.closest is not None else nothing for each in found])
 
@@ -408,7 +405,7 @@ class Gallery(ABC):
                 f"search: queries have {queries.d} dimensions, the index has {self.d}; embed both with one model"
             )
         check_finite(queries, "search")
-        return queries.detach().to("cpu").to(torch.float32)
+        return queries.numpy().to(np.float32)
 
     def _hits(self, found: Candidates, n_gallery: int, context: QueryContext) -> tuple[Hit, ...]:
         probability = self.scorer.match_probability(found.distance, n_gallery, context)

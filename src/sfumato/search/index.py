@@ -20,9 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from sfumato.arrays import Array, like
 from sfumato.calibration.calibrator import Calibration, Scorer
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
@@ -31,7 +31,15 @@ from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, with_margin
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
-from sfumato.search.exact import LiftedGallery, closest_candidates, distance_blocks, gallery_centre, lift_gallery, top_k
+from sfumato.search.exact import (
+    LiftedGallery,
+    closest_candidates,
+    distance_blocks,
+    gallery_centre,
+    lift_gallery,
+    quiet,
+    top_k,
+)
 from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.screening import Screen
 from sfumato.search.stores.protocol import Filter, Records, beside
@@ -65,7 +73,7 @@ class GaussianIndex(Gallery):
     logit_bias: float
     payload: dict[str, tuple[str, ...]]
     metadata: dict[str, Any]
-    centre: Tensor
+    centre: np.ndarray
     calibration: Calibration | None = None
     direction: Direction = "t2i"
     n_exact = 64
@@ -111,12 +119,12 @@ class GaussianIndex(Gallery):
             scorer = Scorer(logit_scale, calibration.logit_bias, calibration, direction)
             logit_bias = calibration.logit_bias + scorer.prior_shift(len(ids))
         _check_settings(distance, logit_scale, logit_bias)
-        if get_distance(distance).needs_variance and torch.isneginf(embeddings.log_var).any():
+        if get_distance(distance).needs_variance and (embeddings.log_var == -math.inf).any():
             raise ValueError(
                 f"GaussianIndex: {distance} needs positive variances, got points; use csd, squared_l2 or wasserstein2"
             )
         notes = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
-        embeddings = embeddings.detach().to("cpu").to(torch.float32)
+        embeddings = embeddings.numpy().to(np.float32)
         return cls(
             embeddings, ids, distance, float(logit_scale), float(logit_bias), texts, notes, gallery_centre(embeddings),
             calibration, direction,
@@ -156,13 +164,13 @@ class GaussianIndex(Gallery):
     def within(self, queries: GaussianEmbedding, radius: float, *, most: int | None = None) -> list[Candidates]:
         """See :meth:`Gallery.within`."""
         if self._lifts:
-            return [self._found(d[:most].float(), p[:most]) for d, p in self._screen.within(queries, radius)]
+            return [self._found(d[:most].astype(np.float32), p[:most]) for d, p in self._screen.within(queries, radius)]
         found = []
         for start, block in distance_blocks(queries, self.embeddings, self.oriented_distance):
             # Products of matrices round by about 1e-6 of the largest distance.
-            near = block <= radius + 1e-5 * block.abs().amax(1, keepdim=True)
+            near = block <= radius + 1e-5 * np.abs(block).max(1, keepdims=True)
             for i, row in enumerate(near, start):
-                candidates, query = row.nonzero().T, queries[i : i + 1]
+                candidates, query = np.flatnonzero(row)[None], queries[i : i + 1]
                 distance, position = closest_candidates(query, self.embeddings, candidates, self.oriented_distance)
                 inside = distance[0] <= radius
                 found.append(self._found(distance[0][inside][:most], position[0][inside][:most]))
@@ -170,16 +178,15 @@ class GaussianIndex(Gallery):
 
     def get(self, ids: Sequence[str]) -> GalleryRecords:
         """See :meth:`Gallery.get`."""
-        return self._gallery_records([self._position[i] for i in ids if i in self._position])
+        return self._gallery_records(np.array([self._position[i] for i in ids if i in self._position], np.int64))
 
     def sample(self, n: int, *, seed: int = 0) -> GalleryRecords:
         """See :meth:`Gallery.sample`; in the order of the gallery."""
-        chosen = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:n]
-        return self._gallery_records(chosen.sort().values.tolist())
+        chosen = np.random.default_rng(seed).permutation(len(self))[:n]
+        return self._gallery_records(np.sort(chosen))
 
-    @torch.no_grad()
-    def nearest(self, queries: GaussianEmbedding, k: int = 10) -> tuple[Tensor, Tensor]:
-        """The results of :meth:`search` as tensors.
+    def nearest(self, queries: GaussianEmbedding, k: int = 10) -> tuple[Array, Array]:
+        """The results of :meth:`search` as arrays, or tensors for queries that are tensors.
 
         Args:
             queries: (n, d) embeddings; any floating dtype and device.
@@ -188,9 +195,13 @@ class GaussianIndex(Gallery):
         Returns:
             ((n, k) float32 distances ascending, (n, k) positions in `ids`).
         """
-        return self._nearest(self.checked(queries, k), k)
+        distance, position = self._nearest(self.checked(queries, k), k)
+        return like(distance, queries.mean), like(position, queries.mean)
 
-    def _nearest(self, queries: GaussianEmbedding, k: int, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    @quiet
+    def _nearest(
+        self, queries: GaussianEmbedding, k: int, chosen: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """:meth:`nearest` among all items, or exactly among those at some ascending positions."""
         n = len(self) if chosen is None else len(chosen)
         k, c = min(k, n), min(n, with_margin(k))
@@ -203,8 +214,8 @@ class GaussianIndex(Gallery):
             found = found if chosen is None else chosen[found]
             distance, found = closest_candidates(queries, self.embeddings, found, self.oriented_distance)
         else:
-            distance, found = torch.empty(queries.n, 0), torch.empty(queries.n, 0, dtype=torch.long)
-        return distance[:, :k].float(), found[:, :k]
+            distance, found = np.empty((queries.n, 0)), np.empty((queries.n, 0), np.int64)
+        return distance[:, :k].astype(np.float32), found[:, :k]
 
     def ids_after(self, after: str, n: int) -> list[str]:
         """See :meth:`Gallery.ids_after`."""
@@ -221,12 +232,12 @@ class GaussianIndex(Gallery):
         return sorted(self.ids)
 
     @cached_property
-    def _uncertainty(self) -> Tensor:
+    def _uncertainty(self) -> np.ndarray:
         """(m,) total variances, computed once."""
-        found: Tensor = self.embeddings.total_variance
+        found: np.ndarray = self.embeddings.total_variance
         return found
 
-    def _found(self, distance: Tensor, position: Tensor) -> Candidates:
+    def _found(self, distance: np.ndarray, position: np.ndarray) -> Candidates:
         """(c,) distances and positions of items as candidates."""
         positions = position.tolist()
         return Candidates(
@@ -237,22 +248,22 @@ class GaussianIndex(Gallery):
             self.embeddings[position[:1]] if positions and self.scorer.reference is not None else None,
         )
 
-    def _gallery_records(self, positions: list[int]) -> GalleryRecords:
-        found = self._found(torch.empty(0), torch.tensor(positions, dtype=torch.long))
-        return GalleryRecords(found.ids, self.embeddings[torch.tensor(positions, dtype=torch.long)], found.payloads)
+    def _gallery_records(self, positions: np.ndarray) -> GalleryRecords:
+        found = self._found(np.empty(0), positions)
+        return GalleryRecords(found.ids, self.embeddings[positions], found.payloads)
 
-    def _fitting(self, filter: Filter) -> Tensor:
+    def _fitting(self, filter: Filter) -> np.ndarray:
         """Positions of the items that a filter accepts, ascending."""
-        fits = torch.ones(len(self), dtype=torch.bool)
+        fits = np.ones(len(self), bool)
         if filter.max_uncertainty is not None:
             fits &= self._uncertainty <= filter.max_uncertainty
         for name, values in filter.where.items():
             wanted, column = frozenset(values), self.payload.get(name, ())
-            fits &= torch.tensor([value in wanted for value in column]) if column else torch.tensor(False)
+            fits &= np.array([value in wanted for value in column]) if column else False
         for name in filter.ranges:
             one, column = Filter(ranges={name: filter.ranges[name]}), self.payload.get(name, ())
-            fits &= torch.tensor([one.accepts({name: v}, 0.0) for v in column]) if column else torch.tensor(False)
-        return fits.nonzero().squeeze(1)
+            fits &= np.array([one.accepts({name: v}, 0.0) for v in column]) if column else False
+        return np.flatnonzero(fits)
 
     @property
     def _lifts(self) -> bool:
@@ -266,16 +277,16 @@ class GaussianIndex(Gallery):
     @cached_property
     def _sample(self) -> SampledItems:
         """:meth:`_sampled` of all items."""
-        return self._sample_of(torch.arange(len(self)))
+        return self._sample_of(np.arange(len(self)))
 
     def _sampled(self, n: int, filter: Filter | None) -> SampledItems:
         return self._sample if filter is None else self._sample_of(self._fitting(filter))
 
-    def _sample_of(self, positions: Tensor) -> SampledItems:
+    def _sample_of(self, positions: np.ndarray) -> SampledItems:
         """All the ascending positions or a sample of them, drawn with seed 0, prepared for distances by products."""
         chosen, n = positions, len(positions)
         if n > N_WHOLE:
-            chosen = positions[torch.randperm(n, generator=torch.Generator().manual_seed(0))[:_SAMPLE].sort().values]
+            chosen = np.sort(np.random.default_rng(0).permutation(positions)[:_SAMPLE])
         part = self.embeddings[chosen]
         ids = tuple(self.ids[j] for j in chosen.tolist())
         if self._lifts:
@@ -305,7 +316,7 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
                 " values"
             )
     check_finite(embeddings, "GaussianIndex")
-    if not torch.isfinite(embeddings.total_variance.float()).all():
+    if not np.isfinite(embeddings.numpy().total_variance.astype(np.float32)).all():
         raise ValueError("GaussianIndex: a total variance overflows float32; the model may have diverged")
 
 

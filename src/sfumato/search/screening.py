@@ -10,19 +10,20 @@ which are known:
 
     |<x, r> - <x', r'>| <= ||x|| ||r - r'|| + ||x - x'|| ||r'||
 
-plus the rounding of the product itself, which is exact for int8. The items whose lower bound does not exceed the k-th
-smallest upper bound contain the k closest. Their distances are computed anew in float64 by differences. So the result
-is that of float64 over all items, whatever the data: bad data make the bounds leave more items, never wrong ones.
+plus the rounding of the product itself, which is exact for integers. The items whose lower bound does not exceed the
+k-th smallest upper bound contain the k closest. Their distances are computed anew in float64 by differences. So the
+result is that of float64 over all items, whatever the data: bad data leave more items, never wrong ones.
 """
 
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from sfumato.arrays import n_threads
 from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.blocks import (
@@ -37,7 +38,7 @@ from sfumato.search.blocks import (
     product_dtype,
     sum_error,
 )
-from sfumato.search.exact import in_parallel, pair_distances
+from sfumato.search.exact import in_parallel, pair_distances, quiet
 
 _GROUP = 16
 """Rows whose smallest bound is compared at first."""
@@ -57,7 +58,7 @@ _MANY_PAIRS = 2**22
 _HUGE = 1e37
 """Products above this may overflow float32; bounds then exclude nothing."""
 
-Found = list[tuple[Tensor, Tensor]]
+Found = list[tuple[np.ndarray, np.ndarray]]
 """For each query the (c,) float64 distances and the positions of items, closest first, equal ones by position."""
 
 
@@ -65,21 +66,21 @@ Found = list[tuple[Tensor, Tensor]]
 class _Relative:
     """Some queries relative to a centre."""
 
-    query: Tensor  # (b,) their positions among the queries of the pass
-    coded: Tensor  # (b, e) in the dtype of the products
-    scale: Tensor  # (b,) float32 factors of the codes
-    length: Tensor  # (b,) float64 lengths
-    rounding: Tensor  # (b,) float64 lengths of what coding rounded away
+    query: np.ndarray  # (b,) their positions among the queries of the pass
+    coded: np.ndarray  # (b, e) int8 codes, or float32
+    scale: np.ndarray  # (b,) float32 factors of the codes
+    length: np.ndarray  # (b,) float64 lengths
+    rounding: np.ndarray  # (b,) float64 lengths of what coding rounded away
 
     @classmethod
-    def of(cls, vectors: Tensor, block: Block) -> "_Relative":
-        away = vectors - block.centre.double()
-        coded, scale = codes_of(away, block.coded.dtype, largest_code())
-        lost = torch.linalg.vector_norm(away - coded.double() * scale, dim=1)
-        length = torch.linalg.vector_norm(away, dim=1)
-        return cls(torch.arange(len(vectors)), coded, scale.squeeze(1), length, lost)
+    def of(cls, vectors: np.ndarray, block: Block) -> "_Relative":
+        away, dtype = vectors - block.centre.astype(np.float64), block.coded.dtype
+        kind = dtype if dtype.kind == "f" else np.dtype(np.int8)
+        coded, scale = codes_of(away, kind, largest_code(dtype) if dtype.kind != "f" else 0)
+        lost, length = (np.linalg.norm(part, axis=1) for part in (away - coded.astype(np.float64) * scale, away))
+        return cls(np.arange(len(vectors)), coded, scale[:, 0], length, lost)
 
-    def take(self, rows: Tensor) -> "_Relative":
+    def take(self, rows: np.ndarray) -> "_Relative":
         return _Relative(*(getattr(self, one.name)[rows] for one in fields(self)))
 
 
@@ -87,16 +88,16 @@ class _Relative:
 class _Pairs:
     """Pairs of a query and an item, with bounds of distance - constant(query); all (p,)."""
 
-    query: Tensor
-    item: Tensor
-    lower: Tensor
-    upper: Tensor
+    query: np.ndarray
+    item: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
 
     @staticmethod
     def cat(parts: "list[_Pairs]") -> "_Pairs":
-        return _Pairs(*(torch.cat([getattr(p, n) for p in parts]) for n in ("query", "item", "lower", "upper")))
+        return _Pairs(*(np.concatenate([getattr(p, n) for p in parts]) for n in ("query", "item", "lower", "upper")))
 
-    def take(self, chosen: Tensor) -> "_Pairs":
+    def take(self, chosen: np.ndarray) -> "_Pairs":
         return _Pairs(self.query[chosen], self.item[chosen], self.lower[chosen], self.upper[chosen])
 
     def __len__(self) -> int:
@@ -106,7 +107,7 @@ class _Pairs:
 class _Pending:
     """The pairs that a pass has found, from several threads; with k, those whose lower bound is in reach."""
 
-    def __init__(self, reach: Tensor, k: int | None) -> None:
+    def __init__(self, reach: np.ndarray, k: int | None) -> None:
         self.reach, self.too_many, self._k = reach, False, k
         self._parts, self._size, self._pruned, self._lock = list[_Pairs](), 0, 0, threading.Lock()
 
@@ -122,40 +123,40 @@ class _Pending:
 
     def pairs(self) -> _Pairs:
         """Those in reach, which falls to the k-th smallest upper bound."""
-        none, nothing = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.float64)
+        none, nothing = np.empty(0, np.int64), np.empty(0)
         pairs = _Pairs.cat([_Pairs(none, none, nothing, nothing), *self._parts])
         if self._k is None:
             return pairs
         self.reach = _reduced(self.reach, pairs, self._k)
-        return pairs.take((~(pairs.lower > self.reach[pairs.query])).nonzero().squeeze(1))
+        return pairs.take(np.flatnonzero(~(pairs.lower > self.reach[pairs.query])))
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """Queries that are compared with all items of some blocks."""
 
-    vectors: Tensor  # (n, e) float64 lifted queries
-    constant: Tensor  # (n,) float64 differences between a distance and the squared L2 of lifted vectors
+    vectors: np.ndarray  # (n, e) float64 lifted queries
+    constant: np.ndarray  # (n,) float64 differences between a distance and the squared L2 of lifted vectors
     blocks: Callable[[], Iterable[Block]]
-    exact: Callable[[Tensor, Tensor], Tensor]  # (p,) float64 distances of pairs, from their queries and items
+    exact: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (p,) float64, of pairs of a query and an item
 
-    def closest(self, k: int, reach: Callable[[Tensor], Tensor] | None = None) -> Found:
+    def closest(self, k: int, reach: Callable[[np.ndarray], np.ndarray] | None = None) -> Found:
         """The k closest items of each query, or all if there are fewer.
 
         reach: from (b, e) queries, (b,) bounds of their k-th distances less the constant; infinite if None.
         """
         found, step = Found(), max(1, min(_QUERIES, _MANY_PAIRS // (8 * k)))
         for part in self._parts(step):
-            far = torch.full_like(part.constant, torch.inf) if reach is None else reach(part.vectors)
+            far = np.full_like(part.constant, np.inf) if reach is None else reach(part.vectors)
             found += part._closest(far, k)
         return found
 
-    def within(self, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
+    def within(self, radius: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All items of each query whose distance, rounded to float32, is at most a radius."""
         for part in self._parts(_QUERIES):
             yield from part._within(radius)
 
-    def ranked(self, query: Tensor, item: Tensor, k: int) -> Found:
+    def ranked(self, query: np.ndarray, item: np.ndarray, k: int) -> Found:
         """The k closest of some pairs, which are given once each. query (p,), item (p,)."""
         return self._split(query, self.exact(query, item), item, k)
 
@@ -164,60 +165,60 @@ class Comparison:
             part, exact = slice(start, start + step), functools.partial(self._exact_from, start)
             yield replace(self, vectors=self.vectors[part], constant=self.constant[part], exact=exact)
 
-    def _exact_from(self, start: int, query: Tensor, item: Tensor) -> Tensor:
+    def _exact_from(self, start: int, query: np.ndarray, item: np.ndarray) -> np.ndarray:
         return self.exact(query + start, item)
 
+    @quiet
     def _within(self, radius: float) -> Found:
-        limit = torch.full_like(self.constant, radius) + 2**-22 * abs(radius) + 2**-149
-        pairs = self.pairs(limit - self.constant + _wide_error(self._e) * (limit.abs() + self.constant), None)
+        limit = np.full_like(self.constant, radius) + 2**-22 * abs(radius) + 2**-149
+        pairs = self.pairs(limit - self.constant + _wide_error(self._e) * (np.abs(limit) + self.constant), None)
         if pairs is None:
             return [one for half in self._parts(-(-len(self.vectors) // 2)) for one in half._within(radius)]
         found = self.exact(pairs.query, pairs.item)
-        inside = found.float() <= radius
+        inside = found.astype(np.float32) <= radius
         return self._split(pairs.query[inside], found[inside], pairs.item[inside], None)
 
-    def _closest(self, reach: Tensor, k: int) -> Found:
+    @quiet
+    def _closest(self, reach: np.ndarray, k: int) -> Found:
         pairs, n = self.pairs(reach, k), len(self.vectors)
         if pairs is None:
-            halves = zip(self._parts(-(-n // 2)), reach.split(-(-n // 2)), strict=True)
+            halves = zip(self._parts(-(-n // 2)), (reach[: -(-n // 2)], reach[-(-n // 2) :]), strict=False)
             return [one for half, far in halves for one in half._closest(far, k)]
         if len(pairs) <= 4 * k * n:
             return self.ranked(pairs.query, pairs.item, k)
         # The k lowest bounds first: their distances exclude most of the others.
         pairs = pairs.take(_sorted_by(pairs.query, pairs.lower))
-        counts = torch.bincount(pairs.query, minlength=n)
-        first = _places(pairs.query, counts) < k
-        found = torch.full((len(pairs),), torch.inf, dtype=torch.float64)
+        first = _places(pairs.query, np.bincount(pairs.query, minlength=n)) < k
+        found, far = np.full(len(pairs), np.inf), np.full(n, -np.inf)
         found[first] = self.exact(pairs.query[first], pairs.item[first])
-        far = torch.full((n,), -torch.inf, dtype=torch.float64)
-        far = far.scatter_reduce(0, pairs.query[first], found[first], "amax")
+        np.maximum.at(far, pairs.query[first], found[first])
         far = far - self.constant + _wide_error(self._e) * (far + self.constant)
         rest = ~first & ~(pairs.lower > far[pairs.query])
         found[rest] = self.exact(pairs.query[rest], pairs.item[rest])
         kept = first | rest
         return self._split(pairs.query[kept], found[kept], pairs.item[kept], k)
 
-    def _split(self, query: Tensor, distance: Tensor, item: Tensor, k: int | None) -> Found:
+    def _split(self, query: np.ndarray, distance: np.ndarray, item: np.ndarray, k: int | None) -> Found:
         """The first k of each query, or all."""
         order = _sorted_by(distance, item)
-        order = order[query[order].argsort(stable=True)]
-        counts = torch.bincount(query, minlength=len(self.vectors))
+        order = order[query[order].argsort(kind="stable")]
+        counts = np.bincount(query, minlength=len(self.vectors))
         if k is not None:
-            order, counts = order[_places(query[order], counts) < k], counts.clamp_max(k)
-        return list(zip(distance[order].split(counts.tolist()), item[order].split(counts.tolist()), strict=True))
+            order, counts = order[_places(query[order], counts) < k], np.minimum(counts, k)
+        ends = counts.cumsum()[:-1]
+        return list(zip(np.split(distance[order], ends), np.split(item[order], ends), strict=True))
 
-    def pairs(self, reach: Tensor, k: int | None) -> _Pairs | None:
+    def pairs(self, reach: np.ndarray, k: int | None) -> _Pairs | None:
         """The pairs whose lower bound is within reach, or None if they are too many for several queries at once.
 
         With k the reach falls to the k-th smallest upper bound.
         """
-        b, threads = len(self.vectors), torch.get_num_threads()
-        step = max(2048, _BLOCK // max(64, b))
+        step = max(2048, _BLOCK // max(64, len(self.vectors)))
         slices, reading, pending = self._slices(step), threading.Lock(), _Pending(reach, k)
 
-        @torch.no_grad()
+        @quiet
         def work(number: int) -> None:
-            last, relative, products = None, None, torch.empty(0)
+            last, relative = None, None
             while not pending.too_many:
                 with reading:
                     block, rows = next(slices, (None, slice(0)))
@@ -225,14 +226,11 @@ class Comparison:
                     break
                 if relative is None or block is not last:
                     last, relative = block, _Relative.of(self.vectors, block)
-                kind = torch.int32 if block.coded.dtype == torch.int8 else block.coded.dtype
-                if products.dtype != kind or not len(products):
-                    products = torch.empty(step * b, dtype=kind)
-                found = self._survivors(block, rows, relative, pending.reach, products)
+                found = self._survivors(block, rows, relative, pending.reach)
                 if found is not None:
                     pending.add(found)
 
-        in_parallel(work, threads)
+        in_parallel(work, n_threads())
         return None if pending.too_many else pending.pairs()
 
     def _slices(self, step: int) -> Iterator[tuple[Block, slice]]:
@@ -244,67 +242,59 @@ class Comparison:
                 yield block, slice(start, min(start + n, end))
                 start, n = start + n, min(4 * n, step)
 
-    def _survivors(
-        self, block: Block, rows: slice, relative: _Relative, reach: Tensor, products: Tensor
-    ) -> _Pairs | None:
+    def _survivors(self, block: Block, rows: slice, relative: _Relative, reach: np.ndarray) -> _Pairs | None:
         """The pairs of some rows of a block whose lower bound is within reach; None if there are none."""
-        longest, rounding = float(block.length[rows].amax()), float(block.rounding[rows].amax())
-        weight, scale, square = block.weight[rows], block.scale[rows], relative.length.square()
+        longest, rounding = float(block.length[rows].max()), float(block.rounding[rows].max())
+        weight, scale, square = block.weight[rows], block.scale[rows], relative.length**2
         apart = square + float(weight[0]) - 2 * relative.length * (longest + rounding)
         apart -= 1e-6 * (square + float(weight[-1])) + 2**-20 * relative.length * longest
-        wanted = (~(apart > reach)).nonzero().squeeze(1)
+        wanted = np.flatnonzero(~(apart > reach))
         if not len(wanted):
             return None
         if len(wanted) < len(reach):
             relative, square, reach = relative.take(wanted), square[wanted], reach[wanted]
         error = self._error(relative, longest, rounding)
         limit = reach - square + error
-        limit += 2**-20 * limit.abs()
-        limit = torch.where(longest * (relative.length + longest) < _HUGE, limit, torch.inf).float()
-        product, lost = _products(block.coded[rows], relative.coded, products), _output_error(block.coded.dtype)
+        limit += 2**-20 * np.abs(limit)
+        limit = np.where(longest * (relative.length + longest) < _HUGE, limit, np.inf).astype(np.float32)
+        product = _products(block.coded[rows], relative.coded)
         # Weight - 2 * product <= limit needs a large product, and the largest of a group comes first.
-        gap = weight[::_GROUP].unsqueeze(1) - limit
-        largest = torch.nn.functional.max_pool1d(scale[None], _GROUP, ceil_mode=True).T
-        least = gap * (0.5 - 2**-20) * (1 - lost) / largest / relative.scale
-        least = torch.where(gap > 0, least, -torch.inf)
-        group, query = (~(product.amax(1).float() < least)).nonzero(as_tuple=True)
+        gap = weight[::_GROUP, None] - limit
+        largest = np.maximum.reduceat(scale, np.arange(0, len(scale), _GROUP))[:, None]
+        least = np.where(gap > 0, gap * np.float32(0.5 - 2**-20) / largest / relative.scale, -np.inf)
+        group, query = np.nonzero(~(product.max(1) < least))
         if not len(group):
             return None
-        place = group.unsqueeze(1) * _GROUP + torch.arange(_GROUP)
-        row = place.clamp_max(len(weight) - 1)
-        inner = product[group, :, query].double() * scale[row] * relative.scale[query].unsqueeze(1)
-        value, rounded = weight[row] - 2 * inner, 2 * lost * inner.abs()
-        near = ~(value - rounded > limit[query].unsqueeze(1)) & (place == row)
+        place = group[:, None] * _GROUP + np.arange(_GROUP)
+        row = np.minimum(place, len(weight) - 1)
+        inner = product[group, :, query].astype(np.float64) * scale[row] * relative.scale[query, None]
+        value = weight[row] - 2 * inner
+        near = ~(value > limit[query, None]) & (place == row)
         if block.allowed is not None:
             near &= block.allowed[rows][row]
-        query, row, value, rounded = query.unsqueeze(1).expand_as(row)[near], row[near], value[near], rounded[near]
-        wide = weight[row].double()
-        slack = error[query] + rounded + 2**-21 * (value.abs() + wide)
+        query, row, value = np.broadcast_to(query[:, None], row.shape)[near], row[near], value[near]
+        wide = weight[row].astype(np.float64)
+        slack = error[query] + 2**-21 * (np.abs(value) + wide)
         upper = square[query] + value + 4 * sum_error(self._e) * wide + slack
         return _Pairs(relative.query[query], block.item[rows][row], square[query] + value - slack, upper)
 
     @property
     def _e(self) -> int:
-        return self.vectors.shape[1]
+        return int(self.vectors.shape[1])
 
-    def _error(self, relative: _Relative, length: float, rounding: float) -> Tensor:
-        """(b,) bounds of the error of a bound of a distance, without that of rounding the product to its dtype."""
+    def _error(self, relative: _Relative, length: float, rounding: float) -> np.ndarray:
+        """(b,) bounds of the error of a bound of a distance."""
         n, lost = relative.length, relative.rounding
-        inner = n * rounding + lost * length + self._product_error(relative.coded) * (n + lost) * length
-        return 2.001 * inner + _wide_error(self._e) * n.square() + 1e-34
-
-    @staticmethod
-    def _product_error(coded: Tensor) -> float:
-        """The error of a product in float32, in whatever order it is summed, relative to the lengths."""
-        reduced = coded.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-        return sum_error(coded.shape[1]) + (2**-6 if reduced else 0)
+        inner = n * rounding + lost * length + sum_error(self._e) * (n + lost) * length
+        found: np.ndarray = 2.001 * inner + _wide_error(self._e) * n**2 + 1e-34
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class Screen:
     """A gallery in memory, prepared for exact search. Make one with :meth:`of`.
 
-    Beside the gallery it takes e + 24 bytes for each item with int8, 2 e + 24 with bfloat16, 4 e + 24 with float32.
+    Beside the gallery it takes e + 24 bytes for each item with integers, 4 e + 24 with float32.
     """
 
     gallery: GaussianEmbedding  # (m, d) embeddings, float32
@@ -312,15 +302,16 @@ class Screen:
     blocks: Sequence[Block]
 
     @classmethod
-    @torch.no_grad()
-    def of(cls, gallery: GaussianEmbedding, distance: Distance, *, dtype: torch.dtype | None = None) -> "Screen":
+    @quiet
+    def of(cls, gallery: GaussianEmbedding, distance: Distance, *, dtype: Any = None) -> "Screen":
         """Prepare a gallery. gallery (m, d)."""
         if (lift := distance.lift) is None:
             raise ValueError(f"Screen: distance {distance.name!r} does not lift; rank it with top_k")
         centres = centres_of(gallery, lift)
-        dtype = torch.float32 if centres.shape[1] < NARROW else dtype or product_dtype()
+        dtype = np.float32 if centres.shape[1] < NARROW else dtype or product_dtype()
         label = labels_of(gallery, lift, centres)
-        items = label.argsort(stable=True).split(torch.bincount(label, minlength=len(centres)).tolist())
+        ends = np.bincount(label, minlength=len(centres)).cumsum()[:-1]
+        items = np.split(label.argsort(kind="stable"), ends)
         blocks = [
             Block.of(some, lambda rows: lifted_vectors(gallery[rows], lift), centre, dtype)
             for some, centre in zip(items, centres, strict=True)
@@ -333,22 +324,20 @@ class Screen:
         """Number of items that may be found."""
         return sum(block.n_allowed for block in self.blocks)
 
-    def among(self, items: Tensor) -> "Screen":
+    def among(self, items: np.ndarray) -> "Screen":
         """The same where only some of its items may be found. items (s,), ascending."""
         some = [block.among(items) for block in self.blocks]
         return replace(self, blocks=[block for block in some if block.n_allowed])
 
-    @torch.no_grad()
-    def closest(self, queries: GaussianEmbedding, k: int) -> tuple[Tensor, Tensor]:
+    def closest(self, queries: GaussianEmbedding, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The k closest items of each query: (n, k) float64 distances and positions. queries (n, d)."""
         k = min(k, self.n)
         found = self.comparison(queries).closest(k, functools.partial(self._reach, k)) if k else []
         if not found:
-            return torch.empty(queries.n, k, dtype=torch.float64), torch.empty(queries.n, k, dtype=torch.long)
-        return torch.stack([one[0] for one in found]), torch.stack([one[1] for one in found])
+            return np.empty((queries.n, k)), np.empty((queries.n, k), np.int64)
+        return np.stack([one[0] for one in found]), np.stack([one[1] for one in found])
 
-    @torch.no_grad()
-    def within(self, queries: GaussianEmbedding, radius: float) -> Iterator[tuple[Tensor, Tensor]]:
+    def within(self, queries: GaussianEmbedding, radius: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All items whose distance, rounded to float32, is at most a radius. queries (n, d)."""
         yield from self.comparison(queries).within(radius)
 
@@ -356,39 +345,34 @@ class Screen:
         """Queries against the gallery, without the columns that are not multiplied. queries (n, d)."""
         assert self.distance.lift is not None
         e = self.blocks[0].coded.shape[1] if self.blocks else self.gallery.d
-        wide = queries.to(torch.float64)
-        vectors = torch.cat([wide.mean, self.distance.lift.query(wide)], dim=1)[:, :e]
+        wide = queries.to(np.float64)
+        vectors = np.concatenate([wide.mean, self.distance.lift.query(wide)], axis=1)[:, :e]
         exact = functools.partial(pair_distances, queries, self.gallery, self.distance)
-        constant = self.distance.lift.constant(wide).double()
+        constant = self.distance.lift.constant(wide).astype(np.float64)
         return Comparison(vectors, constant, lambda: self.blocks, exact)
 
-    def _reach(self, k: int, vectors: Tensor) -> Tensor:
+    def _reach(self, k: int, vectors: np.ndarray) -> np.ndarray:
         """(b,) bounds of the k-th distances less the constant, by what a block with k items is away at most."""
-        far = torch.full((len(vectors),), torch.inf, dtype=torch.float64)
+        far = np.full(len(vectors), np.inf)
         blocks = [block for block in self.blocks if block.n_allowed >= k]
         if len(blocks) < 2:
             return far
-        centres = torch.stack([block.centre for block in blocks]).double()
-        slack = 1e-12 * (vectors.square().sum(1, keepdim=True) + centres.square().sum(1))
-        square = torch.cdist(vectors, centres).square() + slack
-        longest = torch.stack([(block.length + block.rounding).amax() for block in blocks]).double()
-        weight = torch.stack([block.weight[-1] for block in blocks]).double() * (1 + 4 * sum_error(centres.shape[1]))
-        return ((square + 2 * square.sqrt() * longest + weight) * (1 + 1e-6)).amin(1)
+        centres = np.stack([block.centre for block in blocks]).astype(np.float64)
+        slack = 1e-12 * ((vectors**2).sum(1, keepdims=True) + (centres**2).sum(1))
+        square = np.stack([((vectors - centre) ** 2).sum(1) for centre in centres], axis=1) + slack
+        longest = np.array([(block.length + block.rounding).max() for block in blocks], np.float64)
+        weight = np.array([block.weight[-1] for block in blocks], np.float64) * (1 + 4 * sum_error(centres.shape[1]))
+        found: np.ndarray = ((square + 2 * np.sqrt(square) * longest + weight) * (1 + 1e-6)).min(1)
+        return found
 
 
-def _products(rows: Tensor, queries: Tensor, products: Tensor) -> Tensor:
+def _products(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """(groups, _GROUP, b) products of codes, the least that there are behind the last row."""
-    n, b = len(rows), len(queries)
-    groups = -(-n // _GROUP)
-    product = products[: groups * _GROUP * b].view(groups * _GROUP, b)
-    multiplied(rows, queries, out=product[:n])
-    product[n:] = -torch.inf if product.is_floating_point() else torch.iinfo(torch.int32).min
-    return product.view(groups, _GROUP, b)
-
-
-def _output_error(dtype: torch.dtype) -> float:
-    """The relative error of a product that is rounded to bfloat16."""
-    return 2**-8 if dtype == torch.bfloat16 else 0.0
+    product = multiplied(rows, queries)
+    if behind := -len(rows) % _GROUP:
+        least = -np.inf if product.dtype.kind == "f" else np.iinfo(product.dtype).min
+        product = np.concatenate([product, np.full((behind, len(queries)), least, product.dtype)])
+    return product.reshape(-1, _GROUP, len(queries))
 
 
 def _wide_error(n: int) -> float:
@@ -396,23 +380,23 @@ def _wide_error(n: int) -> float:
     return (n + 32) * 2**-51
 
 
-def _sorted_by(first: Tensor, second: Tensor) -> Tensor:
+def _sorted_by(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Positions in the order of `first`, then of `second`."""
-    order = second.argsort(stable=True)
-    return order[first[order].argsort(stable=True)]
+    return np.lexsort((second, first))
 
 
-def _places(query: Tensor, counts: Tensor) -> Tensor:
+def _places(query: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """(p,) place of each pair among those of its query. query (p,), ascending; counts (n,) of the pairs of each."""
-    return torch.arange(len(query)) - (counts.cumsum(0) - counts)[query]
+    found: np.ndarray = np.arange(len(query)) - (counts.cumsum() - counts)[query]
+    return found
 
 
-def _reduced(reach: Tensor, pairs: _Pairs, k: int) -> Tensor:
+def _reduced(reach: np.ndarray, pairs: _Pairs, k: int) -> np.ndarray:
     """(b,) the reach, or the k-th smallest upper bound of the pairs where it is smaller."""
     order = _sorted_by(pairs.query, pairs.upper)
-    counts = torch.bincount(pairs.query, minlength=len(reach))
-    full = (counts >= k).nonzero().squeeze(1)
-    kth = pairs.upper[order][(counts.cumsum(0) - counts)[full] + k - 1]
-    reach = reach.clone()
-    reach[full] = torch.fmin(reach[full], kth)
+    counts = np.bincount(pairs.query, minlength=len(reach))
+    full = np.flatnonzero(counts >= k)
+    kth = pairs.upper[order][(counts.cumsum() - counts)[full] + k - 1]
+    reach = reach.copy()
+    reach[full] = np.fmin(reach[full], kth)
     return reach

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Union, overload
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
+from sfumato.arrays import is_tensor
 from sfumato.data.images import Images, ImageSource, MemoryImage
 from sfumato.encoders.towers import DualEncoder, piece_counter
 from sfumato.errors import UserError
@@ -267,7 +266,7 @@ class Searcher:
             raise UserError(
                 f"{self.source} has no item {missing[0]!r} to search by; ids are those that a search returns"
             )
-        rows = torch.tensor([found.ids.index(i) for i in ids], dtype=torch.long)
+        rows = np.array([found.ids.index(i) for i in ids], np.int64)
         about = [QueryInfo(i, native=False) for i in ids]
         return self.gallery.search(found.embeddings[rows], k, options, about, image_of=self.image_of)
 
@@ -345,9 +344,9 @@ def combined(queries: Sequence[TextQuery], parts: GaussianEmbedding) -> Gaussian
     for one in queries:
         start, n, end = end, len(one.wanted), end + len(one.parts)
         own = parts[start:end]
-        mean = own.mean[:n].mean(0, keepdim=True) - _UNWANTED * own.mean[n:].sum(0, keepdim=True)
-        mean *= own.mean[:1].norm() / mean.norm().clamp_min(1e-9)
-        rows.append(GaussianEmbedding(own.mean[:1] if one.is_one else mean, own.log_var[:n].mean(0, keepdim=True)))
+        mean = own.mean[:n].mean(0, keepdims=True) - _UNWANTED * own.mean[n:].sum(0, keepdims=True)
+        mean *= np.linalg.norm(own.mean[0]) / np.maximum(np.linalg.norm(mean), 1e-9)
+        rows.append(GaussianEmbedding(own.mean[:1] if one.is_one else mean, own.log_var[:n].mean(0, keepdims=True)))
     return GaussianEmbedding.cat(rows)
 
 
@@ -360,7 +359,7 @@ def _modality(queries: Any) -> Modality | None:
     """What queries are of; None for embeddings and features, which do not say."""
     if isinstance(queries, GaussianEmbedding):
         return None
-    if not isinstance(queries, Sequence | np.ndarray | Tensor):
+    if not (isinstance(queries, Sequence | np.ndarray) or is_tensor(queries)):
         raise TypeError(
             f"search: got a {type(queries).__name__}; expected a text, a pathlib.Path or another image, a list of them,"
             " or a GaussianEmbedding"

@@ -17,11 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+import numpy as np
 
-from sfumato.arrays import Array, as_numpy, as_tensor
+from sfumato.arrays import log_sigmoid
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
 from sfumato.encoders.towers import DualEncoder, Pieces, piece_counter
@@ -190,15 +188,14 @@ def is_close(stems: Sequence[str], line: str) -> bool:
     return any(_says_closely(order[i : i + width], stems) for i in range(max(1, len(order) - width + 1)))
 
 
-def text_vectors(payloads: Sequence[Mapping[str, str]]) -> Tensor:
+def text_vectors(payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
     """(n, 384) unit vectors, each the mean of the embeddings of an item's texts; zeros for an item without texts."""
     texts = [item_texts(payload) for payload in payloads]
-    vectors = torch.zeros(len(texts), WIDTH)
-    owner = torch.tensor([i for i, own in enumerate(texts) for _ in own], dtype=torch.long)
-    vectors.index_add_(
-        0, owner, as_tensor(sentence_vectors([text for own in texts for text in own]), "vectors", "texts")
-    )
-    return torch.nn.functional.normalize(vectors, dim=1)
+    vectors = np.zeros((len(texts), WIDTH), np.float32)
+    owner = [i for i, own in enumerate(texts) for _ in own]
+    np.add.at(vectors, owner, sentence_vectors([text for own in texts for text in own]))
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return vectors
 
 
 _RAREST = math.log(1_000)
@@ -209,22 +206,26 @@ _RAREST = math.log(1_000)
 class ItemTexts:
     """The texts of n items, in some order."""
 
-    vectors: Tensor  # (n, 384) unit vectors; zeros for an item without texts
+    vectors: np.ndarray  # (n, 384) unit vectors; zeros for an item without texts
     words: Sequence[str]  # n times all words of an item
     stems: Sequence[frozenset[str]]  # n sets of their stems
 
     @classmethod
     def of(
-        cls, vectors: Tensor, payloads: Sequence[Mapping[str, str]], stems: Mapping[int, Iterable[str]] | None = None
+        cls,
+        vectors: np.ndarray,
+        payloads: Sequence[Mapping[str, str]],
+        stems: Mapping[int, Iterable[str]] | None = None,
     ) -> "ItemTexts":
         """From their vectors and payloads, and by position the stems that are known."""
         words, known = [item_words(payload) for payload in payloads], stems or {}
         return cls(vectors, words, [frozenset(known.get(i) or word_stems(own)) for i, own in enumerate(words)])
 
     @functools.cached_property
-    def _has_texts(self) -> Tensor:
+    def _has_texts(self) -> np.ndarray:
         """(n,) whether an item has texts."""
-        return self.vectors.any(1)
+        has: np.ndarray = np.any(self.vectors, axis=1)
+        return has
 
     @functools.cached_property
     def _having(self) -> dict[str, list[int]]:
@@ -255,51 +256,45 @@ class ItemTexts:
     def evidence(
         self,
         queries: Sequence[str],
-        vectors: Tensor,
-        image: Tensor,
-        prior: Array,
+        vectors: np.ndarray,
+        image: np.ndarray,
+        prior: np.ndarray,
         rarity: Callable[[str], float] | None = None,
     ) -> Evidence:
         """What the texts say for q queries. vectors (q, 384); image (q, n) logits; prior (q,)."""
         rarity = rarity or self.rarity
-        agreement = torch.where(self._has_texts, vectors @ self.vectors.T, torch.nan)
+        agreement = np.where(self._has_texts, vectors @ self.vectors.T, np.nan)
         stems = [word_stems(query) for query in queries]
-        words, missing, together = (torch.zeros_like(image) for _ in range(3))
+        words, missing, together = (np.zeros_like(image) for _ in range(3))
         for i, own in enumerate(stems):
             weight = {stem: rarity(stem) for stem in own}
             total = sum(weight.values()) or 1.0
             said = [self._saying(stem) for stem in own]
             for stem, items in zip(own, said, strict=True):
-                has = torch.zeros(image.shape[1], dtype=torch.bool)
+                has = np.zeros(image.shape[1], bool)
                 has[list(items)] = True
                 words[i] += has * (weight[stem] / total)
-                missing[i] = missing[i].maximum(~has * weight[stem])
+                missing[i] = np.maximum(missing[i], ~has * weight[stem])
             both = set.intersection(*said) if said else set[int]()
             near = [j for j in both if len(own) == 1 or any(is_close(own, text) for text in self.words[j].splitlines())]
             together[i, near] = 1
-        n_words = torch.tensor([max(1.0, len(own)) for own in stems])
-        known = (image, agreement, words, together, missing, n_words, prior)
-        return Evidence(*map(as_numpy, known))
+        n_words = np.array([max(1.0, len(own)) for own in stems])
+        return Evidence(image, agreement, words, together, missing, n_words, prior)
 
     def without(
         self,
         texts: Sequence[str],
-        logit: Tensor,
-        image: Tensor,
+        logit: np.ndarray,
+        image: np.ndarray,
         fits: FitsCalibration,
         rarity: Callable[[str], float] | None = None,
-    ) -> Tensor:
+    ) -> np.ndarray:
         """Logits that an item fits a query and, by its own texts, none of some other texts. logit, image (n,)."""
         for text in texts:  # What the image says of it is in the distance already.
-            neutral, vectors = (
-                image.mean().expand(1, len(image)),
-                as_tensor(sentence_vectors([text]), "vectors", "texts"),
-            )
+            neutral, vectors = np.full((1, len(image)), image.mean()), sentence_vectors([text])
             evidence = self.evidence([text], vectors, neutral, fits.query_prior(vectors), rarity)
-            both = logsigmoid(logit) + logsigmoid(
-                -torch.from_numpy(fits.of(len(word_stems(text))).of_pairs(evidence)[0])
-            )
-            logit = torch.where(torch.from_numpy(evidence.has_texts[0]), both - torch.log(-torch.expm1(both)), logit)
+            both = log_sigmoid(logit) + log_sigmoid(-fits.of(len(word_stems(text))).of_pairs(evidence)[0])
+            logit = np.where(evidence.has_texts[0], both - np.log(-np.expm1(both)), logit)
         return logit
 
     def best_text(self, query: str, payload: Mapping[str, str]) -> str:
@@ -351,23 +346,27 @@ class TextStore:
     def upsert(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]) -> None:
         """Store the vectors of items with texts, and remove those of items that have none now."""
         vectors = text_vectors(payloads)
-        some = vectors.any(1)
+        some = np.any(vectors, axis=1)
         if gone := [i for i, has in zip(ids, some, strict=True) if not has]:
             self.store.delete(gone)
-        if kept := some.nonzero().flatten().tolist():
+        if kept := np.flatnonzero(some).tolist():
             self.write([ids[i] for i in kept], vectors[kept], [payloads[i] for i in kept])
 
-    def write(self, ids: Sequence[str], vectors: Tensor, payloads: Sequence[Mapping[str, str]]) -> None:
+    def write(self, ids: Sequence[str], vectors: np.ndarray, payloads: Sequence[Mapping[str, str]]) -> None:
         """Store vectors with what searches filter by, and with the words if the store finds them. vectors (n, 384)."""
         kept = [{k: v for k, v in one.items() if k not in WORD_FIELDS or k == "place"} for one in payloads]
         kept = [own | {_DIGEST: _digest(one)} for own, one in zip(kept, payloads, strict=True)]
         if isinstance(self.store, WordStore):
             kept = [own | {WORDS: _stored_words(one)} for own, one in zip(kept, payloads, strict=True)]
-        self.store.upsert(Records(tuple(ids), vectors, torch.zeros(len(ids)), tuple(kept)))
+        self.store.upsert(Records(tuple(ids), vectors, np.zeros(len(ids), np.float32), tuple(kept)))
 
-    def vectors_for(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]) -> Tensor:
+    def vectors_for(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
         """(n, 384) vectors of these texts, even if a writer has other texts of the items by now: those are embedded."""
-        vectors, texts, found = torch.zeros(len(ids), WIDTH), dict(zip(ids, payloads, strict=True)), self.store.get(ids)
+        vectors, texts, found = (
+            np.zeros((len(ids), WIDTH), np.float32),
+            dict(zip(ids, payloads, strict=True)),
+            self.store.get(ids),
+        )
         row = {i: k for k, i in enumerate(ids)}
         same = [j for j, i in enumerate(found.ids) if found.payloads[j].get(_DIGEST) == _digest(texts[i])]
         vectors[[row[found.ids[j]] for j in same]] = found.vectors[same]
@@ -381,7 +380,7 @@ class TextStore:
         known = known or Records.none(WIDTH)
         there, stems = set(known.ids), dict[int, list[str]]()
         with_texts = [i for i, one in zip(ids, payloads, strict=True) if i not in there and item_texts(one)]
-        vectors, row = torch.zeros(len(ids), WIDTH), {i: k for k, i in enumerate(ids)}
+        vectors, row = np.zeros((len(ids), WIDTH), np.float32), {i: k for k, i in enumerate(ids)}
         for found in (self.store.get(with_texts), known):
             stored = [j for j, i in enumerate(found.ids) if i in row]
             rows = [row[found.ids[j]] for j in stored]
@@ -394,6 +393,6 @@ class TextStore:
         stems = list(dict.fromkeys(one for stem in stems for one in sorted(saying(stem))))
         return self.store.match_words(stems, c, filter) if stems and isinstance(self.store, WordStore) else []
 
-    def closest(self, vectors: Tensor, c: int, filter: Filter | None) -> list[Records]:
+    def closest(self, vectors: np.ndarray, c: int, filter: Filter | None) -> list[Records]:
         """The c items whose texts agree most with each query. vectors (q, 384)."""
         return self.store.search(vectors, c, filter)

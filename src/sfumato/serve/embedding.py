@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
 import numpy as np
-import torch
 
+from sfumato.arrays import set_threads
 from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.encoders.frozen import FrozenProcessor
@@ -145,8 +145,7 @@ class Embedder:
         self.vector_sides = vector_sides(self.model, sources.d)
         self.pixels = Budget(settings.pixel_budget, "images to decode")
         self._threads = [
-            ThreadPoolExecutor(1, f"embed {side}", torch.set_num_threads, (settings.threads,))
-            for side in ("texts", "images")
+            ThreadPoolExecutor(1, f"embed {side}", set_threads, (settings.threads,)) for side in ("texts", "images")
         ]
         window = settings.batch_window_ms / 1000
         self.texts: Batcher[Any, GaussianEmbedding] = Batcher(
@@ -329,8 +328,9 @@ class VectorSide:
 
     def points(self, vectors: Sequence[np.ndarray]) -> GaussianEmbedding:
         """Vectors as embeddings in the space of the gallery. Returns (n, d)."""
-        mean = torch.from_numpy(np.stack(vectors))
-        return GaussianEmbedding.point(torch.nn.functional.normalize(mean, dim=1) if self.normalize else mean)
+        mean = np.stack(vectors)
+        length = np.linalg.norm(mean, axis=1, keepdims=True) if self.normalize else 1
+        return GaussianEmbedding.point(mean / np.maximum(length, 1e-12).astype(mean.dtype))
 
 
 def vector_sides(model: DualEncoder, d: int) -> dict[Modality, VectorSide]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 import numpy as np
-import torch
 
 from sfumato.data.images import handed_out
 from sfumato.errors import UserError
@@ -170,7 +169,7 @@ class Searches:
         }
         if vectors:
             rows |= dict(zip(vectors, await embedder.embed_vectors(list(vectors.values())), strict=True))
-        return [rows[i].to(torch.float32) for i in range(len(asked))]
+        return [rows[i].numpy().to(np.float32) for i in range(len(asked))]
 
     def _search(self, searches: list[_Search]) -> list[Answer]:
         """The answers to searches of several requests, in a thread."""

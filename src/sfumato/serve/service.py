@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
+import numpy as np
 from PIL import Image
 
 from sfumato import __version__
-from sfumato.arrays import sigmoid
+from sfumato.arrays import set_threads, sigmoid
 from sfumato.calibration.query_scores import NEAR
 from sfumato.data.images import handed_out
 from sfumato.gaussian import GaussianEmbedding
@@ -46,7 +46,7 @@ class Service:
         self.ready = asyncio.Event()
         self.failed: str | None = None
         self.draining = False  # It was asked to stop, and answers what still comes for a while.
-        self.threads = Threads(settings.workers, "search", partial(torch.set_num_threads, settings.threads))
+        self.threads = Threads(settings.workers, "search", partial(set_threads, settings.threads))
         self.embedder = Embedder(sources, settings, self.metrics)
         self.searches = Searches(sources, settings, self.metrics, self.embedder, self.threads)
         self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
@@ -240,7 +240,7 @@ def calibrated_probability(served: ServedGallery) -> float | None:
     if fit is None or not served.gallery.calibrated or not size or abs(math.log2(size / fit.scores.n_gallery)) > NEAR:
         return None
     if fit.hits is not None:
-        return float(sigmoid(-fit.hits.nearest).mean())
+        return float(sigmoid(-fit.hits.nearest.astype(np.float64)).mean())
     return float(fit.probability(fit.scores.nearest, n_gallery=fit.scores.n_gallery).mean())
 
 

@@ -6,8 +6,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from sfumato.data.image_decoding import MAX_PIXELS
 from sfumato.data.images import Images, UploadedImages
 from sfumato.encoders.towers import DualEncoder
@@ -221,7 +219,7 @@ def open_sources(
     *,
     run: str | None = None,
     store: str | None = None,
-    device: torch.device | str = "cpu",
+    device: Any = "cpu",
 ) -> Sources:
     """Open the model and the galleries for `sfumato serve`."""
     gallery = index.open_gallery(path, store)

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
-import torch
 
-from sfumato.arrays import Array
+from sfumato.arrays import Array, as_numpy
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.logits import Population
 from sfumato.data.coco import coco_images, json_kind
@@ -344,12 +343,12 @@ class _Split:
     def part(self, images: np.ndarray) -> "_Split":
         """Some of the images, with their texts."""
         chosen = np.isin(self.data.pairs[:, 0], images)
-        texts = torch.from_numpy(np.unique(self.data.pairs[chosen, 1]))
-        return _Split(self.images[torch.from_numpy(images)], self.texts[texts], self.data.keep_images(images))
+        texts = np.unique(self.data.pairs[chosen, 1])
+        return _Split(self.images[images], self.texts[texts], self.data.keep_images(images))
 
-    def pairs(self, distance: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def pairs(self, distance: str) -> tuple[Array, np.ndarray]:
         """(n, m) distances and matches."""
-        match = torch.from_numpy(self.data.relevance().to_dense()).float()
+        match = self.data.relevance().to_dense()
         return get_distance(distance).matrix(self.images, self.texts), match
 
 
@@ -429,7 +428,7 @@ def _named_file(value: str | Path | Array, folder: Path, name: str) -> str:
     """The absolute path of a table; an array is written into the folder."""
     if isinstance(value, str | Path):
         return resolved_table(str(value))
-    array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    array = as_numpy(value)
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.floating):
         raise UserError(f"{name}: got an array of {array.shape} {array.dtype}; expected (n, c) floating numbers")
     path = folder / f"{name}.npy"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
@@ -209,7 +208,7 @@ def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) 
     kept = np.unique(data.pairs[np.isin(data.pairs[:, 0], chosen), 1])
     if not len(kept):
         raise UserError("the data lists no pair, so there is nothing to audit")
-    images, texts = images[torch.from_numpy(chosen)], texts[torch.from_numpy(kept)]
+    images, texts = images[chosen], texts[kept]
     relevance = data.relevance().select_queries(chosen).select_gallery(kept)
     with progress_bar("comparing", len(chosen) + len(kept)) as advance:
         listed, missing = audit_pairs(
@@ -223,10 +222,10 @@ def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) 
     recalls, n_independent = _recalls(listed, relevance), min(relevance.n_queries, relevance.n_gallery)
     fitted, log_odds, probability = retrieval_model.calibration, None, None
     if fitted is not None:
-        log_odds = fitted.logit(torch.from_numpy(listed.distance), match_fraction=0.5).numpy()
-        far = torch.from_numpy(missing.distance)
+        log_odds = fitted.logit(listed.distance, match_fraction=0.5)
+        far = missing.distance
         of_size = None if fitted.t2i is None else fitted.t2i.probability(far, n_gallery=len(chosen))
-        probability = (fitted.probability(far) if of_size is None else of_size).numpy()
+        probability = fitted.probability(far) if of_size is None else of_size
     whole = {"image": chosen[listed.image], "text": kept[listed.text]}
     whole["better_text"] = np.where(listed.better_text >= 0, kept[listed.better_text], -1)
     whole["better_image"] = np.where(listed.better_image >= 0, chosen[listed.better_image], -1)

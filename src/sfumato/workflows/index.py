@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+import numpy as np
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.emoji import emoji_names
@@ -369,9 +369,9 @@ class RowEmbedder:
             except (ValueError, OSError, MemoryError) as error:
                 self._leave_out(batch["id"][row], error)
         kept, rows = encode_each(self._encode, ready, lambda row, error: self._leave_out(batch["id"][row], error))
-        found = GaussianEmbedding.cat(rows) if rows else GaussianEmbedding.point(torch.empty(0, 0))
+        found = GaussianEmbedding.cat(rows) if rows else GaussianEmbedding.point(np.empty((0, 0)))
         named = {name: [values[row] for row in kept] for name, values in batch.items() if name != "bytes"}
-        numbers = {"mean": found.mean.numpy(), "log_var": found.log_var.numpy()}
+        numbers = vars(found.numpy())
         return named | {name: list(value) for name, value in numbers.items()} | {"model": [self._digest] * len(kept)}
 
     def _leave_out(self, id: str, error: Exception) -> None:
@@ -403,7 +403,7 @@ def embedded_parts(model: Model, data: str | Path, images: Path | None = None) -
                 raise UserError(f"{data} holds embeddings by another model; give that model, or embed again")
             check_ids(rows["id"], f"{data}")
             mean, log_var = (vectors_of([batch.column(name)], f"{data}: the vectors of {name}") for name in numbers)
-            embeddings = GaussianEmbedding(torch.from_numpy(mean).float(), torch.from_numpy(log_var).float())
+            embeddings = GaussianEmbedding(mean.astype(np.float32), log_var.astype(np.float32))
             check_finite(embeddings, str(data))
             others = {name: values for name, values in rows.items() if name not in _ROW_COLUMNS}
             kept = {name: values for name, values in others.items() if all(isinstance(one, str) for one in values)}

@@ -167,8 +167,8 @@ def _judged_hits(pairs: Sequence[PairVerdict], found: Found, queries: Sequence[s
         for one in pairs for hit in [found.hit[one.query, one.id]]
     ]  # fmt: skip
     query, n_words, p, has_texts, yes, weight = (np.array(values) for values in zip(*columns, strict=True))
-    p = p.clip(1e-12, 1 - 1e-12)
-    return JudgedHits(query, n_words, np.log(p) - np.log1p(-p), has_texts, yes, weight)
+    p = np.clip(p, 1e-12, 1 - 1e-12)
+    return JudgedHits(query, n_words, np.log(p / (1 - p)), has_texts, yes.astype(float), weight.astype(float))
 
 
 def _cross_fitted(fits: FitsCalibration, hits: JudgedHits, seed: int) -> np.ndarray:
@@ -176,7 +176,7 @@ def _cross_fitted(fits: FitsCalibration, hits: JudgedHits, seed: int) -> np.ndar
     queries, group = np.unique(hits.query, return_inverse=True)
     fold = (np.random.default_rng(seed).permutation(len(queries)) % N_FOLDS)[group]
     logit = hits.logit.copy()
-    for k in np.unique(fold):
+    for k in np.unique(fold).tolist():
         changes = fits.corrections(hits.some(fold != k), seed=seed)
         logit[fold == k] = fits.corrected_logits(changes, hits.some(fold == k))
     return logit

@@ -8,8 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from sfumato.data.image_inputs import ImageInput, image_sources
 from sfumato.data.images import Problems, SplitImages
@@ -73,7 +72,7 @@ class LoadedModel(Model):
         hits = first_hits(
             self.calibration,
             get_distance(self.distance).matrix(*embedded),
-            torch.from_numpy(prepared.data.relevance().to_dense()).float(),
+            prepared.data.relevance().to_dense(),
             direction,
             embedded=embedded,
             population=self.calibration.metadata.get("queries", "planted"),
@@ -174,7 +173,7 @@ def _ids(ids: Sequence[str] | None, default: Sequence[object]) -> list[str]:
     return [str(i) for i in default] if ids is None else list(ids)
 
 
-def load(source: str | Path, *, device: torch.device | str = "cpu") -> LoadedModel:
+def load(source: str | Path, *, device: Any = "cpu") -> LoadedModel:
     """Load a model: a run, an adopted or an exported model, or a published one.
 
     Args:

@@ -12,8 +12,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sfumato.errors import UserError, say
 from sfumato.files import read_json
 from sfumato.models.build import build_loss
@@ -91,7 +89,7 @@ def table_of_runs(
     metrics: Sequence[str] = METRICS,
     *,
     split: str = "test",
-    device: torch.device | str = "cpu",
+    device: Any = "cpu",
 ) -> list[Row]:
     """The rows of a table: runs grouped by keys of their recipes, and their figures. Evaluates those that were not."""
     rows = []
@@ -101,7 +99,7 @@ def table_of_runs(
     return rows
 
 
-def figures_file(run: SavedRun, split: str, *, device: torch.device | str = "cpu") -> Path:
+def figures_file(run: SavedRun, split: str, *, device: Any = "cpu") -> Path:
     """The file with the figures of a run, made if it is missing or older than the weights."""
     path = run.folder / f"evaluation-{split}-{run.distance}.json"
     if not path.is_file() or path.stat().st_mtime_ns < (run.folder / MODEL).stat().st_mtime_ns:

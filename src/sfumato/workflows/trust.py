@@ -106,11 +106,11 @@ def _hits(
     chosen = np.sort(some[: min(_HIT_IMAGES, n, max(2, _HIT_PAIRS // m))])
     own = calibration.metadata.get("split") == split
     match = pairs.match(chosen, np.arange(m))
-    beside = match.any(0) if own or len(chosen) < n else np.ones(m, bool)
-    embedded = images[chosen], texts[beside]
+    beside = match.astype(bool).any(0) if own or len(chosen) < n else np.ones(m, bool)
+    embedded = images[chosen].numpy(), texts[beside].numpy()
     distance = get_distance(retrieval_model.distance).matrix(*embedded)
     match, notes = match[:, beside], list[str]()
-    folds: Sequence[Fold] = [Fold(calibration, np.arange(len(match)), np.arange(match.shape[1]))]
+    folds: Sequence[Fold] = [Fold(calibration, *(np.arange(size) for size in match.shape))]
     if own:
         reference = embed_reference(retrieval_model.model, data) if calibration.tensors() else None
         population = calibration.metadata.get("queries", "planted")

@@ -25,8 +25,6 @@ from pathlib import Path
 
 import filelock
 import numpy as np
-import torch
-from torch import Tensor
 
 from sfumato.errors import UserError, first_line, refuse_newer
 from sfumato.files import sync_folder
@@ -159,7 +157,7 @@ class LocalStore(StoreBase):
             found = {row[0]: row for row in connection.execute(f"{RECORD} WHERE id IN {LIST}", (listed(ids),))}
             return self._records(in_order(ids, found))
 
-    def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
+    def search(self, queries: np.ndarray, k: int, filter: Filter | None = None) -> list[Records]:
         """The nearest items of each query, by distances from the full vectors; ties in the order of storage.
 
         queries (n, e).
@@ -171,7 +169,7 @@ class LocalStore(StoreBase):
             if filter is not None:
                 where, values = condition_of(filter)
                 allowed = positions_of(connection, f"SELECT position FROM items WHERE {where}", values)
-            for part in wanted.split(_QUERIES) if len(wanted) else ():
+            for part in (wanted[i : i + _QUERIES] for i in range(0, len(wanted), _QUERIES)):
                 nearest = self._nearest(connection, part, k, allowed)
                 distinct = np.unique(np.concatenate(nearest)).tolist()
                 rows = connection.execute(f"{RECORD} WHERE position IN {LIST} ORDER BY position", (listed(distinct),))
@@ -284,36 +282,38 @@ class LocalStore(StoreBase):
                 yield connection
                 connection.execute("UPDATE meta SET value = value + 1 WHERE name = 'version'")
 
-    @torch.no_grad()
     def _nearest(
-        self, connection: sqlite3.Connection, queries: Tensor, k: int, allowed: Positions | None
+        self, connection: sqlite3.Connection, queries: np.ndarray, k: int, allowed: Positions | None
     ) -> list[Positions]:
         """The positions of the k nearest items of each query, by distances from the full vectors."""
         after, indexed = self._find_in_index(connection, queries, k, allowed)
         blocks = functools.partial(self._read_blocks, connection, after, allowed)
         exact = functools.partial(self._squared_l2, connection, queries)
-        compared = Comparison(queries.double(), torch.zeros(len(queries), dtype=torch.float64), blocks, exact)
+        compared = Comparison(queries.astype(np.float64), np.zeros(len(queries)), blocks, exact)
         scanned = [item for _, item in compared.closest(k)]
         if indexed is None:
-            return [item.numpy() for item in scanned]
-        both = [torch.unique(torch.cat([a[a >= 0], b])) for a, b in zip(indexed, scanned, strict=True)]
-        query = torch.repeat_interleave(torch.tensor([len(items) for items in both]))
-        return [item.numpy() for _, item in compared.ranked(query, torch.cat(both), k)]
+            return scanned
+        both = [np.unique(np.concatenate([a[a >= 0], b])) for a, b in zip(indexed, scanned, strict=True)]
+        query = np.repeat(np.arange(len(both)), [len(items) for items in both])
+        return [item for _, item in compared.ranked(query, np.concatenate(both), k)]
 
-    def _squared_l2(self, connection: sqlite3.Connection, queries: Tensor, query: Tensor, item: Tensor) -> Tensor:
+    def _squared_l2(
+        self, connection: sqlite3.Connection, queries: np.ndarray, query: np.ndarray, item: np.ndarray
+    ) -> np.ndarray:
         """(p,) squared distances of pairs, by differences in float64. query (p,), item (p,) positions."""
-        found = torch.empty(len(query), dtype=torch.float64)
-        for part in torch.arange(len(query)).split(_PAIRS):
-            distinct, row = item[part].unique(return_inverse=True)
-            vectors = torch.from_numpy(self._vectors(connection, distinct.numpy()))
-            found[part] = (vectors[row].double() - queries[query[part]].double()).square().sum(1)
+        found = np.empty(len(query))
+        for start in range(0, len(query), _PAIRS):
+            part = slice(start, start + _PAIRS)
+            distinct, row = np.unique(item[part], return_inverse=True)
+            vectors = self._vectors(connection, distinct)[row].astype(np.float64)
+            found[part] = ((vectors - queries[query[part]]) ** 2).sum(1)
         return found
 
     def _read_blocks(self, connection: sqlite3.Connection, after: int, allowed: Positions | None) -> Iterator[Block]:
         """The allowed items at positions after a given one; a few of many items are read one by one."""
         if allowed is not None and len(allowed) < self._settings.exact_below:
             if len(allowed := allowed[allowed > after]):
-                yield Block.of_vectors(torch.from_numpy(allowed), self._vectors(connection, allowed))
+                yield Block.of_vectors(allowed, self._vectors(connection, allowed))
             return
         version = connection.execute("SELECT value FROM meta WHERE name = 'version'").fetchone()[0]
         with self._memory:
@@ -329,7 +329,7 @@ class LocalStore(StoreBase):
             if page[2] > after:
                 block = self._block(connection, page)
                 if allowed is not None:
-                    block = block.among(torch.from_numpy(allowed))
+                    block = block.among(allowed)
                 if block.n_allowed:
                     yield block
 
@@ -342,13 +342,13 @@ class LocalStore(StoreBase):
         with self._memory:
             if page in self._blocks:
                 return self._blocks[page]
-            held = sum(block.coded.numel() for block in self._blocks.values())
+            held = sum(block.coded.size for block in self._blocks.values())
         select = "SELECT position, vector FROM vectors WHERE position BETWEEN ? AND ? ORDER BY position"
         rows = connection.execute(select, (page[0], page[2])).fetchall()
         positions = np.array([row[0] for row in rows], dtype=np.int64)
-        block = Block.of_vectors(torch.from_numpy(positions), self._matrix([row[1] for row in rows]))
+        block = Block.of_vectors(positions, self._matrix([row[1] for row in rows]))
         with self._memory:
-            if 4 * (held + block.coded.numel()) <= self._settings.memory * 1e6:
+            if 4 * (held + block.coded.size) <= self._settings.memory * 1e6:
                 self._blocks[page] = block
         return block
 
@@ -367,14 +367,14 @@ class LocalStore(StoreBase):
         )
 
     def _find_in_index(
-        self, connection: sqlite3.Connection, queries: Tensor, k: int, allowed: Positions | None
-    ) -> tuple[int, Tensor | None]:
+        self, connection: sqlite3.Connection, queries: np.ndarray, k: int, allowed: Positions | None
+    ) -> tuple[int, np.ndarray | None]:
         """The position after which all vectors are compared, and (n, c) candidates of the index if it has enough."""
         if (index := self._read_index(connection)) is None:
             return -1, None
         settings, among, n = self._settings, None, len(index.positions)
         if allowed is not None:
-            among = torch.from_numpy(np.isin(index.positions, allowed).nonzero()[0])
+            among = np.isin(index.positions, allowed).nonzero()[0]
             n = len(among)
         if n < max(1, settings.exact_below, _FEW_FRACTION * len(index.positions)):
             return -1, None
@@ -387,7 +387,7 @@ class LocalStore(StoreBase):
         positions[~np.isin(positions, alive)] = -1
         if ((positions >= 0).sum(1) < k).any():
             return -1, None
-        return int(index.positions[-1]), torch.from_numpy(positions)
+        return int(index.positions[-1]), positions
 
     def _read_index(self, connection: sqlite3.Connection) -> LocalIndex | None:
         """The index that the database names."""

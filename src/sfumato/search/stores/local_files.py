@@ -19,9 +19,8 @@ from typing import Any
 import filelock
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from sfumato.arrays import n_threads
 from sfumato.errors import UserError, need
 from sfumato.files import sync_folder
 from sfumato.search.stores.protocol import WORDS, Filter, Option, Records, StoreInUseError, check_choice, options
@@ -111,7 +110,7 @@ def insert(connection: sqlite3.Connection, records: Records) -> None:
     words = [(p, payload[WORDS]) for p, payload in zip(positions, records.payloads, strict=True) if WORDS in payload]
     rows = zip(positions, records.ids, records.uncertainty.tolist(), payloads, strict=True)
     connection.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", rows)
-    vectors = np.ascontiguousarray(records.vectors.detach().numpy(), dtype="<f4")
+    vectors = np.ascontiguousarray(records.vectors, dtype="<f4")
     connection.executemany("INSERT INTO vectors VALUES (?, ?)", zip(positions, map(bytes, vectors), strict=True))
     if words and has_words(connection):
         connection.executemany("INSERT INTO words (rowid, stems) VALUES (?, ?)", words)
@@ -188,7 +187,7 @@ class Graph:
     def build(cls, fetch: Fetch, m: int, options: GraphOptions) -> "Graph":
         """Index the vectors at positions 0 to m - 1, fetched in blocks."""
         faiss = require_faiss()
-        sample = fetch(torch.randperm(m, generator=torch.Generator().manual_seed(0))[:_TRAINING].sort()[0].numpy())
+        sample = fetch(np.sort(np.random.default_rng(0).permutation(m)[:_TRAINING]))
         e = sample.shape[1]
         if options.compress == "none":
             graph = index = faiss.IndexHNSWFlat(e, options.m)
@@ -209,19 +208,19 @@ class Graph:
             index.add(fetch(np.arange(start, min(m, start + _BLOCK))))
         return cls(index, options)
 
-    def search(self, queries: Tensor, k: int, among: Tensor | None = None) -> Positions:
+    def search(self, queries: np.ndarray, k: int, among: np.ndarray | None = None) -> Positions:
         """(n, k) positions, the nearest that it finds, -1 behind the last. queries (n, e), among (c,)."""
         faiss, n = require_faiss(), int(self._index.ntotal)
         effort, selector = 1.0, None
         if among is not None:
             allowed = np.zeros(n, dtype=bool)
-            allowed[among.numpy()] = True
+            allowed[among] = True
             effort, selector = n / len(among), faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
         ef_search = math.ceil(max(self._options.ef_search, k) * effort)
         parameters = faiss.SearchParametersHNSW(efSearch=min(n, ef_search), sel=selector)
         if isinstance(self._index, faiss.IndexPreTransform):
             parameters = faiss.SearchParametersPreTransform(index_params=parameters)
-        wanted, threads = queries.contiguous().numpy(), torch.get_num_threads()
+        wanted, threads = np.ascontiguousarray(queries), n_threads()
         try:  # For one query, threads cost more than they bring. The number is this thread's, and torch's as well.
             faiss.omp_set_num_threads(1 if len(wanted) == 1 else threads)
             positions: Positions = self._index.search(wanted, k, params=parameters)[1]
@@ -250,12 +249,12 @@ class Graph:
 
 def _main_components(sample: Vectors) -> tuple[Vectors, Vectors]:
     """(d, e) the fewest orthonormal directions that keep most of the variance, and (e,) the mean. sample (n, e)."""
-    values = torch.from_numpy(sample).double()
-    centre = values.mean(0)
-    variance, directions = torch.linalg.eigh((values - centre).T @ (values - centre) / len(values))
-    kept = variance.flip(0).cumsum(0) / variance.sum().clamp_min(torch.finfo(torch.float64).tiny)
+    centre = sample.mean(0, dtype=np.float64)
+    values = sample - centre
+    variance, directions = np.linalg.eigh(values.T @ values / len(values))
+    kept = variance[::-1].cumsum() / max(variance.sum(), np.finfo(np.float64).tiny)
     d = min(len(variance), 1 + int((kept < _KEPT).sum()))
-    return directions.flip(1)[:, :d].T.float().contiguous().numpy(), centre.float().numpy()
+    return np.ascontiguousarray(directions[:, ::-1][:, :d].T, np.float32), centre.astype(np.float32)
 
 
 def require_faiss() -> Any:

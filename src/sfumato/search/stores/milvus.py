@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from sfumato.errors import UserError, refuse_newer
 from sfumato.search.stores.milvus_place import (
@@ -167,7 +165,7 @@ class MilvusStore(StoreBase):
         for key in records.ids:
             if len(_encoded(self.url, key)) > _LONGEST_ID:
                 raise self.error(f"an id may have {_LONGEST_ID:,} bytes, got {len(key.encode()):,}: {key[:40]!r}...")
-        vectors = records.vectors.numpy()
+        vectors = records.vectors
         columns = zip(records.ids, vectors, records.uncertainty.tolist(), records.payloads, strict=True)
         rows = [
             {"id": key, "vector": vector, "uncertainty": uncertainty, "payload": dict(payload)}
@@ -197,7 +195,7 @@ class MilvusStore(StoreBase):
             rows |= {row["id"]: row for row in found}
         return self._records(in_order(ids, rows))
 
-    def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
+    def search(self, queries: np.ndarray, k: int, filter: Filter | None = None) -> list[Records]:
         """More results than Milvus returns at once are found exactly, by a scan."""
         queries = self.check_queries(queries, k)
         if k > self.most_rows:
@@ -205,7 +203,7 @@ class MilvusStore(StoreBase):
         kind, numbers = self._index, {name: int(value) for name, value in self._options.items() if value.isdigit()}
         usual = {"HNSW": {"ef": max(k, numbers["ef"])}} | {name: {"nprobe": numbers["nprobe"]} for name in _IVF}
         utmost = {"HNSW": {"ef": 2 * self.most_rows}} | {name: {"nprobe": numbers["nlist"]} for name in _IVF}
-        vectors = queries.numpy()
+        vectors = queries
         results = []
         c = min(k * numbers["overfetch"], max(k, self._rows_a_message())) if kind == SQ8 else k
         size = max(1, self._rows_a_message() // c)
@@ -225,7 +223,7 @@ class MilvusStore(StoreBase):
             self._complete(records, queries, k, filter)
         return records
 
-    def _complete(self, records: list[Records], queries: Tensor, k: int, filter: Filter | None) -> None:
+    def _complete(self, records: list[Records], queries: np.ndarray, k: int, filter: Filter | None) -> None:
         """Scan for the queries that have fewer results than there are items, as before a server has its index.
 
         Until then, it searches an eighth of the items in temporary lists, whatever the search options say.
@@ -330,17 +328,17 @@ class MilvusStore(StoreBase):
         found = self._call("search", arguments)
         return [[hit["entity"] for hit in hits] for hits in found]
 
-    def _nearest_of_all(self, queries: Tensor, k: int, filter: Filter | None) -> list[Records]:
+    def _nearest_of_all(self, queries: np.ndarray, k: int, filter: Filter | None) -> list[Records]:
         """The nearest items of each query by a scan; only k ids and distances of each query are kept in memory."""
         ids: list[str] = []
-        best = [(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64))] * len(queries)
+        best = [(np.empty(0), np.empty(0, np.int64))] * len(queries)
         for part in self.scan(filter=filter):
-            numbers = torch.arange(len(ids), len(ids) + len(part))
+            numbers = np.arange(len(ids), len(ids) + len(part))
             ids += part.ids
-            for i, query in enumerate(queries.double()):
-                distance = torch.cat([best[i][0], (part.vectors.double() - query).square().sum(1)])
-                distance, order = distance.sort(stable=True)
-                best[i] = distance[:k], torch.cat([best[i][1], numbers])[order[:k]]
+            for i, query in enumerate(queries.astype(np.float64)):
+                distance = np.concatenate([best[i][0], ((part.vectors - query) ** 2).sum(1)])
+                order = distance.argsort(kind="stable")[:k]
+                best[i] = distance[order], np.concatenate([best[i][1], numbers])[order]
         return [self.get([ids[j] for j in found.tolist()]) for _, found in best]
 
     def _records(self, rows: Sequence[Mapping[str, Any]]) -> Records:
@@ -394,7 +392,7 @@ def _encoded(url: str, text: str) -> bytes:
         raise UserError(f"store {url}: text that is not Unicode (a lone surrogate): {text[:40]!r}") from None
 
 
-def _nearest_of(candidates: Records, query: Tensor, k: int) -> Records:
+def _nearest_of(candidates: Records, query: np.ndarray, k: int) -> Records:
     """The k nearest of the candidates of a query, by their full vectors in float64. query (e,)."""
-    distance = (candidates.vectors.double() - query.double()).square().sum(1)
-    return candidates.take(distance.sort(stable=True)[1][:k].tolist())
+    distance = ((candidates.vectors.astype(np.float64) - query) ** 2).sum(1)
+    return candidates.take(distance.argsort(kind="stable")[:k].tolist())

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from sfumato.errors import UserError, first_line, need, refuse_newer
 from sfumato.search.stores.pgvector_connections import Connections
@@ -225,7 +224,7 @@ class PgVectorStore(StoreBase):
             found = {row[0]: row for row in connection.execute(query, [list(ids)], binary=True)}
         return self._records(in_order(ids, found))
 
-    def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
+    def search(self, queries: np.ndarray, k: int, filter: Filter | None = None) -> list[Records]:
         """The nearest items of each query. queries (n, e)."""
         queries = self.check_queries(queries, k)
         condition, values = self._where(filter)
@@ -405,7 +404,7 @@ def _usual_lists(n: int) -> int:
 
 def _binary_rows(url: str, records: Records) -> Iterator[bytes]:
     """PostgreSQL's binary COPY format: a header, rows of (length, bytes), a trailer."""
-    vectors = records.vectors.contiguous().numpy().astype(">f4")
+    vectors = records.vectors.astype(">f4")
     head = struct.pack(">HH", vectors.shape[1], 0)
     rows = []
     for id, vector, uncertainty, payload in zip(

@@ -27,9 +27,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from sfumato.arrays import Array, as_numpy
 from sfumato.errors import UserError
 from sfumato.ids import is_text
 
@@ -45,13 +44,15 @@ class Records:
     """A batch of stored items."""
 
     ids: tuple[str, ...]  # n distinct ids
-    vectors: Tensor  # (n, e) float32 on the CPU
-    uncertainty: Tensor  # (n,) float32, total variance of each item
+    vectors: np.ndarray  # (n, e) float32 on the CPU
+    uncertainty: np.ndarray  # (n,) float32, total variance of each item
     payloads: tuple[Mapping[str, str], ...]  # n dictionaries of texts that searches return with the items
 
     def __post_init__(self) -> None:
         n = len(self.ids)
-        if self.vectors.ndim != 2 or self.vectors.dtype != torch.float32:
+        for name in ("vectors", "uncertainty"):
+            object.__setattr__(self, name, as_numpy(getattr(self, name)))
+        if self.vectors.ndim != 2 or self.vectors.dtype != np.float32:
             raise ValueError(
                 f"Records: vectors must be (n, e) float32, got {tuple(self.vectors.shape)} {self.vectors.dtype}"
             )
@@ -70,11 +71,9 @@ class Records:
                 raise ValueError(
                     f"Records: the payload of {i!r} must be Unicode texts without NUL by name, got {dict(payload)!r}"
                 )
-        wrong = ~(torch.isfinite(self.vectors).all(dim=1) & torch.isfinite(self.uncertainty))
+        wrong = ~(np.isfinite(self.vectors).all(1) & np.isfinite(self.uncertainty))
         if wrong.any():
-            raise ValueError(
-                f"Records: the vector or uncertainty of {self.ids[int(wrong.nonzero()[0])]!r} is not finite"
-            )
+            raise ValueError(f"Records: the vector or uncertainty of {self.ids[int(wrong.argmax())]!r} is not finite")
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -92,7 +91,7 @@ class Records:
     @staticmethod
     def none(e: int) -> "Records":
         """An empty batch."""
-        return Records((), torch.empty(0, e), torch.empty(0), ())
+        return Records((), np.empty((0, e), np.float32), np.empty(0, np.float32), ())
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ class VectorStore(Protocol):
     def get(self, ids: Sequence[str]) -> Records:
         """The records of those ids that exist, in the order of `ids`, each once."""
 
-    def search(self, queries: Tensor, k: int, filter: Filter | None = None) -> list[Records]:
+    def search(self, queries: np.ndarray, k: int, filter: Filter | None = None) -> list[Records]:
         """For each query at most k records, nearest first by the store's own distances. queries (n, e) float32.
 
         There are fewer only if fewer pass the filter or an approximate engine finds no more.
@@ -272,22 +271,22 @@ class StoreBase:
         if (e := records.vectors.shape[1]) != self.dim:
             raise ValueError(f"store {self.url}: vectors must have {self.dim} dimensions, got {e}")
 
-    def check_queries(self, queries: Tensor, k: int) -> Tensor:
+    def check_queries(self, queries: Array, k: int) -> np.ndarray:
         """(n, e) float32 queries on the CPU."""
         if k < 1:
             raise ValueError(f"store {self.url}: k must be at least 1, got {k}")
         if queries.ndim != 2 or queries.shape[1] != self.dim:
             raise ValueError(f"store {self.url}: queries must be (n, {self.dim}), got {tuple(queries.shape)}")
-        wanted = queries.detach().to("cpu", torch.float32).contiguous()
-        if not torch.isfinite(wanted).all():
+        wanted = np.ascontiguousarray(as_numpy(queries), np.float32)
+        if not np.isfinite(wanted).all():
             raise ValueError(f"store {self.url}: a query has a number that is not finite")
         return wanted
 
     def records(self, rows: Sequence[tuple[str, float, Mapping[str, str]]], vectors: Any) -> Records:
         """Records of rows (id, uncertainty, payload) with an array of numbers, n * e in all."""
         ids, uncertainty, payloads = zip(*rows, strict=True) if rows else ((), (), ())
-        numbers = torch.from_numpy(np.asarray(vectors, dtype=np.float32).reshape(len(rows), self.dim))
-        return Records(ids, numbers, torch.tensor(uncertainty, dtype=torch.float32), payloads)
+        numbers = np.asarray(vectors, np.float32).reshape(len(rows), self.dim)
+        return Records(ids, numbers, np.array(uncertainty, np.float32), payloads)
 
 
 def in_order(ids: Sequence[str], found: Mapping[str, Row]) -> list[Row]:
