@@ -1,6 +1,6 @@
 """A store in a dictionary of this process: the least that a store must do. Searches compare in float64."""
 
-import torch
+import numpy as np
 
 from sfumato.errors import UserError
 from sfumato.search.stores.protocol import Records
@@ -17,7 +17,7 @@ class ToyStore:
         if not rows:
             return Records.none(self.dim)
         vectors, uncertainty, payloads = zip(*rows, strict=True)
-        return Records(tuple(ids), torch.stack(vectors), torch.stack(uncertainty), payloads)
+        return Records(tuple(ids), np.stack(vectors), np.stack(uncertainty), payloads)
 
     def _fitting(self, filter):
         rows = list(self.kept.items())
@@ -41,7 +41,7 @@ class ToyStore:
         if k < 1:
             raise ValueError(f"toy: k must be at least 1, got {k}")
         fitting = self._records(self._fitting(filter))
-        distance = (queries.double().unsqueeze(1) - fitting.vectors.double()).square().sum(2)
+        distance = ((queries.astype(np.float64)[:, None] - fitting.vectors) ** 2).sum(2)
         return [fitting.take(row.argsort()[:k].tolist()) for row in distance]
 
     def count(self, filter=None):

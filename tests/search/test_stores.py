@@ -46,16 +46,16 @@ class TestHnsw(StoreContract):
 
 def clustered(n, dim, seed, clusters=50):
     """Records around centres that all seeds share."""
-    centres = torch.randn(clusters, dim, generator=torch.Generator().manual_seed(99)) * 2
-    generator = torch.Generator().manual_seed(seed)
-    vectors = centres[torch.randint(clusters, (n,), generator=generator)] + torch.randn(n, dim, generator=generator)
+    centres = np.random.default_rng(99).standard_normal((clusters, dim), np.float32) * 2
+    random = np.random.default_rng(seed)
+    vectors = centres[random.integers(clusters, size=n)] + random.standard_normal((n, dim), np.float32)
     payloads = tuple({"tenth": str(i % 10)} for i in range(n))
-    return Records(tuple(f"{seed}-{i}" for i in range(n)), vectors, torch.rand(n, generator=generator), payloads)
+    return Records(tuple(f"{seed}-{i}" for i in range(n)), vectors, random.random(n, np.float32), payloads)
 
 
 def recall(store, kept, wanted, k, filter=None):
     ids = [key for key, (_, u, payload) in kept.items() if filter is None or filter.accepts(payload, u)]
-    distance = squared_l2(wanted, torch.stack([kept[key][0] for key in ids]))
+    distance = squared_l2(wanted, np.stack([kept[key][0] for key in ids]))
     ground_truth = [{ids[j] for j in row[:k]} for row in np.argsort(distance, axis=1)]
     found = [set(result.ids) for result in store.search(wanted, k, filter)]
     assert all(len(some) == min(k, len(ids)) for some in found)
@@ -106,7 +106,7 @@ def test_recall_at_the_defaults(tmp_path, needs_faiss):
 
 def test_compressed_vectors_are_candidates_only(tmp_path, needs_faiss):
     """48 of 96 numbers hardly vary: they are left out, and a byte is kept of each other; results are as exact."""
-    spread, n = torch.cat([torch.ones(48), torch.full((48,), 0.01)]), 1500
+    spread, n = np.repeat(np.array([1, 0.01], np.float32), 48), 1500
     batch, wanted = records(n, 96, 1), queries(60, 96, 2) * spread
     batch = Records(batch.ids, batch.vectors * spread, batch.uncertainty, batch.payloads)
     sizes = {}
@@ -122,7 +122,7 @@ def test_compressed_vectors_are_candidates_only(tmp_path, needs_faiss):
         assert recall(store, by_id(batch), wanted, 10) >= 0.98 and uses_index(store)
         for query, found in zip(wanted[:20], store.search(wanted[:20], 10), strict=True):
             assert squared_l2(found.vectors, query).tolist() == sorted(squared_l2(found.vectors, query).tolist())
-            assert torch.equal(found.vectors, store.get(found.ids).vectors)
+            np.testing.assert_array_equal(found.vectors, store.get(found.ids).vectors, strict=True)
         store.close()
         sizes[compress] = index_files(tmp_path / compress)[0].stat().st_size / n
     links = 2 * 16 * 4  # of the lowest layer; the upper ones and the levels are less than as much again
@@ -198,13 +198,13 @@ def test_flat_needs_no_faiss_and_the_others_name_the_extra(tmp_path, monkeypatch
 
 def test_flat_is_exact_whatever_lies_far_away(tmp_path):
     """From memory and from disk; tests/search/test_screening.py has more of such data."""
-    generator = torch.Generator().manual_seed(3)
-    vectors = torch.randn(4500, 64, generator=generator) / 8 + 1000
+    random = np.random.default_rng(3)
+    vectors = random.standard_normal((4500, 64), np.float32) / 8 + 1000
     vectors[0, -1], vectors[30:60] = 3e38, vectors[60]
     store = create_store(f"{tmp_path}/store?memory=100", 64)
     ids = tuple(str(i) for i in range(len(vectors)))
-    store.upsert(Records(ids, vectors, torch.zeros(len(vectors)), ({},) * len(vectors)))
-    wanted = vectors[50:62] + torch.randn(12, 64, generator=generator) / 8
+    store.upsert(Records(ids, torch.from_numpy(vectors), torch.zeros(len(vectors)), ({},) * len(vectors)))
+    wanted = vectors[50:62] + random.standard_normal((12, 64), np.float32) / 8
     order = np.argsort(squared_l2(wanted, vectors), axis=1, kind="stable")[:, :10]
     expected = [tuple(ids[j] for j in row) for row in order]
     for memory in (100, 1, 0):

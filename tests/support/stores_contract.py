@@ -16,7 +16,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 
 from sfumato.errors import UserError
 from sfumato.search.stores import protocol as stores
@@ -45,22 +44,22 @@ def open_store(url):
 
 def records(n, dim, seed, *, prefix="item"):
     """Random records; payloads repeat every 3 and 5 items, and every seventh item has none."""
-    generator = torch.Generator().manual_seed(seed)
+    random = np.random.default_rng(seed)
     return Records(
         tuple(f"{prefix}-{i}" for i in range(n)),
-        torch.randn(n, dim, generator=generator) * 3 + 1,
-        torch.rand(n, generator=generator),
+        random.standard_normal((n, dim), np.float32) * 3 + 1,
+        random.random(n, np.float32),
         tuple({} if i % 7 == 0 else {"colour": "rgb"[i % 3], "path": f"{seed}/{i}.jpg"} for i in range(n)),
     )
 
 
 def queries(n, dim, seed):
-    return torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)) * 3 + 1
+    return np.random.default_rng(seed).standard_normal((n, dim), np.float32) * 3 + 1
 
 
 def squared_l2(wanted, vectors):
     """(n, m) float64 by differences, nothing expanded."""
-    a, b = wanted.double().numpy(), vectors.double().numpy()
+    a, b = wanted.astype(np.float64), vectors.astype(np.float64)
     return ((a[:, None] - b[None]) ** 2).sum(-1)
 
 
@@ -91,7 +90,7 @@ def assert_are(found, kept, ids):
     if not ids:
         return
     vectors, uncertainty, payloads = zip(*(kept[key] for key in ids), strict=True)
-    torch.testing.assert_close(found.vectors, torch.stack(vectors), rtol=0, atol=0)
+    np.testing.assert_array_equal(found.vectors, np.stack(vectors), strict=True)
     assert found.uncertainty.tolist() == list(uncertainty)
     assert [dict(payload) for payload in found.payloads] == list(payloads)
 
@@ -101,7 +100,7 @@ def assert_nearest(store, kept, wanted, k, filter=None):
     fitting = [key for key, (_, u, payload) in kept.items() if filter is None or filter.accepts(payload, u)]
     results = store.search(wanted, k, filter)
     assert len(results) == len(wanted)
-    ground_truth = np.sort(squared_l2(wanted, torch.stack([kept[key][0] for key in fitting]))) if fitting else None
+    ground_truth = np.sort(squared_l2(wanted, np.stack([kept[key][0] for key in fitting]))) if fitting else None
     for i, found in enumerate(results):
         assert len(set(found.ids)) == len(found) == min(k, len(fitting))
         assert set(found.ids) <= set(fitting)
@@ -116,10 +115,10 @@ def assert_candidates_only(store, opened=None, n=300):
     """By their codes two items are the same, and most are nearly the same, but results are in their true order."""
     dim = store.dim
     batch, wanted = records(n, dim, 21), queries(6, dim, 22)
-    farther = (wanted[0] + 0.1).half().float()
-    twins = torch.stack([farther, farther + 1e-5 * (wanted[0] - farther)])
-    batch = Records(batch.ids, torch.cat([twins, batch.vectors[2:]]), batch.uncertainty, batch.payloads)
-    assert torch.equal(*batch.vectors[:2].half())
+    farther = (wanted[0] + 0.1).astype(np.float16).astype(np.float32)
+    twins = np.stack([farther, farther + 1e-5 * (wanted[0] - farther)])
+    batch = Records(batch.ids, np.concatenate([twins, batch.vectors[2:]]), batch.uncertainty, batch.payloads)
+    np.testing.assert_array_equal(*batch.vectors[:2].astype(np.float16))
     store.upsert(batch)
     store.optimise()
     store = opened(store) if opened else store
@@ -179,7 +178,7 @@ class StoreBasics:
                 Filter(max_uncertainty=0.4),
                 Filter({"colour": ("g",)}, max_uncertainty=0.7),
                 Filter(max_uncertainty=0.0),
-                Filter(max_uncertainty=float(batch.uncertainty.sort()[0][4])),  # a bound is included
+                Filter(max_uncertainty=float(np.sort(batch.uncertainty)[4])),  # a bound is included
                 Filter(ranges={"path": ("8/2.jpg", "8/5.jpg")}),  # the first end is included, the second is not
                 Filter(ranges={"colour": ("", "")}),  # every item that has the field
                 Filter(ranges={"colour": ("", "g")}),
@@ -249,7 +248,7 @@ class StoreContract(StoreBasics):
         store.upsert(Records.none(6))
         store.optimise()
         assert store.count(Filter({"colour": ("r",)})) == 0
-        assert store.search(torch.empty(0, 6), 3) == []
+        assert store.search(np.empty((0, 6)), 3) == []
         store.upsert(records(5, 6, 16))
         raises(ValueError, "7", store.upsert, records(5, 7, 17))
         raises(ValueError, "5", store.search, queries(2, 5, 0), 3)
@@ -341,9 +340,9 @@ def write_at_random(url, run, replaces=True):
     for step in itertools.count():
         n = chance.randint(1, 60)
         ids = chance.sample(range(500), n) if replaces else range(60 * step, 60 * step + n)
-        vectors = torch.tensor([[i, run, step] for i in ids], dtype=torch.float32)
+        vectors = np.array([[i, run, step] for i in ids], np.float32)
         note = {"run": str(run), "step": str(step)}
-        store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, torch.zeros(n), (note,) * n))
+        store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, np.zeros(n), (note,) * n))
         print("put", run, step, *ids, flush=True)
         if step % 4 == 3:
             gone = chance.sample(range(500), 20) if replaces else ids[:1]
@@ -399,7 +398,7 @@ def assert_survives_kills(url, runs):
         expected = assert_nothing_lost(store, said, expected)
         kept = by_id(*store.scan())
         for at in range(0, 500, 50):
-            assert_nearest(store, kept, torch.tensor([[float(at), run, 3.0]]), 5)
+            assert_nearest(store, kept, np.array([[float(at), run, 3.0]]), 5)
         store.close()
 
 
@@ -415,7 +414,7 @@ def assert_others_read(url):
         found = store.get(there)
         for key, payload, vector in zip(found.ids, found.payloads, found.vectors.tolist(), strict=True):
             assert int(payload["step"]) >= acknowledged[key] and vector == [float(key[1:]), 1.0, float(payload["step"])]
-        for some in store.search(torch.tensor([[250.0, 1.0, int(step)], [7.0, 1.0, 0.0]]), 9, Filter({"run": ("1",)})):
+        for some in store.search(np.array([[250.0, 1.0, int(step)], [7.0, 1.0, 0.0]]), 9, Filter({"run": ("1",)})):
             assert len(set(some.ids)) == len(some) == min(9, len(there)) or len(there) < 60
         scanned = [key for part in store.scan(batch=50) for key in part.ids]
         assert len(scanned) == len(set(scanned))
