@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy.special import logit
 from support.raising import raises
 from support.references_metrics import csd_by_loops, order_of
 
@@ -14,11 +15,10 @@ from sfumato.search.index import GaussianIndex
 
 def clustered(n, d=16, *, seed, n_clusters=40):
     """Means about shared centres; total variances log-normal."""
-    centres = torch.randn(n_clusters, d, generator=torch.Generator().manual_seed(99))
-    generator = torch.Generator().manual_seed(seed)
-    mean = centres[torch.randint(n_clusters, (n,), generator=generator)] + 0.4 * torch.randn(n, d, generator=generator)
-    log_var = torch.randn(n, 1, generator=generator) + 0.3 * torch.randn(n, d, generator=generator) - 3
-    return GaussianEmbedding(mean, log_var)
+    centres, random = np.random.default_rng(99).standard_normal((n_clusters, d)), np.random.default_rng(seed)
+    mean = centres[random.integers(n_clusters, size=n)] + 0.4 * random.standard_normal((n, d))
+    log_var = random.standard_normal((n, 1)) + 0.3 * random.standard_normal((n, d)) - 3
+    return GaussianEmbedding(mean, log_var).to(np.float32)
 
 
 def ids_of(n):
@@ -39,7 +39,7 @@ def test_hits_carry_the_csd_of_the_pair_and_everything_else():
         for hit in result:
             j = int(hit.id.split()[1])
             query, item = queries[i : i + 1], gallery[j : j + 1]
-            loops = csd_by_loops(*(a.numpy() for a in (query.mean, query.var, item.mean, item.var)))
+            loops = csd_by_loops(query.mean, query.var, item.mean, item.var)
             assert hit.distance == pytest.approx(float(loops[0, 0]), rel=2e-6)
             assert hit.distance == pytest.approx(float(matrix[i, j]), rel=1e-5)
             assert hit.match_probability == pytest.approx(1 / (1 + np.exp(2 * hit.distance - 3)), rel=1e-4)
@@ -49,13 +49,12 @@ def test_hits_carry_the_csd_of_the_pair_and_everything_else():
 
 def test_equal_distances_come_in_the_order_given():
     # The six closest are the same, scattered among others.
-    others, place = clustered(300, seed=23), torch.tensor([17, 40, 111, 150, 222, 290])
-    mean, log_var = others.mean.clone() + 5, others.log_var.clone()
-    mean[place], log_var[place] = torch.arange(16) / 7, torch.full((6, 16), -1.0)
+    others, place = clustered(300, seed=23), np.array([17, 40, 111, 150, 222, 290])
+    mean, log_var = others.mean + 5, others.log_var.copy()
+    mean[place], log_var[place] = np.arange(16) / 7, -1
     index = GaussianIndex.build(GaussianEmbedding(mean, log_var), ids_of(300))
-    queries = GaussianEmbedding(
-        torch.randn(50, 16, generator=torch.Generator().manual_seed(1)) / 9 + torch.arange(16) / 7, torch.zeros(50, 16)
-    )
+    means = np.random.default_rng(1).standard_normal((50, 16)) / 9 + np.arange(16) / 7
+    queries = GaussianEmbedding(means, np.zeros((50, 16)))
     for result in index.search(queries, 4):
         assert [h.id for h in result] == [f"item {i}" for i in place[:4].tolist()]
         assert len({h.distance for h in result}) == 1
@@ -66,31 +65,31 @@ def test_equal_distances_come_in_the_order_given():
 def test_exact_ranks_by_any_distance(distance, direction):
     gallery, queries = clustered(61, 4, seed=6, n_clusters=61), clustered(4, 4, seed=7, n_clusters=61)
     index = GaussianIndex.build(gallery, ids_of(61), distance=distance, direction=direction)
-    x, y = queries.to(torch.float64), gallery.to(torch.float64)
+    x, y = queries.to(np.float64), gallery.to(np.float64)
     matrix = DISTANCES[distance].matrix(x, y) if direction == "i2t" else DISTANCES[distance].matrix(y, x).T
     found, position = index.nearest(queries, 61)
-    torch.testing.assert_close(found.double(), matrix.gather(1, position), rtol=2e-4, atol=1e-4)
+    np.testing.assert_allclose(found, np.take_along_axis(matrix, position, 1), rtol=2e-4, atol=1e-4)
     assert position[:, :3].tolist() == [order_of(row)[:3] for row in matrix.tolist()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_are_kept_in_float32(dtype):
-    index = GaussianIndex.build(clustered(30, seed=8).to(dtype), ids_of(30))
-    assert index.embeddings.dtype == torch.float32
-    [first] = index.search(clustered(30, seed=8).to(dtype)[:1], 1)
-    assert first[0].id == "item 0"
+    gallery = clustered(30, seed=8).to(dtype)
+    index = GaussianIndex.build(gallery, ids_of(30))
+    assert index.embeddings.dtype == np.float32 and index.search(gallery[:1], 1)[0][0].id == "item 0"
+    assert [type(each) for each in index.nearest(gallery, 3)] == [type(gallery.mean)] * 2
 
 
 def calibrated(n_gallery=150, n_queries=400, seed=30):
     """A gallery, queries near the item of the same number, and a calibration of other queries of the same kind."""
     gallery = clustered(n_gallery, seed=seed, n_clusters=150)
-    of = torch.arange(2 * n_queries) % n_gallery
-    generator = torch.Generator().manual_seed(seed + 1)
-    noise = 2 * torch.rand(2 * n_queries, 1, generator=generator) * torch.randn(2 * n_queries, 16, generator=generator)
+    of = np.arange(2 * n_queries) % n_gallery
+    random = np.random.default_rng(seed + 1)
+    noise = 2 * random.random((2 * n_queries, 1), np.float32) * random.standard_normal((2 * n_queries, 16), np.float32)
     queries = GaussianEmbedding(gallery.mean[of] + noise, gallery.log_var[of])
     held_out, new = queries[:n_queries], queries[n_queries:]
     distance = csd_matrix(held_out, gallery)
-    match = torch.nn.functional.one_hot(of[:n_queries], n_gallery)
+    match = np.eye(n_gallery, dtype=int)[of[:n_queries]]
     calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
     return gallery, new, of[n_queries:].tolist(), calibration
 
@@ -101,7 +100,7 @@ def test_sets_are_all_items_within_the_radius():
     results = index.search(queries, 3, SearchOptions(coverage=0.9))
     radius, matrix = calibration.t2i.conformal_radius(1 - 0.9), csd_matrix(queries, gallery)
     for i, result in enumerate(results):
-        within = {f"item {j}" for j in (matrix[i] <= radius).nonzero().squeeze(1).tolist()}
+        within = {f"item {j}" for j in np.flatnonzero(matrix[i] <= radius)}
         assert {h.id for h in result.conformal_set} == within
         assert [h.distance for h in result.conformal_set] == sorted(h.distance for h in result.conformal_set)
         assert [h.rank for h in result.conformal_set] == list(range(1, len(within) + 1))
@@ -138,15 +137,15 @@ def test_abstention_and_least_probability():
 def test_probabilities_know_the_size_of_the_gallery():
     gallery, queries, _, calibration = calibrated()
     more = clustered(1350, seed=40, n_clusters=150)
-    larger = GaussianEmbedding(torch.cat([gallery.mean, more.mean]), torch.cat([gallery.log_var, more.log_var]))
+    larger = GaussianEmbedding.cat([gallery, more])
     index, tenfold = (GaussianIndex.build(g, ids_of(g.n), calibration=calibration) for g in (gallery, larger))
     shift = np.log(1 / 1499) - np.log(1 / 149)
     for d in (0.5, 2.0, 8.0):
-        few, many = (torch.logit(i.match_probability(torch.tensor(d).double())) for i in (index, tenfold))
-        assert float(few) == pytest.approx(float(calibration.logit(torch.tensor(d))), abs=1e-6)
+        few, many = (logit(i.match_probability(np.array(d))) for i in (index, tenfold))
+        assert float(few) == pytest.approx(float(calibration.logit(np.array(d))), abs=1e-6)
         assert float(many - few) == pytest.approx(shift, abs=1e-6)
     hit = tenfold.search(queries[:1], 1)[0][0]
-    expected = calibration.t2i.probability(torch.tensor(hit.distance), n_gallery=1500)
+    expected = calibration.t2i.probability(np.array(hit.distance), n_gallery=1500)
     assert hit.match_probability == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -179,13 +178,13 @@ def test_promises_that_nothing_vouches_for_are_refused():
         ({"payload": {"text": ["a"]}}, "payload 'text' must be 3 strings"),
         ({"metadata": {"x": float("nan")}}, "not JSON compliant"),
         ({"embeddings": GaussianEmbedding(torch.full((3, 2), torch.nan), torch.zeros(3, 2))}, "embedding 0 holds NaN"),
-        ({"embeddings": GaussianEmbedding(torch.zeros(3, 2), torch.full((3, 2), 100.0))}, "overflows"),
-        ({"embeddings": GaussianEmbedding.point(torch.zeros(3, 2)), "distance": "kl"}, "needs positive variances"),
-        ({"embeddings": GaussianEmbedding.point(torch.zeros(0, 2)), "ids": []}, "got no embeddings"),
+        ({"embeddings": GaussianEmbedding(np.zeros((3, 2)), np.full((3, 2), 100.0))}, "overflows"),
+        ({"embeddings": GaussianEmbedding.point(np.zeros((3, 2))), "distance": "kl"}, "needs positive variances"),
+        ({"embeddings": GaussianEmbedding.point(np.zeros((0, 2))), "ids": []}, "got no embeddings"),
     ],
 )
 def test_mistakes_are_named(change, message):
-    arguments = {"embeddings": GaussianEmbedding(torch.zeros(3, 2), torch.zeros(3, 2)), "ids": ids_of(3)} | change
+    arguments = {"embeddings": GaussianEmbedding(np.zeros((3, 2)), np.zeros((3, 2))), "ids": ids_of(3)} | change
     raises(ValueError, message, GaussianIndex.build, arguments.pop("embeddings"), arguments.pop("ids"), **arguments)
 
 
@@ -193,5 +192,5 @@ def test_mistakes_in_a_search_are_named():
     index = GaussianIndex.build(clustered(3, seed=0), ids_of(3))
     raises(ValueError, "k must be at least 1, got 0", index.search, clustered(1, seed=0), 0)
     raises(ValueError, "queries have 5 dimensions, the index has 16", index.search, clustered(1, 5, seed=0), 1)
-    raises(ValueError, "holds NaN", index.search, GaussianEmbedding.point(torch.full((1, 16), torch.nan)), 1)
+    raises(ValueError, "holds NaN", index.search, GaussianEmbedding.point(np.full((1, 16), np.nan)), 1)
     raises(TypeError, "ids must be strings, got 7", GaussianIndex.build, clustered(1, seed=0), [7])

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from additions import store
 from search.test_collection import assert_same, both, gaussians
 from support.raising import raises
@@ -116,16 +116,16 @@ def test_paths_passwords_and_second_stores_of_urls():
 
 
 def test_records_name_what_is_wrong():
-    raises(ValueError, "1 ids, 2 vectors", Records, ("a",), torch.zeros(2, 3), torch.zeros(2), ({}, {}))
+    raises(ValueError, "1 ids, 2 vectors", Records, ("a",), np.zeros((2, 3), np.float32), np.zeros(2), ({}, {}))
     with pytest.raises(ValueError, match="'b' is not finite"):
-        Records(("a", "b"), torch.tensor([[0.0], [torch.inf]]), torch.zeros(2), ({}, {}))
+        Records(("a", "b"), np.array([[0], [np.inf]], np.float32), np.zeros(2), ({}, {}))
     for payload in ({"x": "a\0b"}, {"x": 3}, {"x": "\ud800"}, {"\0": "x"}):
         with pytest.raises(ValueError, match="payload of 'a' must be Unicode texts"):
-            Records(("a",), torch.zeros(1, 3), torch.zeros(1), (payload,))
+            Records(("a",), np.zeros((1, 3), np.float32), np.zeros(1), (payload,))
     for most in (-1.0, float("nan")):
         raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
     with pytest.raises(ValueError, match=r"\(n, e\) float32"):
-        Records(("a",), torch.zeros(1, 3, dtype=torch.float64), torch.zeros(1), ({},))
+        Records(("a",), np.zeros((1, 3)), np.zeros(1), ({},))
 
 
 DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "2024-06-13T12:01:09", "2025", "")

@@ -316,7 +316,9 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
                 " values"
             )
     check_finite(embeddings, "GaussianIndex")
-    if not np.isfinite(embeddings.numpy().total_variance.astype(np.float32)).all():
+    with np.errstate(over="ignore"):
+        total = embeddings.numpy().total_variance.astype(np.float32)
+    if not np.isfinite(total).all():
         raise ValueError("GaussianIndex: a total variance overflows float32; the model may have diverged")
 
 
