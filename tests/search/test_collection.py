@@ -5,8 +5,8 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
-import torch
 from support.raising import raises
 
 from sfumato.calibration.calibrator import Calibration
@@ -27,11 +27,9 @@ D = 11
 
 
 def gaussians(n, seed, *, offset=3.0):
-    generator = torch.Generator().manual_seed(seed)
-    mean = torch.randn(n, D, generator=generator) + offset
-    return GaussianEmbedding(
-        mean, torch.randn(n, 1, generator=generator) + 0.4 * torch.randn(n, D, generator=generator) - 2
-    )
+    random = np.random.default_rng(seed)
+    mean, noise = random.standard_normal((2, n, D))
+    return GaussianEmbedding(mean + offset, random.standard_normal((n, 1)) + 0.4 * noise - 2).to(np.float32)
 
 
 def ids_of(n):
@@ -45,8 +43,8 @@ def payload_of(n):
 def calibration_of(gallery, seed=9):
     queries = gaussians(300, seed)
     distance = csd_matrix(queries, gallery)
-    order, second = distance.argsort(1), (torch.arange(300) % 4 == 0).long()
-    match = torch.nn.functional.one_hot(order.gather(1, second.unsqueeze(1)).squeeze(1), gallery.n)
+    order, second = distance.argsort(1), np.arange(300) % 4 == 0
+    match = np.eye(gallery.n, dtype=int)[np.where(second, order[:, 1], order[:, 0])]
     return Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
 
 
@@ -83,7 +81,7 @@ def test_answers_as_the_index_does(tmp_path, distance):
     with made:
         assert len(made) == 157 and made.d == D
         assert_same(made.search(queries, 9), index.search(queries, 9))
-        assert_same(made.search(queries.to(torch.float64), 400), index.search(queries, 400))
+        assert_same(made.search(queries.tensors(), 400), index.search(queries, 400))
         assert made.search(queries[:0], 3) == []
         assert made.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
 
@@ -111,18 +109,18 @@ def test_probabilities_given_the_nearest_items(tmp_path, wanted, with_reference)
     index, made = both(tmp_path, calibration=calibration)
     queries = gaussians(7, 3)
     accepted = [wanted is None or wanted.accepts(index.get([i]).payloads[0], 0.0) for i in index.ids]
-    distance = csd_matrix(queries, index.embeddings)[:, accepted].double()
-    nearest = distance.sort(1).values[:, :50]
+    distance = csd_matrix(queries, index.embeddings)[:, accepted].astype(np.float64)
+    nearest = np.sort(distance)[:, :50]
     n, features = distance.shape[1], None
     if with_reference:
-        first = index.embeddings[torch.tensor(accepted)][distance.argmin(1)]
+        first = index.embeddings[np.array(accepted)][distance.argmin(1)]
         features = calibration.t2i.reference.features(queries, first)
     slow = calibration.t2i.hit_probability(distance, nearest, n_gallery=n, reference=features)
-    assert not torch.allclose(slow, calibration.t2i.probability(distance, n_gallery=n), atol=0.01)
+    assert not np.allclose(slow, calibration.t2i.probability(distance, n_gallery=n), atol=0.01)
     with made:
         for gallery in (index, made):
             found = gallery.search(queries, 9, SearchOptions(filter=wanted))
-            for hits, p in zip(found, slow.sort(1, descending=True).values.tolist(), strict=True):
+            for hits, p in zip(found, -np.sort(-slow), strict=True):
                 assert [h.match_probability for h in hits] == pytest.approx(p[:9], abs=1e-4)
             assert gallery.expected_matches(queries, wanted) == pytest.approx(slow.sum(1).tolist(), rel=1e-3)
             assert gallery.expected_matches(queries, Filter({"colour": ("mauve",)})) == [0.0] * 7
@@ -180,7 +178,7 @@ def test_items_come_and_go_and_probabilities_know_how_many_there_are(tmp_path):
         assert made.delete(["item 3", "nobody", "item 150"]) == 2 and len(made) == 155
         made.upsert(moved, [f"item {i}" for i in range(40, 60)], {"colour": ["w"] * 20})
         left = [i for i in range(157) if i not in (3, 150)]
-        mean, log_var = gallery.mean.clone(), gallery.log_var.clone()
+        mean, log_var = gallery.mean.copy(), gallery.log_var.copy()
         mean[40:60], log_var[40:60] = moved.mean, moved.log_var
         index = GaussianIndex.build(
             GaussianEmbedding(mean[left], log_var[left]), [f"item {i}" for i in left], calibration=calibration
@@ -215,11 +213,12 @@ def test_items_have_the_distances_of_the_originals(tmp_path):
             mine, other = made.search(items.embeddings, 8), index.search(index.get(items.ids).embeddings, 8)
             assert_same(mine, other)
             assert [r[0].id for r in mine] == (["item 9", "item 2"] if distance != "csd" else [r[0].id for r in other])
-            torch.testing.assert_close(items.embeddings.total_variance, index.get(items.ids).embeddings.total_variance)
+            expected = index.get(items.ids).embeddings.total_variance
+            np.testing.assert_allclose(items.embeddings.total_variance, expected, rtol=1.3e-6, atol=1e-5)
 
 
 def test_equal_distances_are_ordered_by_id(tmp_path):
-    same = GaussianEmbedding(torch.ones(12, D), torch.zeros(12, D))
+    same = GaussianEmbedding(np.ones((12, D)), np.zeros((12, D)))
     with GaussianCollection.create(tmp_path / "c", d=D) as made:
         made.upsert(same, [f"{i:02}" for i in reversed(range(12))])
         assert [h.id for h in made.search(same[:1], 6)[0]] == ["00", "01", "02", "03", "04", "05"]
@@ -271,11 +270,11 @@ def test_a_sample_is_even_the_same_each_time_and_estimates_what_it_should(tmp_pa
         made.upsert(gallery, ids_of(n))
         made.n_sample, made.n_exact = 600, 40
         queries = gaussians(40, 1)
-        exact, estimated = torch.tensor(index.expected_matches(queries)), torch.tensor(made.expected_matches(queries))
+        exact, estimated = index.expected_matches(queries), made.expected_matches(queries)
         # The rest of each query, 2,960 items, is estimated from about 592 of them: its deviation is that of their mean.
-        for query, a, b in zip(range(40), exact.tolist(), estimated.tolist(), strict=True):
-            p = index.match_probability(csd_matrix(queries[query : query + 1], gallery)[0]).sort().values[:-40]
-            deviation = 2960 * float(p.std()) / math.sqrt(592)
+        for query, a, b in zip(range(40), exact, estimated, strict=True):
+            p = np.sort(index.match_probability(csd_matrix(queries[query : query + 1], gallery)[0]))[:-40]
+            deviation = 2960 * float(p.std(ddof=1)) / math.sqrt(592)
             assert abs(a - b) < 4.5 * deviation + 1e-3  # 40 queries: false alarm below 1 in 3,000
         drawn = made.sample(500)
         assert len(set(drawn.ids)) == 500
@@ -284,7 +283,7 @@ def test_a_sample_is_even_the_same_each_time_and_estimates_what_it_should(tmp_pa
         # Even: the mean position has a deviation of 866 / sqrt(500) = 39.
         assert abs(sum(place) / 500 - 1499.5) < 4 * 39
         one = place.index(max(place))
-        torch.testing.assert_close(drawn.embeddings.mean[one], gallery.mean[max(place)], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(drawn.embeddings.mean[one], gallery.mean[max(place)], rtol=1e-6, atol=1e-6)
         assert made.sample(500, seed=1).ids == made.sample(500, seed=1).ids != drawn.ids
         assert len(made.sample(10_000).ids) == n
 
@@ -299,8 +298,8 @@ def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
             ((gaussians(2, 1), ["a", ""]), "(?s)distinct, non-empty"),
             ((gaussians(1, 0), ["a"], {"x": ["1"]}, [{}]), "payload or payloads, not both"),
             ((gaussians(1, 0), ["a"], None, [{}, {}]), r"1 embeddings, 1 ids and payloads of \[2\]"),
-            ((GaussianEmbedding.point(torch.full((1, D), torch.nan)), ["a"]), "(?i)nan|finite"),
-            ((GaussianEmbedding.point(torch.zeros(1, D + 1)), ["a"]), f"{D + 1} dimensions, the index has {D}"),
+            ((GaussianEmbedding.point(np.full((1, D), np.nan)), ["a"]), "(?i)nan|finite"),
+            ((GaussianEmbedding.point(np.zeros((1, D + 1))), ["a"]), f"{D + 1} dimensions, the index has {D}"),
         ):
             embeddings, ids, payload, payloads = (*arguments, None, None)[:4]
             raises(ValueError, message, made.upsert, embeddings, ids, payload, payloads=payloads)
@@ -318,7 +317,7 @@ def test_folders_and_stores_that_do_not_belong_together(tmp_path):
     with pytest.raises(UserError, match="exists already; give a new or empty folder"):
         GaussianCollection.create(tmp_path / "collection", d=D)
     with pytest.raises(ValueError, match=r"centre must have shape \(11,\)"):
-        GaussianCollection.create(tmp_path / "x", d=D, centre=torch.zeros(3))
+        GaussianCollection.create(tmp_path / "x", d=D, centre=np.zeros(3))
     raises(ValueError, "not a Euclidean distance", GaussianCollection.create, tmp_path / "x", d=D, distance="kl")
     kl = GaussianIndex.build(gaussians(5, 0), ids_of(5), distance="kl")
     raises(ValueError, "kl.*not a Euclidean distance of lifted vectors", copy_gallery, kl, tmp_path / "x")

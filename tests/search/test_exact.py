@@ -23,16 +23,13 @@ from sfumato.search.exact import (
 )
 
 
-def gaussians(n, d, seed, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    mean, log_var = (torch.randn(n, d, generator=generator, dtype=dtype) for _ in range(2))
-    return GaussianEmbedding(mean, log_var)
+def gaussians(n, d, seed):
+    return GaussianEmbedding(*np.random.default_rng(seed).standard_normal((2, n, d)))
 
 
 def grid(n, d, seed):
     """Points on a coarse grid: many ties, and for n a power of two a mean, hence distances, without rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    return GaussianEmbedding.point(torch.randint(0, 3, (n, d), generator=generator).float())
+    return GaussianEmbedding.point(np.random.default_rng(seed).integers(3, size=(n, d)).astype(np.float32))
 
 
 @pytest.mark.parametrize("name", [n for n, d in DISTANCES.items() if not d.sampled])
@@ -42,7 +39,7 @@ def test_blocks_are_the_matrix(name, direction):
     blocks = list(distance_blocks(x, y, get_distance(name).for_direction(direction), memory_mb=3 * 7 * 4 / 2**20))
     assert [s for s, _ in blocks] == [0, 3, 6, 9] and [len(b) for _, b in blocks] == [3, 3, 3, 2]
     whole = get_distance(name).matrix(x, y) if direction == "i2t" else get_distance(name).matrix(y, x).T
-    torch.testing.assert_close(torch.cat([b for _, b in blocks]), whole)
+    np.testing.assert_allclose(np.concatenate([b for _, b in blocks]), whole, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("direction", ["i2t", "t2i"])
@@ -52,18 +49,18 @@ def test_a_sampled_distance_does_not_depend_on_the_blocks(direction):
     oriented = get_distance("average_l2").for_direction(direction)
 
     def whole(queries, memory_mb, distance=oriented, **options):
-        return torch.cat([b for _, b in distance_blocks(queries, y, distance, memory_mb=memory_mb, **options)])
+        return np.concatenate([b for _, b in distance_blocks(queries, y, distance, memory_mb=memory_mb, **options)])
 
     expected = whole(x, 1.0)
     for rows in (1, 7, 64, 100):
-        torch.testing.assert_close(whole(x, rows * 70 * 4 / 2**20), expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(whole(x, rows * 70 * 4 / 2**20), expected, rtol=1e-12, atol=1e-12)
     for first in (1, 63, 64, 130):
-        torch.testing.assert_close(whole(x[first:], 1.0, first=first), expected[first:], rtol=1e-12, atol=1e-12)
-        assert (whole(x[first:], 1.0) - expected[first:]).abs().mean() > 0.01  # Other items, other noise.
-    assert (whole(x, 1.0, oriented.with_samples(None, 1)) - expected).abs().mean() > 0.01
+        np.testing.assert_allclose(whole(x[first:], 1.0, first=first), expected[first:], rtol=1e-12, atol=1e-12)
+        assert np.abs(whole(x[first:], 1.0) - expected[first:]).mean() > 0.01  # Other items, other noise.
+    assert np.abs(whole(x, 1.0, oriented.with_samples(None, 1)) - expected).mean() > 0.01
     other = get_distance("average_l2").for_direction("t2i" if direction == "i2t" else "i2t")
-    backward = torch.cat([b for _, b in distance_blocks(y, x, other)])
-    torch.testing.assert_close(backward.T, expected, rtol=1e-12, atol=1e-12)
+    backward = np.concatenate([b for _, b in distance_blocks(y, x, other)])
+    np.testing.assert_allclose(backward.T, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_sampled_distance_is_the_mean_over_the_loop_of_its_samples():
@@ -71,11 +68,11 @@ def test_a_sampled_distance_is_the_mean_over_the_loop_of_its_samples():
     a, b = (seeded_samples(e, 8, seed=5, side=side) for e, side in ((x, "image"), (y, "text")))
     loops = [[np.mean([float((p - q).norm()) for p in s for q in t]) for t in b] for s in a]
     ((_, found),) = distance_blocks(x, y, get_distance("average_l2").with_samples(None, 5))
-    torch.testing.assert_close(found, torch.tensor(loops, dtype=torch.float64))
+    np.testing.assert_allclose(found, loops, rtol=1e-7, atol=1e-7)
     # The samples have the moments of the embedding, and both sides noise of their own.
     many = seeded_samples(x, 4000, seed=0, side="image")
-    torch.testing.assert_close(many.mean(1), x.mean, rtol=0, atol=0.1)
-    torch.testing.assert_close(many.var(1), x.var, rtol=0.1, atol=0.1)
+    np.testing.assert_allclose(many.mean(1), x.mean, rtol=0, atol=0.1)
+    np.testing.assert_allclose(many.var(1), x.var, rtol=0.1, atol=0.1)
     assert not torch.equal(many, seeded_samples(x, 4000, seed=0, side="text"))
 
 
@@ -96,6 +93,7 @@ def test_top_k_by_loops_with_ties(k):
     x, y = grid(13, 3, 0), grid(32, 3, 1)
     distance, index = top_k(x, y, k, "squared_l2")
     assert distance.shape == index.shape == (13, min(k, 32))
+    assert torch.equal(top_k(x.tensors(), y.tensors(), k, "squared_l2")[1], torch.from_numpy(index))
     for i in range(13):
         loops = [sum(float(a - b) ** 2 for a, b in zip(x.mean[i], y.mean[j], strict=True)) for j in range(32)]
         assert index[i].tolist() == order_of(loops)[:k]
@@ -107,7 +105,7 @@ def test_rank_relevant_by_loops_with_ties():
     ground_truths = [np.flatnonzero(row).tolist() for row in np.random.default_rng(0).random((31, 64)) < 0.2]
     relevance = Relevance.from_lists(ground_truths, n_gallery=64)
     ranks = rank_relevant(x, y, relevance, "squared_l2")
-    np.testing.assert_array_equal(ranks, ranks_by_sorting(DISTANCES["squared_l2"].matrix(x, y).numpy(), ground_truths))
+    np.testing.assert_array_equal(ranks, ranks_by_sorting(DISTANCES["squared_l2"].matrix(x, y), ground_truths))
     with pytest.raises(ValueError, match="31 queries and 64 gallery items, but a relevance of 64 by 31"):
         rank_relevant(x, y, relevance.transpose())
 
@@ -117,7 +115,7 @@ def test_rank_relevant_by_loops_with_ties():
 def test_candidates_in_their_true_order(name, direction):
     """Each query's own candidates by loops, candidates that are missing, and a tie."""
     queries, gallery = gaussians(5, 3, 0), gaussians(9, 3, 1)
-    gallery = gallery[torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0])]  # 0 and 8 are equal
+    gallery = gallery[np.array([0, 1, 2, 3, 4, 5, 6, 7, 0])]  # 0 and 8 are equal
     candidates = torch.tensor([[8, 0, 3, 4], [7, 6, 5, 4], [1, -1, 2, 3], [-1, 8, -1, 0], [2, 4, 6, 8]])
     found, order = closest_candidates(queries, gallery, candidates, get_distance(name).for_direction(direction))
     matrix = get_distance(name).matrix
@@ -139,78 +137,72 @@ def test_of_nothing():
     assert [t.shape for t in top_k(queries, none, 2)] == [(2, 0)] * 2
     raises(ValueError, "k must be at least 1, got 0", top_k, queries, queries, 0)
     with pytest.raises(ValueError, match="average_l2 is sampled"):
-        closest_candidates(queries, gallery, torch.zeros(2, 1, dtype=torch.long), "average_l2")
-    assert closest_candidates(none, gallery, torch.empty(0, 5, dtype=torch.long))[1].shape == (0, 5)
-    assert closest_candidates(queries, gallery, torch.empty(2, 0, dtype=torch.long))[0].shape == (2, 0)
-    found, order = closest_candidates(queries, none, torch.full((2, 3), -1))
-    assert torch.isposinf(found).all() and (order == -1).all()
+        closest_candidates(queries, gallery, np.zeros((2, 1), int), "average_l2")
+    assert closest_candidates(none, gallery, np.empty((0, 5), int))[1].shape == (0, 5)
+    assert closest_candidates(queries, gallery, np.empty((2, 0), int))[0].shape == (2, 0)
+    found, order = closest_candidates(queries, none, np.full((2, 3), -1))
+    assert np.isposinf(found).all() and (order == -1).all()
 
 
 WIDTH = {"csd": 6, "wasserstein2": 10, "squared_l2": 5}
 
 
-def of_five(n, seed, dtype=torch.float32, offset=0.0):
-    generator = torch.Generator().manual_seed(seed)
-    mean = torch.randn(n, 5, generator=generator, dtype=torch.float64) + offset
-    log_var = 2 * torch.randn(n, 5, generator=generator, dtype=torch.float64)
-    return GaussianEmbedding(mean.to(dtype), log_var.to(dtype))
+def of_five(n, seed, dtype=np.float32, offset=0.0):
+    mean, noise = np.random.default_rng(seed).standard_normal((2, n, 5))
+    return GaussianEmbedding(mean + offset, 2 * noise).to(dtype)
 
 
 def with_constant(squared_l2, queries, distance="csd"):
     """(n, k) distances from the squared L2 of lifted vectors."""
-    return squared_l2 + query_constant(queries, distance).unsqueeze(1)
+    return squared_l2 + np.asarray(query_constant(queries, distance))[:, None]
 
 
 @pytest.mark.parametrize("distance", LIFTED_DISTANCES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("centred", [False, True])
 def test_squared_l2_of_lifted_vectors_is_the_distance(distance, dtype, centred):
     x, y = of_five(4, 0, dtype), of_five(7, 1, dtype)
     centre = gallery_centre(y) if centred else None
     a, b = lift_queries(x, distance, centre=centre), lift_gallery(y, distance, centre=centre)
-    assert a.shape == (4, WIDTH[distance]) and b.shape == (7, WIDTH[distance]) and a.dtype == b.dtype == torch.float32
-    lifted = with_constant(torch.from_numpy(squared_l2_by_broadcast(a, b)), x, distance)
-    exact = get_distance(distance).matrix(x.to(torch.float64), y.to(torch.float64))
-    torch.testing.assert_close(lifted, exact, rtol=2e-6, atol=2e-6)
+    assert a.shape == (4, WIDTH[distance]) and b.shape == (7, WIDTH[distance])
+    assert all(type(each) is type(x.mean) and str(each.dtype).endswith("float32") for each in (a, b))
+    lifted = with_constant(squared_l2_by_broadcast(a, b), x, distance)
+    exact = get_distance(distance).matrix(x.numpy().to(np.float64), y.numpy().to(np.float64))
+    np.testing.assert_allclose(lifted, exact, rtol=2e-6, atol=2e-6)
 
 
 def test_the_centre_keeps_the_digits_of_far_means():
     """Engines multiply: far from the origin their float32 product loses everything that the centre saves."""
     x, y = of_five(20, 4, offset=3000.0), of_five(50, 5, offset=3000.0)
-    exact = get_distance("csd").matrix(x.to(torch.float64), y.to(torch.float64))
+    exact = get_distance("csd").matrix(x.to(np.float64), y.to(np.float64))
 
     def by_product(centre):
         a, b = lift_queries(x, centre=centre), lift_gallery(y, centre=centre)
-        squared = a.square().sum(1, keepdim=True) + b.square().sum(1) - 2 * a @ b.T
-        return with_constant(squared, x).double()
+        squared = (a**2).sum(1, keepdims=True) + (b**2).sum(1) - 2 * a @ b.T
+        return with_constant(squared, x)
 
-    assert ((by_product(gallery_centre(y)) - exact).abs() / exact).max() < 1e-4
-    assert ((by_product(None) - exact).abs() / exact).max() > 0.1
+    assert (np.abs(by_product(gallery_centre(y)) - exact) / exact).max() < 1e-4
+    assert (np.abs(by_product(None) - exact) / exact).max() > 0.1
 
 
 def test_bad_input_is_named():
     x = of_five(2, 0)
     for function in (lift_gallery, lift_queries, query_constant):
         raises(ValueError, "'elk' is not a Euclidean distance .* a GaussianIndex", function, x, "elk")
-    raises(ValueError, r"shape \(5,\), got \(4,\)", lift_gallery, x, centre=torch.zeros(4))
+    raises(ValueError, r"shape \(5,\), got \(4,\)", lift_gallery, x, centre=np.zeros(4))
 
 
 @pytest.mark.parametrize("distance", LIFTED_DISTANCES)
 @pytest.mark.parametrize("offset", [0.0, 3000.0])
 def test_a_lifted_gallery_gives_the_distances_in_blocks_of_any_size(distance, offset):
-    generator = torch.Generator().manual_seed(5)
-    gallery, queries = (
-        GaussianEmbedding(torch.randn(n, 7, generator=generator) + offset, torch.randn(n, 7, generator=generator))
-        for n in (53, 11)
-    )
+    gallery, queries = (gaussians(n, 7, n).to(np.float32) for n in (53, 11))
+    gallery, queries = (GaussianEmbedding(each.mean + offset, each.log_var) for each in (gallery, queries))
     centre = gallery_centre(gallery)
     lifted = LiftedGallery.of(lift_gallery(gallery, distance, centre=centre), distance, centre)
-    expected = DISTANCES[distance].matrix(queries.to(torch.float64), gallery.to(torch.float64))
+    expected = DISTANCES[distance].matrix(queries.to(np.float64), gallery.to(np.float64))
     for memory_mb in (256.0, 4 * 53 * 4 / 2**20, 1e-9):  # all at once, fours with an uneven last block, one by one
         blocks = list(lifted.distance_blocks(queries, memory_mb=memory_mb))
         assert [start for start, _ in blocks] == list(range(0, 11, len(blocks[0][1])))
-        found = torch.cat([block for _, block in blocks])
-        torch.testing.assert_close(
-            found.double(), expected, rtol=1e-3 if offset else 1e-5, atol=1e-3 if offset else 1e-5
-        )
+        found, close = np.concatenate([block for _, block in blocks]), 1e-3 if offset else 1e-5
+        np.testing.assert_allclose(found, expected, rtol=close, atol=close)
     assert list(lifted.distance_blocks(queries[:0])) == []
