@@ -8,8 +8,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from sfumato.calibration.calibrator import Calibration
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick_texts")
 
 def version_of(i, step):
     """The embedding and payload that an item has from a step on; the texts of some have the same words as before."""
-    mean = torch.tensor([float(i), float(step), 1.0, -2.0, i * 0.5])
+    mean = np.array([i, step, 1, -2, i * 0.5], np.float32)
     captions = f"number {i} {'before' if step % 2 else 'after'} {'after' if step % 2 else 'before'}"
     captions += f"\nseen {step} times" if i % 3 else ""
     payload = {"step": str(step)} | ({} if i % 7 == step % 7 else {"captions": captions})
@@ -38,7 +38,7 @@ def version_of(i, step):
 
 def write(collection, ids, step):
     means, payloads = zip(*(version_of(i, step) for i in ids), strict=True)
-    embeddings = GaussianEmbedding(torch.stack(means), torch.full((len(ids), D), -3.0))
+    embeddings = GaussianEmbedding(np.stack(means), np.full((len(ids), D), -3, np.float32))
     collection.upsert(embeddings, [f"i{i}" for i in ids], payloads=payloads)
 
 
@@ -49,16 +49,16 @@ def assert_texts_match(collection, payloads):
     assert sorted(there) == sorted(kept)
     records = collection.texts.store.get(list(kept))
     for id, vector in zip(records.ids, records.vectors, strict=True):
-        torch.testing.assert_close(vector, vectors[id], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(vector, vectors[id], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["file", pytest.param("postgresql", marks=pytest.mark.engine)])
 def test_a_copy_while_others_write_is_one_state_and_restores(tmp_path, kind, request):
     """It has the items as they were when it began, each with the texts of its payload, and answers as they did."""
     url = request.getfixturevalue("server").url if kind == "postgresql" else lambda: "store"
-    gallery = GaussianEmbedding(torch.stack([version_of(i, 0)[0] for i in range(N)]), torch.full((N, D), -3.0))
+    gallery = GaussianEmbedding(np.stack([version_of(i, 0)[0] for i in range(N)]), np.full((N, D), -3, np.float32))
     distance = csd_matrix(gallery[:40], gallery)
-    match = torch.nn.functional.one_hot(distance.argmin(1), N)
+    match = np.eye(N, dtype=int)[distance.argmin(1)]
     calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
     told = {"d": D, "centre": gallery.mean.mean(0), "calibration": calibration, "texts": True}
     queries, chance, steps = gallery[:6], random.Random(5), itertools.count(1)

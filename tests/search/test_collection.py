@@ -56,7 +56,7 @@ def both(tmp_path, n=157, *, distance="csd", store="store", calibration=None):
     made = GaussianCollection.create(
         tmp_path / "collection", store, d=D, centre=gallery_centre(gallery), metadata={"run": "r"}, **told
     )
-    made.upsert(gallery, ids_of(n), payload_of(n))
+    made.upsert(gallery.tensors(), ids_of(n), payload_of(n))
     return index, made
 
 
@@ -81,7 +81,7 @@ def test_answers_as_the_index_does(tmp_path, distance):
     with made:
         assert len(made) == 157 and made.d == D
         assert_same(made.search(queries, 9), index.search(queries, 9))
-        assert_same(made.search(queries.tensors(), 400), index.search(queries, 400))
+        assert_same(made.search(queries.to(np.float64).tensors(), 400), index.search(queries, 400))
         assert made.search(queries[:0], 3) == []
         assert made.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
 

@@ -8,8 +8,8 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
-import torch
 from support.milvus_server import MilvusServer
 from support.processes import Started
 from support.raising import raises
@@ -194,8 +194,8 @@ def test_others_find_a_write_at_once_and_a_session_its_own(milvus_server):
     other, session = open_store(store.url), open_store(f"{store.url}?consistency=session")
     for i in range(10):
         writer, reader = (session, session) if i % 2 else (store, other)
-        writer.upsert(Records((f"item-{i}",), torch.full((1, 2), float(i)), torch.ones(1), ({},)))
-        assert reader.count() == i + 1 and reader.search(torch.full((1, 2), 9.0), 1)[0].ids == (f"item-{i}",)
+        writer.upsert(Records((f"item-{i}",), np.full((1, 2), i, np.float32), np.ones(1), ({},)))
+        assert reader.count() == i + 1 and reader.search(np.full((1, 2), 9.0), 1)[0].ids == (f"item-{i}",)
 
 
 def test_larger_batches_and_more_results_than_milvus_takes_at_once(embedded):
@@ -231,12 +231,12 @@ def test_texts_that_milvus_would_take_for_an_expression(url):
 
 
 def test_bounds_between_two_numbers_of_single_precision(url):
-    store, bound = create_store(url(), 2), torch.tensor(0.1)
-    uncertainty = torch.stack([torch.nextafter(bound, bound - 1), bound])
-    batch = Records(("below", "at"), torch.zeros(2, 2), uncertainty, ({}, {}))
+    store, bound = create_store(url(), 2), np.float32(0.1)
+    uncertainty = np.array([np.nextafter(bound, bound - 1), bound])
+    batch = Records(("below", "at"), np.zeros((2, 2), np.float32), uncertainty, ({}, {}))
     store.upsert(batch)
     for limit in (float(bound), 0.1, float("inf"), 0.0, 1e-45, 1e300):
-        assert store.count(Filter(max_uncertainty=limit)) == int((batch.uncertainty.double() <= limit).sum()), limit
+        assert store.count(Filter(max_uncertainty=limit)) == int((batch.uncertainty.astype(float) <= limit).sum()), limit
 
 
 def test_collections_that_are_not_there_or_not_ours(embedded, file, tmp_path):

@@ -6,9 +6,9 @@ import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import snowballstemmer
-import torch
 from support.raising import raises
 
 from sfumato.calibration.calibrator import Calibration
@@ -43,8 +43,8 @@ def says(stems, wanted):
 
 
 def gaussians(n, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return GaussianEmbedding(torch.randn(n, 7, generator=generator), torch.randn(n, 7, generator=generator) - 3)
+    mean, noise = np.random.default_rng(seed).standard_normal((2, n, 7), np.float32)
+    return GaussianEmbedding(mean, noise - 3)
 
 
 def payloads(n):
@@ -62,7 +62,7 @@ def payloads(n):
 def made(tmp_path):
     n, gallery, queries = 60, gaussians(60, 0), gaussians(200, 1)
     distance = csd_matrix(queries, gallery)
-    match = torch.nn.functional.one_hot(distance.argmin(1), n)
+    match = np.eye(n, dtype=int)[distance.argmin(1)]
     calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
     with GaussianCollection.create(tmp_path / "c", d=7, calibration=calibration, texts=True) as collection:
         collection.upsert(gallery, [f"{i:02}.jpg" for i in range(n)], payloads=payloads(n))
@@ -112,8 +112,8 @@ def by_loops(collection, gallery, query, text, neutral=False):
         words = sum(w for s, w in weight.items() if says(all_stems[i], s)) / sum(weight.values())
         missing = max((w for s, w in weight.items() if not says(all_stems[i], s)), default=0)
         if texts := item_texts(payload):
-            mean = torch.stack([vectors_by_text()[one] for one in texts]).mean(0)
-            cosine = float(vector @ mean / mean.norm())
+            mean = np.stack([vectors_by_text()[one] for one in texts]).mean(0)
+            cosine = float(vector @ mean / np.linalg.norm(mean))
             values = (cosine, words, float(close(weight, payload)), missing, 1 / n_words, prior)
             pairs.append(linear(of["pair_with"], image, values))
         else:
@@ -145,7 +145,7 @@ def test_order_and_probabilities_are_those_of_the_formula(made, text):
         min(1 / (1 + math.exp(-nothing)), 1 - answer.best_probability), rel=2e-4
     )
     assert [h.distance for h in answer] == pytest.approx(
-        [float(csd_matrix(query, gallery[int(h.id[:2]) : int(h.id[:2]) + 1])) for h in answer], rel=1e-4
+        [csd_matrix(query, gallery[int(h.id[:2]) : int(h.id[:2]) + 1]).item() for h in answer], rel=1e-4
     )
 
 
@@ -288,14 +288,14 @@ RARE = "\n".join((*SCENES[1:], "the tin box of the Ostrakavelli"))
 
 
 def test_a_rare_word_is_found_in_a_large_gallery(tmp_path, monkeypatch):
-    generator, n = torch.Generator().manual_seed(0), 120
-    mean = torch.randn(n, 7, generator=generator)
+    n = 120
+    mean = np.random.default_rng(0).standard_normal((n, 7))
     mean[77] = 1.5  # Farther from the query than nearly all.
-    items = GaussianEmbedding(mean, torch.full((n, 7), -3.0))
+    items = GaussianEmbedding(mean, np.full((n, 7), -3.0))
     payloads = [{"captions": f"{SCENES[i % 4]}\na photo of day {i}", "date": f"20{i % 3}"} for i in range(n)]
     payloads[8:78:2] = [{"captions": "the Ostrakaveli", "date": "202"}] * 35  # Sounds nearer than the captions.
     payloads[77] = {"captions": RARE, "date": "202"}
-    query = GaussianEmbedding(torch.zeros(1, 7), torch.full((1, 7), -3.0))
+    query = GaussianEmbedding(np.zeros((1, 7)), np.full((1, 7), -3.0))
 
     def first(collection, **options):
         collection.n_exact, collection.n_sample = 10, 50
