@@ -156,6 +156,9 @@ def test_promises_are_the_same(tmp_path, monkeypatch):
         with GaussianCollection.create(tmp_path / "empty", d=D, calibration=calibration) as empty:
             (answer,) = empty.search(queries[:1], 3, SearchOptions(max_risk=0.4))
             assert answer.abstained and answer.hits == ()
+        least = min(index.embeddings.total_variance.tolist())
+        just_below, huge = (Filter(max_uncertainty=limit) for limit in (math.nextafter(least, 0), 1e300))
+        assert [(index.count(f), made.count(f)) for f in (just_below, huge)] == [(0, 0), (157, 157)]
         mauve = Filter({"colour": ("mauve",)})
         nothing = made.search(queries[:2], 5, SearchOptions(filter=mauve))
         assert [(r.hits, r.best_probability) for r in nothing] == [((), 0.0)] * 2

@@ -22,7 +22,7 @@ from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids
 from sfumato.search.candidates import Candidates, GalleryRecords, ItemCount, SampledItems, Sampler, with_margin
-from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant
+from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant, quiet
 from sfumato.search.folder import (
     change_metadata,
     check_empty,
@@ -259,6 +259,7 @@ class GaussianCollection(Gallery):
         """
         getattr(self.store, "begin_writing", lambda: None)()
 
+    @quiet
     def upsert(
         self,
         embeddings: GaussianEmbedding,

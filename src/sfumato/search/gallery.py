@@ -32,6 +32,7 @@ from sfumato.search.candidates import (
     folded,
     padded,
 )
+from sfumato.search.exact import quiet
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import TextStore, item_words, word_stems, words_of
 
@@ -126,6 +127,7 @@ class Gallery(ABC):
     def count(self, filter: Filter) -> int:
         """Number of items that a search with a filter may find."""
 
+    @quiet
     def expected_matches(self, queries: GaussianEmbedding, filter: Filter | None = None) -> list[float]:
         """The expected number of matches of each query: the sum of the match probabilities over the gallery.
 
@@ -232,6 +234,7 @@ class Gallery(ABC):
         """Release files and connections; nothing by default."""
         return None
 
+    @quiet
     def search(
         self,
         queries: GaussianEmbedding,

@@ -256,7 +256,7 @@ class GaussianIndex(Gallery):
         """Positions of the items that a filter accepts, ascending."""
         fits = np.ones(len(self), bool)
         if filter.max_uncertainty is not None:
-            fits &= self._uncertainty <= filter.max_uncertainty
+            fits &= self._uncertainty.astype(np.float64) <= filter.max_uncertainty
         for name, values in filter.where.items():
             wanted, column = frozenset(values), self.payload.get(name, ())
             fits &= np.array([value in wanted for value in column]) if column else False
@@ -297,6 +297,7 @@ class GaussianIndex(Gallery):
         return SampledItems(ids, part.__getitem__, blocks, len(chosen) == n)
 
 
+@quiet
 def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload: dict[str, tuple[str, ...]]) -> None:
     if embeddings.n == 0:
         raise ValueError("GaussianIndex: got no embeddings; an index needs at least one item")
@@ -316,9 +317,7 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
                 " values"
             )
     check_finite(embeddings, "GaussianIndex")
-    with np.errstate(over="ignore"):
-        total = embeddings.numpy().total_variance.astype(np.float32)
-    if not np.isfinite(total).all():
+    if not np.isfinite(embeddings.numpy().total_variance.astype(np.float32)).all():
         raise ValueError("GaussianIndex: a total variance overflows float32; the model may have diverged")
 
 
