@@ -41,8 +41,9 @@ def as_tensor(value: Array, name: str, who: str) -> "Tensor":
         return value
     import torch
 
-    # torch does not read negative strides, and warns of arrays that cannot be written.
-    return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    # torch does not read negative strides, which even one element may have, and warns of arrays that cannot be written.
+    plain = value.copy() if min(value.strides, default=0) < 0 else value
+    return torch.from_numpy(np.require(plain, requirements=["C", "W"]))
 
 
 def as_numpy(value: Array, name: str = "", who: str = "") -> np.ndarray:

@@ -265,15 +265,15 @@ def test_each_half_has_the_fit_on_the_other(run):
     """The folds, taken apart by hand: of texts that search images, the same as a split with only these texts."""
     found, data, (images, texts) = embedded(run, "wordings")
     folds = cross_fitted((images, texts), data, found.distance, split="wordings", seed=5)
-    assert sorted(torch.cat([fold.texts for fold in folds]).tolist()) == list(range(texts.n)), "each query once"
-    assert sorted(torch.cat([fold.images for fold in folds]).tolist()) == list(range(images.n))
+    assert sorted(np.concatenate([fold.texts for fold in folds]).tolist()) == list(range(texts.n)), "each query once"
+    assert sorted(np.concatenate([fold.images for fold in folds]).tolist()) == list(range(images.n))
     of_text = dict(data.pairs[:, ::-1].tolist())
     for k, fold in enumerate(folds):
         assert {of_text[t] for t in fold.texts.tolist()} <= set(fold.images.tolist())
-        kept = np.isin(np.arange(texts.n), folds[1 - k].texts.numpy())
+        kept = np.isin(np.arange(texts.n), folds[1 - k].texts)
         by_hand = QueryScores.fit(
-            get_distance(found.distance).for_direction("t2i").matrix(texts[torch.from_numpy(kept)], images),
-            torch.from_numpy(data.keep_texts(kept).relevance().to_dense()).float().T,
+            get_distance(found.distance).for_direction("t2i").matrix(texts[kept], images),
+            data.keep_texts(kept).relevance().to_dense().T,
         )
         assert fold.calibration.t2i.scores.n_gallery == by_hand.n_gallery == images.n
         np.testing.assert_allclose(fold.calibration.t2i.scores.nearest, by_hand.nearest, rtol=1e-4)
@@ -286,17 +286,17 @@ def test_each_half_has_the_fit_on_the_other(run):
 def test_trust_measures_the_queries_of_the_calibration_by_halves(run):
     found, data, (images, texts) = embedded(run, "wordings")
     report = trust_model(found, found.recipe.data, "wordings", n_resamples=0, seed=5)
-    distance, match = get_distance(found.distance).matrix(images, texts), torch.from_numpy(data.relevance().to_dense())
+    distance, match = get_distance(found.distance).matrix(images, texts), data.relevance().to_dense()
     folds = cross_fitted((images, texts), data, found.distance, split="wordings", seed=5)
     for direction in ("t2i", "i2t"):
         (served,) = (f for f in report.hits["served"] if (f.hits, f.n_gallery, f.direction) == (1, 300, direction))
         p, y = [], []
         for fold in folds:
-            hits = first_hits(fold.calibration, distance, match.float(), direction, embedded=(images, texts))
-            kept = torch.isin(hits.queries, fold.texts if direction == "t2i" else fold.images)
+            hits = first_hits(fold.calibration, distance, match, direction, embedded=(images, texts))
+            kept = np.isin(hits.queries, fold.texts if direction == "t2i" else fold.images)
             p.append(hits.probability[kept])
             y.append(hits.match[kept])
-        p, y = torch.cat(p), torch.cat(y)
+        p, y = np.concatenate(p), np.concatenate(y)
         assert served.n == len(p) == 300
         assert served.mean_probability == pytest.approx(float(p.mean()), abs=1e-6)
         assert served.rate == pytest.approx(float(y.mean()))
@@ -304,6 +304,6 @@ def test_trust_measures_the_queries_of_the_calibration_by_halves(run):
         assert abs(served.rate - served.mean_probability) < 0.12, "three standard deviations of 300 hits and more"
     assert any("each half has the probabilities of a fit on the other" in note for note in report.notes)
     (served,) = (f for f in report.hits["served"] if (f.hits, f.n_gallery, f.direction) == (1, 300, "t2i"))
-    in_sample = measure_hits(Calibration.load(run / TRAINING_CALIBRATION), distance, match.float())
+    in_sample = measure_hits(Calibration.load(run / TRAINING_CALIBRATION), distance, match)
     (own,) = (f for f in in_sample if f.hits == 1 and f.direction == "t2i" and f.n_gallery == 300)
     assert own.log_loss < served.log_loss, "the fit on the queries themselves looks better than it is"

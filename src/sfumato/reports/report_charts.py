@@ -369,7 +369,7 @@ def _wrong_result(
     distance = float(next(block for _, block in blocks)[0, true])
     context = direction.context[np.array([query])]
     p = data.scorer(direction.key).match_probability(np.array([[distance]]), direction.gallery.n, context)
-    best = _match(float(p), distance)
+    best = _match(float(p[0, 0]), distance)
     values: dict[str, Any] = {f"true_{key}": value for key, value in best.items()}
     values["rank"] = f"{direction.best_rank(query):,}"
     if direction.key == "t2i":
