@@ -265,7 +265,7 @@ class Embedder:
                 points = side.points([vectors[i][1] for i in chosen])
                 rows |= {i: points[k : k + 1] for k, i in enumerate(chosen)}
         for i, (_, _, where) in enumerate(vectors):
-            if not np.isfinite((rows[i].mean**2).sum() + rows[i].total_variance):
+            if not np.isfinite((rows[i].mean ** 2).sum() + rows[i].total_variance):
                 expected = "expected numbers like the model's data"
                 raise wrong((where, f"the embedding of this vector by the model is not finite; {expected}"))
         return [rows[i] for i in range(len(vectors))]
