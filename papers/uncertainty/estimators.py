@@ -57,7 +57,8 @@ def _self_mismatch(block: Block) -> Tensor:
 
 
 def _match_entropy_top10(block: Block) -> Tensor:
-    return entropy(match_logit(block.nearest[0], block.matching.logit_scale, block.matching.logit_bias))
+    found: Tensor = entropy(match_logit(block.nearest[0], block.matching.logit_scale, block.matching.logit_bias))
+    return found
 
 
 MORE: dict[str, Estimator] = {

@@ -80,18 +80,28 @@ def set_threads(n: int) -> None:
         sys.modules["torch"].set_num_threads(n)
 
 
-def smallest(values: np.ndarray, k: int) -> np.ndarray:
-    """(n, k) places of the k smallest values of each row, ascending; equal ones by their place. values (n, m), k <= m
-    or all."""
-    if not 0 < k < values.shape[1]:
-        return values.argsort(axis=1, kind="stable")[:, :k]
-    place = np.sort(np.argpartition(values, k - 1, axis=1)[:, :k], axis=1)
-    own = np.take_along_axis(values, place, 1)
-    # A partition takes any of the values that are equal to the last.
-    tied = np.flatnonzero(np.count_nonzero(values <= own.max(1, keepdims=True), axis=1) > k)
-    place[tied] = np.sort(values[tied].argsort(axis=1, kind="stable")[:, :k], axis=1)
-    own[tied] = np.take_along_axis(values[tied], place[tied], 1)
-    return np.take_along_axis(place, own.argsort(axis=1, kind="stable"), 1)
+def on_accelerator(values: Array) -> bool:
+    """Whether a tensor is on a GPU or another device."""
+    return is_tensor(values) and values.device.type != "cpu"
+
+
+def smallest(values: Array, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k smallest values of each row, ascending, and their places; equal ones by place. They are looked for where a
+    tensor is; on an accelerator any of those that are equal to the last are found. (n, m) -> (n, min(k, m)) each."""
+    if (k := min(k, values.shape[1])) < 1:
+        return as_numpy(values)[:, :0], np.empty((len(values), 0), np.int64)
+    if on_accelerator(values):
+        own, place = map(as_numpy, values.topk(k, dim=1, largest=False))
+    else:
+        values = as_numpy(values)
+        place = np.argpartition(values, k - 1, axis=1)[:, :k]
+        own = np.take_along_axis(values, place, 1)
+        # A partition takes any of the values that are equal to the last.
+        tied = np.flatnonzero(np.count_nonzero(values <= own.max(1, keepdims=True), axis=1) > k)
+        place[tied] = values[tied].argsort(axis=1, kind="stable")[:, :k]
+        own[tied] = np.take_along_axis(values[tied], place[tied], 1)
+    order = np.lexsort((place, own), axis=1)
+    return np.take_along_axis(own, order, 1), np.take_along_axis(place, order, 1)
 
 
 def sigmoid(logit: np.ndarray) -> np.ndarray:

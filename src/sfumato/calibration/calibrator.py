@@ -395,10 +395,9 @@ class Scorer:
         self, distance: Array, queries: GaussianEmbedding, first: Callable[[Any], GaussianEmbedding]
     ) -> QueryContext:
         """What the other methods need to know of queries. distance (n, c), queries (n, d)."""
-        d = as_numpy(distance)
-        place = smallest(d, self.n_nearest)
-        nearest = np.full((len(d), self.n_nearest), np.inf, d.dtype)
-        nearest[:, : place.shape[1]] = np.take_along_axis(d, place, 1)
+        closest, place = smallest(distance, self.n_nearest)
+        nearest = np.full((len(closest), self.n_nearest), np.inf, closest.dtype)
+        nearest[:, : closest.shape[1]] = closest
         if self.reference is None:
             return QueryContext(nearest)
         found = np.isfinite(nearest[:, 0])

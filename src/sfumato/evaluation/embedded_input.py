@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from sfumato.data.feature_tables import read_embeddings, read_ids
 from sfumato.distances.distance import Distance
@@ -159,12 +158,12 @@ def read_embedded_set(
     sides, ids = [], []
     for what, path, own in (("image", images, image_ids), ("text", texts, text_ids)):
         embeddings, found = read_embeddings(path, ids=own)
-        sides.append(embeddings.tensors())
+        sides.append(embeddings.numpy())
         ids.append(_ids_of_ground_truths(ground_truths, what, embeddings.n) if found is None else tuple(found))
     if sides[0].d != sides[1].d:
         raise ValueError(f"{images} has {sides[0].d} dimensions, {texts} has {sides[1].d}; the numbers must be equal")
-    dtype = torch.promote_types(*(accumulation_dtype(e.dtype) for e in sides))
-    first, second = (e if e.dtype == dtype else e.to(dtype) for e in sides)
+    dtype = np.promote_types(*(accumulation_dtype(e.dtype) for e in sides))
+    first, second = (e.to(dtype) for e in sides)
     return EmbeddedSet(first, second, ids[0], ids[1], tuple(ground_truths))
 
 

@@ -17,15 +17,14 @@ from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from sfumato.arrays import Array, as_numpy, like, namespace, sigmoid, smallest
 from sfumato.distances import get_distance, squared_l2_matrix
 from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.imports import claim_name
-from sfumato.matching import match_logit
+from sfumato.matching import match_logit, match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.search.exact import distance_blocks
 
@@ -53,29 +52,31 @@ class Matching:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some queries with their distances to the gallery; all estimators use the same computed quantities."""
+    """Some queries with their distances to the gallery; all estimators use the same computed quantities.
+
+    They are tensors if the embeddings are, else arrays of NumPy.
+    """
 
     queries: GaussianEmbedding  # (b, d) embeddings
     gallery: GaussianEmbedding  # (m, d) embeddings
-    distance: Tensor  # (b, m) distances; infinite for items that are left out
+    distance: Array  # (b, m) distances; infinite for items that are left out
     matching: Matching  # the distance and the match logits
     seed: int = 0  # of the samples
 
     @cached_property
-    def logit(self) -> Tensor:
+    def logit(self) -> Array:
         """(b, m) match logits; minus infinity for items that are left out."""
-        found: Tensor = match_logit(self.distance, self.matching.logit_scale, self.matching.logit_bias)
-        return found
+        return match_logit(self.distance, self.matching.logit_scale, self.matching.logit_bias)
 
     @cached_property
-    def nearest(self) -> tuple[Tensor, Tensor]:
+    def nearest(self) -> tuple[Array, Array]:
         """((b, k) distances ascending, (b, k) positions) of the k = NEAREST closest items, or of all m if there are
         fewer."""
-        values, index = self.distance.topk(min(NEAREST, self.distance.shape[1]), dim=1, largest=False)
+        values, index = (like(each, self.distance) for each in smallest(self.distance, NEAREST))
         return values, index
 
 
-UncertaintyFunction = Callable[[Block], Tensor]
+UncertaintyFunction = Callable[[Block], Array]
 """Computes (b,) uncertainties of the b queries of a block; higher is less certain.
 
 It must compute each row of the block independently, because the size of a block depends on the memory budget. It must
@@ -111,26 +112,34 @@ class Estimator:
 
 
 # ---------------------------------------------------------------- the functions
-def entropy(logit: Tensor) -> Tensor:
+def entropy(logit: Array) -> Array:
     """(b,) entropy, in nats, of the softmax of logits (b, m)."""
-    found: Tensor = torch.special.entr(logit.softmax(1)).sum(1)
-    return found
+    xp = namespace(logit)
+    odds = xp.exp(logit - xp.max(logit, axis=1, keepdims=True))
+    p = odds / xp.sum(odds, axis=1, keepdims=True)
+    return -xp.sum(p * xp.log(xp.where(p > 0, p, 1.0)), axis=1)
 
 
-def _top1_mismatch(block: Block) -> Tensor:
-    # In float32 all queries without a likely match would tie at 1.
-    return torch.sigmoid(-block.logit.amax(1).double())
+def _expected_matches(block: Block) -> Array:
+    p = match_probability(block.distance, block.matching.logit_scale, block.matching.logit_bias)
+    xp = namespace(p)
+    return xp.sum(p, axis=1, dtype=xp.float64)
 
 
-def _margin(block: Block) -> Tensor:
-    best = block.logit.topk(2, dim=1).values
+def _top1_mismatch(block: Block) -> np.ndarray:
+    best = as_numpy(namespace(block.logit).max(block.logit, axis=1))
+    return sigmoid(-best.astype(np.float64))  # In float32 all queries without a likely match would tie at 1.
+
+
+def _margin(block: Block) -> Array:
+    best = match_logit(block.nearest[0], block.matching.logit_scale, block.matching.logit_bias)
     return best[:, 1] - best[:, 0]
 
 
-def _nearest_mean(block: Block) -> Tensor:
+def _nearest_mean(block: Block) -> Array:
     distance = squared_l2_matrix(block.queries, block.gallery)
-    found: Tensor = distance.masked_fill(torch.isposinf(block.distance), torch.inf).amin(1)
-    return found
+    xp = namespace(distance)
+    return xp.min(xp.where(block.distance == np.inf, np.inf, distance), axis=1)
 
 
 # ---------------------------------------------------------------- the registry
@@ -145,7 +154,7 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator(
             "expected_matches",
             "sum of the match probabilities over the gallery: the expected number of true matches",
-            "aleatoric", "n m", lambda block: torch.sigmoid(block.logit).sum(1, dtype=torch.float64),
+            "aleatoric", "n m", _expected_matches,
         ),
         Estimator(
             "match_entropy",
@@ -191,15 +200,15 @@ def register_estimator(estimator: Estimator) -> Estimator:
         ValueError: another place has taken the name, it is not an identifier, or the kind is unknown.
 
     Example:
-        >>> def largest_variance(block: Block) -> Tensor:
-        ...     return block.queries.var.amax(1)
+        >>> def largest_variance(block: Block) -> np.ndarray:
+        ...     return block.queries.var.max(1)
         >>> entry = Estimator(
         ...     "largest_variance", "largest variance of the query", "aleatoric", "n d", largest_variance,
         ...     needs_gallery=False,
         ... )
         >>> entry is register_estimator(entry)
         True
-        >>> query = GaussianEmbedding(torch.zeros(1, 2), torch.tensor([[0.0, -1.0]]))
+        >>> query = GaussianEmbedding(np.zeros((1, 2)), np.array([[0.0, -1.0]]))
         >>> found = estimate_uncertainty(query, query[:0], Matching(), estimators={"largest_variance": entry})
         >>> float(found["largest_variance"][0])
         1.0
@@ -213,7 +222,6 @@ def register_estimator(estimator: Estimator) -> Estimator:
     return estimator
 
 
-@torch.no_grad()
 def estimate_uncertainty(
     queries: GaussianEmbedding,
     gallery: GaussianEmbedding,
@@ -243,36 +251,37 @@ def estimate_uncertainty(
         ValueError: sizes do not fit, the gallery is too small, or an estimator needs variances and gets points.
 
     Example:
-        >>> queries = GaussianEmbedding(torch.zeros(2, 2), torch.tensor([[0.0, 0.0], [-1.0, -1.0]]))
-        >>> gallery = GaussianEmbedding.point(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
+        >>> queries = GaussianEmbedding(np.zeros((2, 2)), np.array([[0.0, 0.0], [-1.0, -1.0]]))
+        >>> gallery = GaussianEmbedding.point(np.array([[0.0, 1.0], [2.0, 0.0]]))
         >>> chosen = {"total_variance": ESTIMATORS["total_variance"]}
         >>> estimate_uncertainty(queries, gallery, Matching(), estimators=chosen)["total_variance"].round(3)
         array([2.   , 0.736])
     """
     _check(queries, gallery, estimators, without)
-    parts: dict[str, list[Tensor]] = {name: [] for name in estimators}
+    queries, gallery = queries.detach(), gallery.detach()
+    parts: dict[str, list[np.ndarray]] = {name: [np.empty(0)] for name in estimators}
     if any(e.needs_gallery for e in estimators.values()):
         blocks = distance_blocks(queries, gallery, matching.oriented_distance, memory_mb=memory_mb)
     else:
-        blocks = iter([(0, queries.mean.new_empty(queries.n, 0))])
+        blocks = iter([(0, queries.mean[:, :0])])
     for start, distance in blocks:
         own = queries[start : start + len(distance)]
         if without is not None and distance.shape[1]:
             low, high = without.indptr[start], without.indptr[start + own.n]
-            rows = torch.from_numpy(without.query_of_item[low:high] - start)
-            distance = distance.clone()
-            distance[rows, torch.from_numpy(without.indices[low:high])] = torch.inf
+            at = without.query_of_item[low:high] - start, without.indices[low:high]
+            distance = namespace(distance).asarray(distance, copy=True)
+            distance[tuple(like(index, distance) for index in at)] = np.inf
         block = Block(own, gallery, distance, matching, seed)
         for name, estimator in estimators.items():
-            parts[name].append(estimator.function(block).double().cpu())
-    return {name: torch.cat(values).numpy() if values else np.empty(0) for name, values in parts.items()}
+            parts[name].append(as_numpy(estimator.function(block)).astype(np.float64))
+    return {name: np.concatenate(values) for name, values in parts.items()}
 
 
 def usable_estimators(
     *embeddings: GaussianEmbedding, estimators: Mapping[str, Estimator] = ESTIMATORS
 ) -> dict[str, Estimator]:
     """Choose the estimators that are defined for these embeddings."""
-    points = any(bool(torch.isneginf(e.log_var).any()) for e in embeddings)
+    points = any(bool((e.log_var == -np.inf).any()) for e in embeddings)
     return {name: e for name, e in estimators.items() if not (points and e.needs_variance)}
 
 

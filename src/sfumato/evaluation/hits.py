@@ -228,8 +228,7 @@ def _hits(
     if population == "planted":
         has = match.any(1)
         distance, match, queries = distance[has], match[has], queries[has]
-    place = smallest(distance, N_NEAREST)
-    nearest = np.take_along_axis(distance, place, 1)
+    nearest, place = smallest(distance, N_NEAREST)
     reference = None
     if seen is not None:
         reference = np.stack([seen.hub[asked.items[place[:, 0]]], seen.isolation[queries]], axis=1)

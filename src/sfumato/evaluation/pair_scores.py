@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from sfumato.arrays import as_numpy, like, namespace, sigmoid, smallest
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
@@ -69,7 +68,6 @@ class _Side:
         return np.where(there.any(1)[query], mean[query], self.distance)
 
 
-@torch.no_grad()
 def audit_pairs(
     images: GaussianEmbedding,
     texts: GaussianEmbedding,
@@ -101,8 +99,8 @@ def audit_pairs(
         ValueError: sizes do not fit, nothing is listed, or a distance is NaN.
 
     Example:
-        >>> images = GaussianEmbedding.point(torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 3.0]]))
-        >>> texts = GaussianEmbedding.point(torch.tensor([[0.0, 0.1], [0.0, 2.9], [1.0, 0.1]]))
+        >>> images = GaussianEmbedding.point(np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 3.0]]))
+        >>> texts = GaussianEmbedding.point(np.array([[0.0, 0.1], [0.0, 2.9], [1.0, 0.1]]))
         >>> listed = Relevance.from_lists([[0], [1], [2]], n_gallery=3)  # The last two are swapped.
         >>> audit_pairs(images, texts, listed)[0].excess > 0
         array([False,  True,  True])
@@ -116,6 +114,7 @@ def audit_pairs(
         raise ValueError(f"audit_pairs: got {len(wording)} wordings for {texts.n} texts; give one for each")
     if not len(relevance.indices):
         raise ValueError("audit_pairs: no pair is listed; there is nothing to audit")
+    images, texts = images.detach(), texts.detach()
     image, text = relevance.query_of_item, relevance.indices
     by_text = np.lexsort((image, text))
     of_images = _side(images, texts, relevance, get_distance(distance), memory_mb, progress)
@@ -182,7 +181,7 @@ def wrong_probability(log_odds: np.ndarray, fraction: float) -> np.ndarray:
         raise ValueError(f"wrong_probability: fraction must lie in [0, 1], got {fraction}")
     with np.errstate(divide="ignore"):
         prior = np.log(1 - fraction) - np.log(fraction)
-    return np.asarray(torch.sigmoid(-torch.from_numpy(np.asarray(log_odds, np.float64) + prior)))
+    return sigmoid(-(np.asarray(log_odds, np.float64) + prior))
 
 
 def _side(
@@ -198,13 +197,14 @@ def _side(
     for start, block in distance_blocks(queries, gallery, distance, memory_mb=memory_mb):
         rows = np.arange(start, start + len(block))
         own = ground_truth.select_queries(rows)
-        at = tuple(torch.from_numpy(i).to(block.device) for i in (own.query_of_item, own.indices))
-        listed = block[at]
+        at = tuple(like(i, block) for i in (own.query_of_item, own.indices))
+        listed = as_numpy(block[at]).astype(np.float64)
         rank = _among_unlisted(relevant_ranks(block, own), own)
-        block = block.clone()
-        block[at] = torch.inf
-        near_distance, near = _closest(block, k)
-        parts.append((listed.double().cpu().numpy(), rank, near, near_distance))
+        block = namespace(block).asarray(block, copy=True)
+        block[at] = np.inf
+        near_distance, place = smallest(block, k)
+        near = np.where(np.isfinite(near_distance), place, -1)
+        parts.append((listed, rank, near, near_distance.astype(np.float64)))
         if progress:
             progress(len(block))
     return _Side(*(np.concatenate(each) for each in zip(*parts, strict=True)))
@@ -217,15 +217,6 @@ def _among_unlisted(rank: np.ndarray, ground_truth: Relevance) -> np.ndarray:
     own[order] = np.arange(len(rank)) - np.repeat(ground_truth.indptr[:-1], ground_truth.counts)
     unlisted: np.ndarray = rank - own
     return unlisted
-
-
-def _closest(block: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """(b, k) ascending distances, ties by position, and their positions; infinite and -1 beyond the finite ones."""
-    found = block.topk(k, dim=1, largest=False)
-    value, place = found.values.double().cpu().numpy(), found.indices.cpu().numpy()
-    order = np.lexsort((place, value), axis=1)
-    value, place = np.take_along_axis(value, order, axis=1), np.take_along_axis(place, order, axis=1)
-    return value, np.where(np.isfinite(value), place, -1)
 
 
 def _missing(of_images: _Side, of_texts: _Side, listed: Relevance, wording: Sequence[str] | None) -> MissingScores:

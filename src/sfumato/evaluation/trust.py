@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
+from sfumato.arrays import as_numpy
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
 from sfumato.evaluation.hits import HitFigures
 from sfumato.gaussian import GaussianEmbedding
@@ -46,7 +46,7 @@ def caption_distance(texts: GaussianEmbedding, relevance: Relevance) -> np.ndarr
 
     texts (m, d) -> (n,).
     """
-    mean = texts.mean.double().cpu().numpy()
+    mean = as_numpy(texts.mean).astype(np.float64)
     result = np.full(relevance.n_queries, np.nan)
     for i, count in enumerate(relevance.counts):
         if count > 1:
@@ -180,7 +180,7 @@ def measure_trust(
     if not len(kept):
         raise ValueError("measure_trust: no query has a true item; check that ids of images and texts fit together")
     scene = _Scene(
-        queries=queries[torch.from_numpy(kept)],
+        queries=queries[kept],
         gallery=gallery,
         relevance=relevance.select_queries(kept),
         matching=matching,
@@ -288,9 +288,7 @@ def _of_removed_items(scene: _Scene, scores: Mapping[str, np.ndarray]) -> tuple[
     enough = np.flatnonzero(scene.gallery.n - scene.relevance.counts >= NEAREST)
     removed = {}
     if len(enough):
-        removed = scene.estimate(
-            scene.queries[torch.from_numpy(enough)], without=scene.relevance.select_queries(enough)
-        )  # fmt: skip
+        removed = scene.estimate(scene.queries[enough], without=scene.relevance.select_queries(enough))
     statistics = {
         f"{name}/out_of_gallery": paired_auroc(scores[name][enough], values)
         for name, values in removed.items()
@@ -307,10 +305,14 @@ def _right_pairs(scene: _Scene) -> Interval:
         return Interval(None, None, None)
     distance, gaps = scene.matching.oriented_distance, []
     for column in (1, 2):
-        sides = scene.queries[torch.from_numpy(pairs[:, 0])], scene.gallery[torch.from_numpy(pairs[:, column])]
+        sides = scene.queries[pairs[:, 0]], scene.gallery[pairs[:, column]]
         # A sampled distance uses the same noise for true and wrong pairs.
-        seeded = {"generator": torch.Generator().manual_seed(seed)} if distance.sampled else {}
-        gaps.append(distance.row(*sides, **seeded).double().cpu().numpy())
+        seeded = {}
+        if distance.sampled:
+            import torch
+
+            seeded["generator"] = torch.Generator().manual_seed(seed)
+        gaps.append(as_numpy(distance.row(*sides, **seeded)).astype(np.float64))
     return scene.intervals({"right_pairs": paired_auroc(*gaps)}, pairs[:, 0])["right_pairs"]
 
 

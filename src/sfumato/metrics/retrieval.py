@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-from sfumato.arrays import Array, as_numpy, is_tensor
+from sfumato.arrays import Array, as_numpy, on_accelerator
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import binomial_tail
 
@@ -72,15 +72,11 @@ def score_blocks(
     for start in range(0, n, rows):
         stop = min(start + rows, n)
         part = scores[start:stop] if queries == "rows" else scores[:, start:stop]
-        block = (part if queries == "rows" else part.T) if _on_accelerator(part) else _block(part, queries)
+        block = (part if queries == "rows" else part.T) if on_accelerator(part) else _block(part, queries)
         if better == "larger":  # ~x = -x - 1 reverses the order of all 64-bit integers; -x would not.
             block = ~block if block.dtype == np.int64 else -block
         yield start, block
         del block  # Else it stays in memory until the next one is made.
-
-
-def _on_accelerator(values: Array) -> bool:
-    return is_tensor(values) and values.device.type != "cpu"
 
 
 def _block(part: Array, queries: str) -> np.ndarray:
@@ -130,7 +126,7 @@ def relevant_ranks(distance: Array, relevance: Relevance, first_query: int = 0) 
         )
     # A few rows at a time: values that are compared repeatedly stay in the processor's cache, which is about ten times
     # faster.
-    if _on_accelerator(distance):
+    if on_accelerator(distance):
         step, ranks_of_few = max(1, 16 * _CPU_CHUNK // max(m, 1)), _ranks_on_device
     else:
         step, ranks_of_few = max(1, _CPU_CHUNK // max(m, 1)), _ranks_on_host

@@ -237,8 +237,8 @@ def _hits(
 
 def _nearest(logit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The logits of the nearest items of each query, descending, and their places. logit (q, m) -> (q, k)."""
-    place = smallest(-logit, N_NEAREST)
-    return np.take_along_axis(logit, place, 1), place
+    nearest, place = smallest(-logit, N_NEAREST)
+    return -nearest, place
 
 
 def _nearest_items(

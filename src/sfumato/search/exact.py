@@ -97,11 +97,10 @@ def closest_in_blocks(
     if k < 1:
         raise ValueError(f"top_k: k must be at least 1, got {k}")
     k = min(k, m)
-    parts = [(block, smallest(block, k)) for _, block in blocks] if k else []
+    parts = [smallest(block, k) for _, block in blocks] if k else []
     if not parts:
         return np.empty((n, k), np.float32), np.empty((n, k), np.int64)
-    found = [np.take_along_axis(block, place, 1) for block, place in parts]
-    return np.concatenate(found), np.concatenate([place for _, place in parts])
+    return np.concatenate([found for found, _ in parts]), np.concatenate([place for _, place in parts])
 
 
 @quiet
