@@ -38,11 +38,11 @@ from sfumato.evaluation.pair_scores import (
     wrong_fraction,
     wrong_probability,
 )
+from sfumato.files import cache_folder
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, Statistic, auroc, auroc_statistic, bootstrap, mean_statistic
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import expected_calibration_error
-from sfumato.models.build import cache_folder
 from sfumato.models.embed import embed_split, load_split, load_splits
 from sfumato.models.run import Run, load_run
 from sfumato.workflows.audit import prepare_listed

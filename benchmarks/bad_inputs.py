@@ -62,11 +62,12 @@ from sfumato.data.manifest import read_manifest
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.encoders.processors import train_tokenizer
 from sfumato.errors import UserError, explain_os_error, printable
+from sfumato.files import LAST, MODEL, RECIPE
 from sfumato.gaussian import save_embeddings
 from sfumato.models.build import Assets, build_loss, build_model, load_state, save_state
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import Recipe, load_recipe, recipe_files, save_recipe
-from sfumato.models.run import LAST, MODEL, RECIPE, load_model, save_assets
+from sfumato.models.run import load_model, save_assets
 from sfumato.search.collection import GaussianCollection
 from sfumato.workflows.export import export_run
 from sfumato.workflows.index import open_gallery

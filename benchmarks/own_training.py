@@ -92,7 +92,8 @@ class Bench:
 
 def anchored(start: Model, run: Model, recipes: float, anchor: float) -> Model:
     """A run with another anchor than its recipe's."""
-    first, kept = start.model.state_dict(), run.model.state_dict()
+    models: tuple[Any, Any] = (start.model, run.model)
+    first, kept = (one.state_dict() for one in models)
     model = load_run(run.source)
     weight = (1 - anchor) / (1 - recipes)
     model.model.load_state_dict({name: value.lerp(kept[name], weight) for name, value in first.items()})

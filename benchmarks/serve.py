@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from service_world import WORDS, ServiceProcess, large_sources
 
-from sfumato.encoders.towers import DualEncoder
+from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.models.run import load_model
 from sfumato.serve.app import create_app
 from sfumato.serve.server import run_app
@@ -67,7 +67,7 @@ def sources(arguments: argparse.Namespace) -> Sources:
     return replace(found, model=load_model("small").model) if arguments.small else found
 
 
-def bare(model: DualEncoder, seconds: float, threads: int) -> float:
+def bare(model: TwoTowers, seconds: float, threads: int) -> float:
     """Texts a second that a text encoder embeds, BATCH at a time."""
     source, before, n = random.Random(0), torch.get_num_threads(), 0
     torch.set_num_threads(threads)

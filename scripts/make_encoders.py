@@ -10,6 +10,7 @@ a factor for each word; both are float32 again when a graph is loaded, and all s
 """
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -59,15 +60,27 @@ class Graph:
         self.weights.append(numpy_helper.from_array(np.asarray(value, order="C"), f"weight{len(self.weights)}"))
         return str(self.weights[-1].name)
 
+    def stored(self, file: Path, name: str) -> str:
+        """A tensor of a safetensors file in half precision, which stays there, beside the graph; as float32."""
+        start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        entry = json.loads(file.read_bytes()[8:start])[name]
+        first, end = entry["data_offsets"]
+        tensor = TensorProto(name=name, data_type=TensorProto.FLOAT16, dims=entry["shape"])
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in {"location": file.name, "offset": start + first, "length": end - first}.items():
+            tensor.external_data.add(key=key, value=str(value))
+        self.weights.append(tensor)
+        return self.add("Cast", name, to=TensorProto.FLOAT)
+
     def save(self, path: Path, inputs: dict[str, list[Any]], outputs: dict[str, list[Any]]) -> None:
-        """Check the graph and write it."""
-        kind = TensorProto.FLOAT if "pixels" in inputs else TensorProto.INT64
-        given = [helper.make_tensor_value_info(name, kind, shape) for name, shape in inputs.items()]
+        """Write the graph and check it."""
+        kinds = {name: TensorProto.FLOAT if name in ("pixels", "features") else TensorProto.INT64 for name in inputs}
+        given = [helper.make_tensor_value_info(name, kinds[name], shape) for name, shape in inputs.items()]
         made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()]
         graph = helper.make_graph(self.nodes, path.stem, given, made, self.weights)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-        checker.check_model(model, full_check=True)
         save(model, path)
+        checker.check_model(str(path), full_check=True)
 
 
 def efficientnet(path: Path) -> None:

@@ -15,11 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from make_encoders import Graph
+from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
 from sfumato.encoders.backbones import text_backbone
+from sfumato.files import CONFIG, RECIPE, WEIGHTS, read_json, write_json
+from sfumato.ids import Side
+from sfumato.models.embed import model_digest
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe, save_recipe
-from sfumato.models.run import PACKAGED, RECIPE, SMALL
+from sfumato.models.run import HEADS, PACKAGED, SMALL, load_model
 from sfumato.training.loop import fit
 from sfumato.workflows.export import export_run
 
@@ -64,11 +69,44 @@ def write(recipe: Recipe, run: Path) -> None:
         frozen, exported = Path(temporary) / "frozen", Path(temporary) / "exported"
         _as_frozen(recipe, run, frozen)
         export_run(frozen, exported)
-        weights = exported / "model.safetensors"
+        weights = exported / WEIGHTS
         half = {k: v.half() if v.dtype == torch.float32 else v for k, v in load_file(weights).items()}
         save_file(half, weights, {"format": "pt"})
-        for name in ("config.json", "model.safetensors", "calibration.json", "calibration.safetensors"):
+        config = read_json(exported / CONFIG)
+        write_json(exported / CONFIG, {**config, "digest": model_digest(load_model(exported, trainable=True).model)})
+        for side, name in HEADS.items():
+            write_head(exported / name, side)
+        for name in (CONFIG, WEIGHTS, *HEADS.values(), "calibration.json", "calibration.safetensors"):
             shutil.copy(exported / name, PACKAGED / SMALL / name)
+
+
+def write_head(path: Path, side: Side) -> None:
+    """Features and their mask -> mean and log variance, with the numbers of the weights beside the graph."""
+    graph, weights = Graph(), path.parent / WEIGHTS
+    add, one, two = graph.add, np.array([1]), np.array([2])
+
+    def of(name: str) -> str:
+        return graph.stored(weights, f"{side}.{name}")
+
+    def linear(x: str, name: str) -> str:
+        return add("Gemm", x, of(f"{name}.weight"), of(f"{name}.bias"), transB=1)
+
+    present = add("Unsqueeze", add("Cast", "mask", to=TensorProto.FLOAT), two)
+    total = add("ReduceSum", add("Mul", "features", present), one, keepdims=0)
+    average = add("Div", total, add("ReduceSum", present, one, keepdims=0))
+    x = add("Mul", add("Sub", average, of("encoder.centre")), of("encoder.projection"))
+    hidden = add(
+        "LayerNormalization", linear(x, "head.hidden.0"), *map(of, ("head.hidden.1.weight", "head.hidden.1.bias"))
+    )
+    mean = add("Add", linear(x, "head.mean.linear"), linear(add("Gelu", hidden), "head.hidden.4"))
+    add("LpNormalization", mean, axis=1, p=2, name="mean")
+    add("Identity", linear(x, "head.log_var.linear"), name="log_var")
+    channels, dim = (
+        len(load_file(weights)[f"{side}.{name}"]) for name in ("encoder.centre", "head.log_var.linear.bias")
+    )
+    graph.save(
+        path, {"features": ["n", "t", channels], "mask": ["n", "t"]}, {key: ["n", dim] for key in ("mean", "log_var")}
+    )
 
 
 def _as_frozen(recipe: Recipe, run: Path, frozen: Path) -> None:

@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.evaluation.benchmarks import COMPARED
+from sfumato.files import LAST, RECIPE
 from sfumato.metrics.retrieval import RECALLS
 from sfumato.models.embed import evaluate_run
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.models.run import LAST, RECIPE, load_run
+from sfumato.models.run import load_run
 from sfumato.training.loop import fit
 from sfumato.workflows.table import over_seeds
 

@@ -21,8 +21,8 @@ from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.data.image_inputs import ImageInput
 from sfumato.distances import get_distance
+from sfumato.encoders.encoder_protocol import Pieces
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors, shared_minilm
-from sfumato.encoders.towers import Pieces
 from sfumato.errors import UserError, first_line, progress_bar
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding

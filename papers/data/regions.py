@@ -18,8 +18,7 @@ from sfumato.data.sources import DataConfig
 from sfumato.encoders.encoder_protocol import FrozenBackbone, Item, Store
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError, progress_bar
-from sfumato.files import is_plain_name, is_unused, new_folder, write_atomically
-from sfumato.models.build import cache_folder
+from sfumato.files import cache_folder, is_plain_name, is_unused, new_folder, write_atomically
 from sfumato.models.embed import load_splits
 
 Layout = Literal["scan", "manifest"]

@@ -222,7 +222,7 @@ def freeze(
     _check_cosine(retrieval_model)
     if {"train", "val"} & set(tests):
         raise UserError(f"methods are fitted on train and val; measure another split than {', '.join(tests)}")
-    towers = retrieval_model.model.image, retrieval_model.model.text
+    towers: tuple[Any, Any] = (retrieval_model.model.image, retrieval_model.model.text)
     layers = [last_layer(tower) if with_hidden else None for tower in towers]
     prepared = {split: load_split(retrieval_model.model, data, split) for split in ("train", "val", *tests)}
     image, text = layers

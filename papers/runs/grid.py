@@ -11,8 +11,9 @@ import torch
 
 from papers.runs.table import RunsTable, TableOptions, table_of_runs
 from sfumato.errors import UserError, say
+from sfumato.files import MODEL, RECIPE
 from sfumato.models.recipe import Recipe, absolute_recipe, find_recipe, load_recipe
-from sfumato.models.run import LOG, MODEL, RECIPE
+from sfumato.models.run import LOG
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError
 

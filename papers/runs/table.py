@@ -29,10 +29,10 @@ from papers.runs.paired import (
 from sfumato.errors import UserError, counted, say
 from sfumato.evaluation.benchmarks import COMPARED, write_per_query
 from sfumato.evaluation.embedded_input import measure
-from sfumato.files import read_json
+from sfumato.files import MODEL, read_json
 from sfumato.metrics.retrieval import ALL_METRICS
 from sfumato.models.embed import embed_for_evaluation, evaluate_run
-from sfumato.models.run import LOG, MODEL, load_run
+from sfumato.models.run import LOG, load_run
 from sfumato.workflows.table import METRICS, Row, SavedRun, different_keys, group_runs, over_seeds, read_runs
 
 LEVEL = 0.05

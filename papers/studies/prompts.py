@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.arrays import Array, as_tensor
-from sfumato.encoders.towers import DualEncoder
+from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.errors import UserError, progress_bar
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import read_lines
@@ -43,7 +43,7 @@ def read_templates(path: Path | None = None) -> list[str]:
     return templates
 
 
-def embed_prompts(model: DualEncoder, classes: Sequence[str], templates: Sequence[str]) -> GaussianEmbedding:
+def embed_prompts(model: TwoTowers, classes: Sequence[str], templates: Sequence[str]) -> GaussianEmbedding:
     """Embed every class in every template. Returns (c * p, d)."""
     parts = []
     with progress_bar("embedding prompts", len(classes) * len(templates)) as advance:

@@ -19,12 +19,12 @@ from sfumato.errors import UserError, say
 from sfumato.evaluation.embedded_input import measure, read_ground_truths
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.protocols import EmbeddedSet
-from sfumato.files import read_json, write_json
+from sfumato.files import MODEL, read_json, write_json
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.retrieval import chance_metrics
 from sfumato.models.embed import embed_for_evaluation, load_split
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe
-from sfumato.models.run import MODEL, Run, load_run
+from sfumato.models.run import Run, load_run
 from sfumato.workflows.table import OverSeeds, over_seeds
 
 _GALLERIES = ("coco_1k", "cub", "flickr30k", "cxc_1k", "coco_5k", "cxc", "eccv", "pmrp_1k", "rpc2_1k", "pmrp", "rpc2")

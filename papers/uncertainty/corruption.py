@@ -14,7 +14,7 @@ import torch
 from papers.uncertainty.damage import IMAGE_CORRUPTIONS, TEXT_CORRUPTIONS, Corruption
 from sfumato.data.images import ImageSource
 from sfumato.data.pairs import PairData
-from sfumato.encoders.towers import DualEncoder
+from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.errors import progress_bar
 from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
@@ -53,7 +53,7 @@ class Corrupted:
     embeddings: tuple[GaussianEmbedding, ...]  # (k, d) embeddings for each strength
 
 
-def not_corrupted(model: DualEncoder, side: Side) -> str | None:
+def not_corrupted(model: TwoTowers, side: Side) -> str | None:
     """Why a side has no corrupted queries: features cannot be corrupted."""
     features = (model.image if side == "image" else model.text).processor.reads
     return features and f"{side}s are not corrupted: the model reads {features}, which cannot be corrupted"
@@ -77,7 +77,7 @@ def corrupted_inputs(
 
 
 def corrupted_queries(
-    model: DualEncoder, side: Side, data: PairData, usable: np.ndarray, n: int, seed: int
+    model: TwoTowers, side: Side, data: PairData, usable: np.ndarray, n: int, seed: int
 ) -> list[Corrupted]:
     """Embed some queries of a split again, see :func:`corrupted_inputs`."""
     kinds, result = corrupted_inputs(side, data.images if side == "image" else data.texts, usable, n, seed), []

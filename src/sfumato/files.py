@@ -17,6 +17,19 @@ from sfumato.errors import UserError, as_typed
 RECIPE, MANIFEST = "recipe.toml", "manifest.json"
 """The file that makes a folder a run; a collection."""
 
+MODEL, LAST = "model.safetensors", "last.safetensors"
+"""Names in the folder of a run."""
+
+CONFIG, WEIGHTS, ENCODER = "config.json", "model.safetensors", "encoder"
+"""Names in the folder of an exported or published model; the last is a folder, of its frozen model, which a run has too
+if no name says where that is."""
+
+
+def cache_folder() -> Path:
+    """The folder for token features of frozen backbones."""
+    own, shared = os.environ.get("SFUMATO_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "sfumato"
+
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
     """Replace the file at path by data. Readers see only the old or the new content. The umask decides who they are."""

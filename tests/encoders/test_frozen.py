@@ -16,10 +16,11 @@ from sfumato.encoders.backbones import SideBySide, image_backbone, text_backbone
 from sfumato.encoders.convolutional import efficientnet_lite
 from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore
 from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.frozen import Deferred, FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
+from sfumato.encoders.frozen import Deferred, FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.encoders.joint import TransformersNetwork
 from sfumato.encoders.package_weights import WEIGHTS, MiniLM, package_folder
+from sfumato.encoders.towers import build_frozen
 from sfumato.errors import UserError
 
 CHANNELS = 6
@@ -189,11 +190,11 @@ def test_a_trained_model_knows_its_channels_and_loads_its_backbone_when_it_is_fi
     assert len(deferred([b"", b""])) == 2 and deferred.fingerprint == "known" and loaded == [1]
     with pytest.raises(AttributeError):
         deferred.pieces
-    for build, config in (
-        (build_frozen_image, FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32)),
-        (build_frozen_text, FrozenTextConfig(backbone="minilm-l6-v2", layers=(0, 2))),
+    for config in (
+        FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32),
+        FrozenTextConfig(backbone="minilm-l6-v2", layers=(0, 2)),
     ):
-        processor, encoder = build(config, BuildContext(4, True, 0.0, 0.0, cache=tmp_path, trained=True))
+        processor, encoder = build_frozen(config, BuildContext(4, True, 0.0, 0.0, cache=tmp_path, trained=True))
         assert isinstance(processor.backbone, Deferred)
         assert encoder.channels == processor.backbone._loaded.channels
 

@@ -10,8 +10,8 @@ from support.raising import raises
 
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.backbones import text_backbone
+from sfumato.encoders.encoder_protocol import piece_counter
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
-from sfumato.encoders.towers import piece_counter
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import auroc

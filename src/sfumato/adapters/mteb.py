@@ -30,12 +30,12 @@ class MTEBEncoder:
                 f"MTEBEncoder: the distance {self.distance.name} is not symmetric, and MTEB does not say which side"
                 " are the images; give a symmetric one: distance='csd'"
             )
-        self._with_variances = any(side.head.log_var is not None for side in (model.model.image, model.model.text))
+        self._with_variances = model.model.image.variances or model.model.text.variances
         known = {
             "name": name or f"sfumato/{Path(model.source).name or 'model'}",
             "revision": model_digest(model.model)[:16],  # By name and revision MTEB finds earlier results.
             "modalities": ["image", "text"],
-            "embed_dim": model.model.text.head.dim * (1 + self._with_variances),
+            "embed_dim": model.model.text.dim * (1 + self._with_variances),
             "framework": ["PyTorch"],
         }
         self.mteb_model_meta = ModelMeta.create_empty(known)

@@ -210,8 +210,9 @@ class OnData:
 
     def open(self, purpose: str, *, split: str = "", device: "torch.device | None" = None) -> "ModelOnData":
         """Load the model and find its data; with a split, that one instead of the flag's."""
+        from sfumato.files import RECIPE
         from sfumato.models.recipe import find_recipe, load_recipe
-        from sfumato.models.run import RECIPE, choose_device, load_model, load_run
+        from sfumato.models.run import choose_device, load_model, load_run
 
         if self.data is None and not is_run(self.model):
             raise UserError(
@@ -276,7 +277,7 @@ class ModelOnData:
 
 def is_run(model: str | Path) -> bool:
     """Whether a name is the folder of a run."""
-    from sfumato.models.run import RECIPE
+    from sfumato.files import RECIPE
 
     return (Path(model) / RECIPE).is_file()
 

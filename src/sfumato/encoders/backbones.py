@@ -1,4 +1,4 @@
-"""Frozen pre-trained backbones: bytes of image files or texts -> token features.
+"""Frozen pre-trained backbones: bytes of image files or texts -> token features; and towers of ONNX graphs.
 
 EfficientNet-Lite0 and MiniLM, which come with the package and need no torch; EfficientNet-Lite2 (extra ``offline``);
 any model of transformers.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.data.image_decoding import decode_image
-from sfumato.encoders.encoder_protocol import FrozenBackbone
+from sfumato.encoders.encoder_protocol import BaseTower, FrozenBackbone, Inputs, Processor
 from sfumato.encoders.package_weights import (
     CHANNELS,
     SIZES,
@@ -23,11 +23,14 @@ from sfumato.encoders.package_weights import (
     check_grid,
     map_tokens,
     means_of_tokens,
+    n_threads,
     named_format,
+    onnx_session,
     packaged_network,
     shared_minilm,
 )
 from sfumato.errors import UserError
+from sfumato.gaussian import GaussianEmbedding
 
 IMAGE_BACKBONES = {"efficientnet-lite0": "", "efficientnet-lite2": "offline"}
 """Image backbones without transformers, with the extra that they need; the others are hub names or local folders."""
@@ -135,3 +138,36 @@ def text_backbone(
     options = (" pooled" if pooled else "") + (f" layers={','.join(map(str, layers))}" if layers else "")
     known = f"transformers text {network.known} max_tokens={max_tokens}{options}{named_format(precision)}"
     return Backbone(known, compute, pieces=network.pieces)
+
+
+class OnnxTower(BaseTower):
+    """A tower whose network is an ONNX graph: one input of values, perhaps a mask, and the outputs mean and log_var.
+
+    A graph without log_var gives points. Means are of unit length, unless ``normalize`` says that they are not.
+    """
+
+    def __init__(self, processor: Processor, graph: Path, *, normalize: bool = True) -> None:
+        self.processor, self.normalize, self._session = processor, normalize, onnx_session(graph, n_threads())
+        self._inputs = {one.name: _NUMBERS[one.type] for one in self._session.get_inputs()}
+        outputs = self._session.get_outputs()
+        self.dim, self.variances = int(outputs[0].shape[-1]), len(outputs) > 1
+        self.takes_vectors = not self.variances
+
+    def batch(self, inputs: Inputs) -> GaussianEmbedding:
+        mask = np.ones(inputs.values.shape[:2], bool) if inputs.mask is None else inputs.mask
+        given: dict[str, np.ndarray] = {
+            name: (mask if "mask" in name else inputs.values).astype(dtype, copy=False)
+            for name, dtype in self._inputs.items()
+        }
+        mean, *log_var = self._session.run(None, given)
+        return GaussianEmbedding(mean, *log_var) if log_var else GaussianEmbedding.point(mean)
+
+
+_NUMBERS = {
+    "tensor(bool)": np.bool_,
+    "tensor(float)": np.float32,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(uint8)": np.uint8,
+}
+"""The types of a graph's inputs."""

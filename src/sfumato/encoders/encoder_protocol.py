@@ -1,4 +1,4 @@
-"""The base classes of encoders and processors, and the batches and stores of their inputs.
+"""The base classes of processors and towers, and the batches and stores of their inputs. Without torch.
 
 A kind of encoder is one file with three things: its section of the recipe (a subclass of :class:`ImageEncoderConfig` or
 :class:`TextEncoderConfig`), the encoder itself (an :class:`~sfumato.encoders.scratch.Encoder`), and a build function
@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from sfumato.arrays import Array, as_tensor
 from sfumato.data import image_decoding
+from sfumato.gaussian import GaussianEmbedding
 
 if TYPE_CHECKING:
     import torch
@@ -207,6 +208,111 @@ class Processor(ABC):
         found: list[Any] = []
         kept = usable(items, lambda _, item: found.append(self.prepare(item())), progress=progress, on_error=on_error)
         return self.stack(found), kept
+
+
+class BaseTower:
+    """One side of a model: a processor of raw items, and Gaussians of what it has read."""
+
+    processor: Processor
+    dim: int  # d of the embeddings
+    variances: bool  # whether the embeddings are not points
+    takes_vectors: bool  # whether a vector of any model can stand for an embedding
+    normalize: bool  # whether means have unit length
+
+    def batch(self, inputs: Inputs) -> GaussianEmbedding:
+        """Embed a batch. Returns (n, d)."""
+        raise NotImplementedError
+
+    def embed(
+        self,
+        store: Store,
+        positions: np.ndarray | None = None,
+        *,
+        batch_size: int = 256,
+        progress: Progress | None = None,
+    ) -> GaussianEmbedding:
+        """Embed the items of a store. positions (k,) -> (k, d)."""
+        positions = np.arange(len(store)) if positions is None else positions
+        if len(positions) == 0:
+            raise ValueError("Tower.embed: got no items, nothing to embed")
+        parts = []
+        for start in range(0, len(positions), batch_size):
+            index = positions[start : start + batch_size]
+            parts.append(self.batch(store.batch(index)))
+            if progress:
+                progress(len(index))
+        return GaussianEmbedding.cat(parts)
+
+
+_QUERIES = 256
+"""Number of texts that are embedded without the cache of frozen features: it would keep what people search for."""
+
+
+class TwoTowers:
+    """Images and texts as Gaussians in one space.
+
+    Args:
+        image: the image tower.
+        text: the text tower.
+        digest: changes whenever the embeddings of the same items would; "" if it follows from the weights.
+    """
+
+    def __init__(self, image: BaseTower, text: BaseTower, digest: str = "") -> None:
+        self.image, self.text, self.digest = image, text, digest
+
+    def to(self, device: Any) -> Any:
+        """The same model on another device; one that is not computed by torch stays on the processor."""
+        return self
+
+    def embed_images(self, images: Sequence[bytes], *, batch_size: int = 256) -> GaussianEmbedding:
+        """Embed images.
+
+        Args:
+            images: the bytes of n image files (PNG, JPEG ...).
+            batch_size: number of images at a time.
+
+        Returns:
+            (n, d) embeddings on the CPU. A damaged file raises a ValueError.
+        """
+        store, _ = self.image.processor.read([_constant(image) for image in images])
+        return self.image.embed(store, batch_size=batch_size)
+
+    def embed_texts(self, texts: Sequence[str] | Sequence[bytes], *, batch_size: int = 256) -> GaussianEmbedding:
+        """Embed texts.
+
+        Args:
+            texts: n texts; of a model that reads embeddings the bytes of n .npy files.
+            batch_size: number of texts at a time.
+
+        Returns:
+            (n, d) embeddings on the CPU.
+
+        Raises:
+            TypeError: texts is a single string.
+        """
+        if isinstance(texts, str):
+            raise TypeError(f"embed_texts: got one string {texts!r}, expected a list of them: [{texts!r}]")
+        processor = self.text.processor
+        if 0 < len(texts) <= _QUERIES:
+            store = processor.stack([processor.prepare(text) for text in texts])
+        else:
+            store, _ = processor.read([_constant(text) for text in texts])
+        return self.text.embed(store, batch_size=batch_size)
+
+
+def _constant(value: bytes | str) -> Item:
+    return lambda: value
+
+
+Pieces = Callable[[Sequence[str]], list[int]]
+"""Words -> the number of subword pieces of each."""
+
+
+def piece_counter(model: TwoTowers) -> Pieces | None:
+    """The function that counts the subword pieces of words as the text side of a model does."""
+    processor = model.text.processor
+    counter: Pieces | None = getattr(getattr(processor, "backbone", processor), "pieces", None)
+    return counter
 
 
 AugmentMode = Annotated[

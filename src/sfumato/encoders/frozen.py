@@ -27,7 +27,6 @@ from sfumato.encoders.backbones import (
     text_backbone,
 )
 from sfumato.encoders.encoder_protocol import (
-    BuildContext,
     EncoderConfig,
     FrozenBackbone,
     ImageEncoderConfig,
@@ -161,47 +160,29 @@ class Deferred:
         return loaded(items)
 
 
-def build_frozen_image(config: FrozenImageConfig, context: BuildContext) -> tuple[FrozenProcessor, Any]:
-    """Build the image side of kind "frozen". Returns (processor, encoder)."""
+def frozen_processor(
+    config: FrozenImageConfig | FrozenTextConfig, cache: Path, *, trained: bool = False
+) -> FrozenProcessor:
+    """The processor of a side of kind "frozen"; of a trained model the backbone is loaded when it is first needed."""
+    side: Side = "image" if isinstance(config, FrozenImageConfig) else "text"
+    names, known = config.backbone.split("+"), None
+    options: Any = config.model_dump(include={"size", "grid", "max_tokens", "pooled", "layers", "precision"})
     if config.projected:
-        load = partial(_joint, config.backbone, "image", config.precision)
-        return _built(load, 0, config.whiten, context)
-    options: Any = config.model_dump(include={"size", "grid", "precision"})
-    names = config.backbone.split("+")
-    channels = CHANNELS * len(names) if set(names) <= set(IMAGE_BACKBONES) else 0
-    known = partial(efficientnet_fingerprint, names[0], **options) if channels == CHANNELS else None
-    return _built(partial(image_backbone, config.backbone, **options), channels, config.whiten, context, known)
-
-
-def build_frozen_text(config: FrozenTextConfig, context: BuildContext) -> tuple[FrozenProcessor, Any]:
-    """Build the text side of kind "frozen". Returns (processor, encoder)."""
-    if config.projected:
-        load = partial(_joint, config.backbone, "text", config.precision)
-        return _built(load, 0, config.whiten, context)
-    options: Any = config.model_dump(include={"max_tokens", "pooled", "layers", "precision"})
-    channels = MiniLM.width * max(1, len(config.layers)) if config.backbone in TEXT_BACKBONES else 0
-    return _built(partial(text_backbone, config.backbone, **options), channels, config.whiten, context)
+        load, channels = partial(_joint, config.backbone, side, config.precision), 0
+    elif isinstance(config, FrozenImageConfig):
+        load = partial(image_backbone, config.backbone, **options)
+        channels = CHANNELS * len(names) if set(names) <= set(IMAGE_BACKBONES) else 0
+        known = partial(efficientnet_fingerprint, names[0], **options) if channels == CHANNELS else None
+    else:
+        load = partial(text_backbone, config.backbone, **options)
+        channels = MiniLM.width * max(1, len(config.layers)) if config.backbone in TEXT_BACKBONES else 0
+    return FrozenProcessor(Deferred(load, channels, known) if trained and channels else load(), cache)
 
 
 def _joint(name: str, side: Side, precision: Precision) -> FrozenBackbone:
     from sfumato.encoders.joint import joint_backbone
 
     return joint_backbone(name, side, precision=precision)
-
-
-def _built(
-    load: Callable[[], FrozenBackbone],
-    channels: int,
-    whiten: int | None,
-    context: BuildContext,
-    known: Callable[[], str] | None = None,
-) -> tuple[FrozenProcessor, Any]:
-    from sfumato.encoders.feature_rows import FeatureInput
-
-    backbone = Deferred(load, channels, known) if context.trained and channels else load()
-    return FrozenProcessor(backbone, context.cache), FeatureInput(
-        backbone.channels, context.feature_dropout, whiten=whiten
-    )
 
 
 _RECORD = np.dtype([("digest", "V32"), ("offset", "<i8"), ("length", "<i8")])

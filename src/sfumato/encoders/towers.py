@@ -1,7 +1,7 @@
 """The two towers of a model, and the registry of the kinds of encoders that they can have."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,27 +16,38 @@ from sfumato.encoders import feature_rows, scratch
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, build_clip_image, build_clip_text, clip_tokenizer
 from sfumato.encoders.convolutional import EfficientNetImageConfig, ResNetImageConfig, build_efficientnet, build_resnet
 from sfumato.encoders.encoder_protocol import (
+    BaseTower,
     BuildContext,
     EncoderConfig,
     EncoderEntry,
     ImageEncoderConfig,
     Inputs,
-    Item,
     Processor,
     Progress,
     Store,
     TextEncoderConfig,
+    TwoTowers,
 )
-from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, build_frozen_image, build_frozen_text
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenProcessor, FrozenTextConfig, frozen_processor
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import Encoder
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
 
+
+def build_frozen(
+    config: FrozenImageConfig | FrozenTextConfig, context: BuildContext
+) -> tuple[FrozenProcessor, feature_rows.FeatureInput]:
+    """Build a side of kind "frozen". Returns (processor, encoder)."""
+    processor = frozen_processor(config, context.cache, trained=context.trained)
+    channels = processor.backbone.channels
+    return processor, feature_rows.FeatureInput(channels, context.feature_dropout, whiten=config.whiten)
+
+
 ENCODERS: dict[Side, dict[str, EncoderEntry]] = {
     "image": {
         "small": EncoderEntry(scratch.SmallImageConfig, scratch.build_small_image),
-        "frozen": EncoderEntry(FrozenImageConfig, build_frozen_image),
+        "frozen": EncoderEntry(FrozenImageConfig, build_frozen),
         "efficientnet": EncoderEntry(EfficientNetImageConfig, build_efficientnet),
         "resnet": EncoderEntry(ResNetImageConfig, build_resnet),
         "clip": EncoderEntry(ClipImageConfig, build_clip_image),
@@ -46,7 +57,7 @@ ENCODERS: dict[Side, dict[str, EncoderEntry]] = {
     "text": {
         "small": EncoderEntry(scratch.SmallTextConfig, scratch.build_small_text, scratch.small_tokenizer),
         "gru": EncoderEntry(scratch.WordTextConfig, scratch.build_word_text, scratch.words_of_texts),
-        "frozen": EncoderEntry(FrozenTextConfig, build_frozen_text),
+        "frozen": EncoderEntry(FrozenTextConfig, build_frozen),
         "clip": EncoderEntry(ClipTextConfig, build_clip_text, clip_tokenizer),
         "embeddings": EncoderEntry(feature_rows.EmbeddingTextConfig, feature_rows.build_embeddings),
     },
@@ -134,15 +145,8 @@ def tag_of(value: Any, key: str, known: Iterable[str]) -> str:
     return tag
 
 
-Pieces = Callable[[Sequence[str]], list[int]]
-"""Words -> the number of subword pieces of each."""
-
-_QUERIES = 256
-"""Number of texts that are embedded without the cache of frozen features: it would keep what people search for."""
-
-
-class Tower(nn.Module):
-    """One side of a model: a processor of raw items, an encoder and a Gaussian head."""
+class Tower(nn.Module, BaseTower):
+    """One side of a model of torch: a processor of raw items, an encoder and a Gaussian head."""
 
     def __init__(
         self, processor: Processor, encoder: Encoder, head: GaussianHead, *, token_dropout: float = 0.0
@@ -150,6 +154,22 @@ class Tower(nn.Module):
         super().__init__()
         self.processor, self.encoder, self.head = processor, encoder, head
         self.token_dropout = token_dropout
+
+    @property
+    def dim(self) -> int:  # type: ignore[override]
+        return self.head.dim
+
+    @property
+    def variances(self) -> bool:  # type: ignore[override]
+        return self.head.log_var is not None
+
+    @property
+    def takes_vectors(self) -> bool:  # type: ignore[override]
+        return self.head.log_var is None and self.head.offset is None
+
+    @property
+    def normalize(self) -> bool:  # type: ignore[override]
+        return self.head.normalize
 
     @property
     def device(self) -> torch.device:
@@ -172,6 +192,9 @@ class Tower(nn.Module):
         embedding: GaussianEmbedding = self.head(tokens.float())
         return embedding
 
+    def batch(self, inputs: Inputs) -> GaussianEmbedding:
+        return self(inputs.to(self.device)).to("cpu")  # type: ignore[no-any-return]
+
     @torch.no_grad()
     def embed(
         self,
@@ -181,32 +204,21 @@ class Tower(nn.Module):
         batch_size: int = 256,
         progress: Progress | None = None,
     ) -> GaussianEmbedding:
-        """Embed the items of a store in evaluation mode; the previous mode is restored afterwards.
-
-        positions (k,) -> (n, d).
-        """
-        positions = np.arange(len(store)) if positions is None else positions
-        if len(positions) == 0:
-            raise ValueError("Tower.embed: got no items, nothing to embed")
-        training, device = self.training, self.device
+        """Embed the items of a store in evaluation mode; the previous mode is restored afterwards."""
+        training = self.training
         self.eval()
-        parts = []
-        for start in range(0, len(positions), batch_size):
-            index = positions[start : start + batch_size]
-            parts.append(self(store.batch(index).to(device)).to("cpu"))
-            if progress:
-                progress(len(index))
-        self.train(training)
-        return GaussianEmbedding.cat(parts)
+        try:
+            return super().embed(store, positions, batch_size=batch_size, progress=progress)
+        finally:
+            self.train(training)
 
 
-class DualEncoder(nn.Module):
-    """Images and texts as Gaussians in one space.
+class DualEncoder(nn.Module, TwoTowers):
+    """The two towers of a model of torch."""
 
-    Args:
-        image: the image tower.
-        text: the text tower.
-    """
+    image: Tower
+    text: Tower
+    digest = ""
 
     def __init__(self, image: Tower, text: Tower) -> None:
         super().__init__()
@@ -223,49 +235,3 @@ class DualEncoder(nn.Module):
             (n, d) embeddings of the images and (m, d) embeddings of the texts.
         """
         return self.image(images), self.text(texts)
-
-    def embed_images(self, images: Sequence[bytes], *, batch_size: int = 256) -> GaussianEmbedding:
-        """Embed images.
-
-        Args:
-            images: the bytes of n image files (PNG, JPEG ...).
-            batch_size: number of images at a time.
-
-        Returns:
-            (n, d) embeddings on the CPU. A damaged file raises a ValueError.
-        """
-        store, _ = self.image.processor.read([_constant(image) for image in images])
-        return self.image.embed(store, batch_size=batch_size)
-
-    def embed_texts(self, texts: Sequence[str] | Sequence[bytes], *, batch_size: int = 256) -> GaussianEmbedding:
-        """Embed texts.
-
-        Args:
-            texts: n texts; of a model that reads embeddings the bytes of n .npy files.
-            batch_size: number of texts at a time.
-
-        Returns:
-            (n, d) embeddings on the CPU.
-
-        Raises:
-            TypeError: texts is a single string.
-        """
-        if isinstance(texts, str):
-            raise TypeError(f"embed_texts: got one string {texts!r}, expected a list of them: [{texts!r}]")
-        processor = self.text.processor
-        if 0 < len(texts) <= _QUERIES:
-            store = processor.stack([processor.prepare(text) for text in texts])
-        else:
-            store, _ = processor.read([_constant(text) for text in texts])
-        return self.text.embed(store, batch_size=batch_size)
-
-
-def _constant(value: bytes | str) -> Item:
-    return lambda: value
-
-
-def piece_counter(model: DualEncoder) -> Pieces | None:
-    """The function that counts the subword pieces of words as the text side of a model does."""
-    processor = model.text.processor
-    counter: Pieces | None = getattr(getattr(processor, "backbone", processor), "pieces", None)
-    return counter

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -20,19 +19,16 @@ from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.towers import DualEncoder, Tower, encoder_entry
 from sfumato.errors import UserError, first_line
-from sfumato.files import write_atomically
+from sfumato.files import cache_folder, write_atomically
 from sfumato.ids import Side
 from sfumato.imports import HOW
 from sfumato.losses import LOSSES
-from sfumato.losses.base import MatchLoss
+from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock
+from sfumato.losses.pcme import SIGMOIDS, PCMELoss
+from sfumato.losses.tiles import MatchingLogits
+from sfumato.matching import SampledLogits
 from sfumato.models.recipe import Recipe
 from sfumato.models.sections import AugmentConfig, ModelConfig, UnknownLossConfig
-
-
-def cache_folder() -> Path:
-    """The folder for token features of frozen backbones."""
-    own, shared = os.environ.get("SFUMATO_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "sfumato"
 
 
 @dataclass(frozen=True)
@@ -100,11 +96,44 @@ def unknown_loss(recipe: Recipe) -> UserError:
     return UserError(f"unknown loss {recipe.loss.name!r}; known: {', '.join(LOSSES)}; {HOW}{named}")
 
 
-def build_loss(recipe: Recipe) -> MatchLoss:
-    """Build the loss of a recipe, with initial logits."""
+def build_loss(recipe: Recipe, trained: Path | None = None) -> MatchLoss:
+    """Build the loss of a recipe, with initial logits; of a trained model its code may be missing."""
     if isinstance(recipe.loss, UnknownLossConfig):
-        raise unknown_loss(recipe)
+        if trained is None:
+            raise unknown_loss(recipe)
+        return UnknownLoss(recipe, trained)
     return LOSSES[recipe.loss.name](recipe.loss.options())
+
+
+class UnknownLoss(MatchLoss):
+    """What a run knows of a loss whose code is not there: its distance, and the logits that it has learnt."""
+
+    Options = LossOptions
+
+    def __init__(self, recipe: Recipe, path: Path) -> None:
+        super().__init__(LossOptions(distance=recipe.loss.distance))
+        self._recipe = recipe
+        with safe_open(path, framework="pt") as file:
+            prefix = "loss/logits."
+            held = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
+        if held:
+            self.logits = MatchingLogits(free="free_logit_scale" in held)
+            load_tensors(self.logits, held, f"{path}: does not hold logits")
+
+    def counts(self, block: PairBlock) -> Tensor:
+        raise unknown_loss(self._recipe)
+
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        raise unknown_loss(self._recipe)
+
+
+def sampled_logits(loss: MatchLoss) -> SampledLogits | None:
+    """The logits of PCME's match probability."""
+    if not isinstance(loss, PCMELoss):
+        return None
+    factor = SIGMOIDS[loss.options.sigmoid]
+    scale, bias = factor * loss.logits.logit_scale.item(), factor * loss.logits.logit_bias.item()
+    return SampledLogits(scale, bias, loss.options.n_samples)
 
 
 def check_weights(

@@ -26,7 +26,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
 from sfumato.distances import get_distance
-from sfumato.encoders.towers import DualEncoder
+from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
@@ -318,7 +318,7 @@ def _calibrate_run(run: Run, split: str, population: Population, file: str) -> C
     return calibration
 
 
-def embed_reference(model: DualEncoder, config: DataConfig, *, split: str = "train", seed: int = 0) -> Sides | None:
+def embed_reference(model: TwoTowers, config: DataConfig, *, split: str = "train", seed: int = 0) -> Sides | None:
     """Embed some images and texts of the training, which become the reference queries of a calibration."""
     problems = Problems()
     data = load_splits(config, problems).get(split)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
 
+from sfumato.arrays import as_numpy
 from sfumato.data.feature_tables import EmbeddingRow, open_table
 from sfumato.data.image_decoding import IMAGE_ENDINGS, spelt
 from sfumato.data.image_inputs import REGION_ENDINGS
@@ -18,9 +18,8 @@ from sfumato.data.images import FileImage, ImageSource, Problems, image_files
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.data.splits import WORDINGS, hold_out_wordings, merge_equal_texts, parse_part
-from sfumato.encoders.encoder_protocol import Item, Store
+from sfumato.encoders.encoder_protocol import BaseTower, Item, Store, TwoTowers
 from sfumato.encoders.frozen import FrozenProcessor
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError, counted, progress_bar, say
 from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
@@ -46,7 +45,7 @@ class PreparedSplit:
 
 
 def prepare_split(
-    model: DualEncoder, data: PairData, problems: Problems, name: str, process_group: ProcessGroup | None = None
+    model: TwoTowers, data: PairData, problems: Problems, name: str, process_group: ProcessGroup | None = None
 ) -> PreparedSplit:
     """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
 
@@ -71,7 +70,7 @@ def prepare_split(
 
 
 def load_split(
-    model: DualEncoder,
+    model: TwoTowers,
     config: DataConfig,
     name: str,
     problems: Problems | None = None,
@@ -102,7 +101,7 @@ def say_problems(problems: Problems) -> None:
         say(f"{counted(problems.left_out, 'item')} left out:\n{problems.summary()}")
 
 
-def embed_split(model: DualEncoder, split: PreparedSplit, process_group: ProcessGroup | None = None) -> Sides:
+def embed_split(model: TwoTowers, split: PreparedSplit, process_group: ProcessGroup | None = None) -> Sides:
     """Embed a split; each process computes its part, and every process returns all embeddings."""
     process_group = process_group or alone()
     image, text = (
@@ -112,7 +111,7 @@ def embed_split(model: DualEncoder, split: PreparedSplit, process_group: Process
     return image, text
 
 
-def _embed_part(tower: Tower, store: Store, process_group: ProcessGroup) -> GaussianEmbedding:
+def _embed_part(tower: BaseTower, store: Store, process_group: ProcessGroup) -> GaussianEmbedding:
     own = process_group.part(len(store))
     if not len(own):  # With fewer items than processes, one item is computed without use.
         mine = tower.embed(store, np.arange(1))[:0]
@@ -145,18 +144,23 @@ NamedItems = tuple[GaussianEmbedding, list[str], Problems]
 """Embedded items, their ids, and what was left out."""
 
 
-def file_endings(model: DualEncoder) -> frozenset[str]:
+def file_endings(model: TwoTowers) -> frozenset[str]:
     """File name endings of what a model embeds on its image side: images, or .npy files of features."""
     return REGION_ENDINGS if model.image.processor.reads else IMAGE_ENDINGS
 
 
-def model_digest(model: DualEncoder) -> str:
+def model_digest(model: TwoTowers) -> str:
     """The SHA-256 of a model's weights and of its processor and head settings, independent of its path and device."""
+    if model.digest:
+        return model.digest
+    import torch
+
+    towers: Any = model
     digest = hashlib.sha256()
-    for key, value in sorted(model.state_dict().items()):
+    for key, value in sorted(towers.state_dict().items()):
         digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    for part in (model.image.processor, model.image.head, model.text.processor, model.text.head):
+    for part in (towers.image.processor, towers.image.head, towers.text.processor, towers.text.head):
         digest.update(type(part).__name__.encode())
         known = {"backbone": part.backbone.fingerprint} if isinstance(part, FrozenProcessor) else vars(part)
         for key, value in sorted(known.items()):
@@ -171,7 +175,7 @@ def model_digest(model: DualEncoder) -> str:
 
 
 def embedding_steps(
-    tower: Tower, modality: str
+    tower: BaseTower, modality: str
 ) -> tuple[Callable[[bytes | str], Any], Callable[[list[Any]], GaussianEmbedding]]:
     """The two steps that embed items batch by batch; frozen backbones do not use their cache on disk.
 
@@ -210,10 +214,11 @@ def encode_each(
             return [], []
         alone = [encode_each(encode, [one], report) for one in batch]
         return [e for found, _ in alone for e in found], [e for _, found in alone for e in found]
-    wrong = (~embeddings.mean.isfinite() | embeddings.log_var.isnan() | embeddings.log_var.isposinf()).any(1)
-    for row in wrong.nonzero()[:, 0].tolist():
+    mean, log_var = as_numpy(embeddings.mean), as_numpy(embeddings.log_var)
+    wrong = (~np.isfinite(mean) | np.isnan(log_var) | np.isposinf(log_var)).any(1)
+    for row in np.flatnonzero(wrong):
         report(items[row], ValueError("its embedding holds NaN or infinity"))
-    usable = (~wrong).nonzero()[:, 0].tolist()
+    usable = np.flatnonzero(~wrong).tolist()
     return [items[i] for i in usable], [embeddings[i : i + 1] for i in usable]
 
 

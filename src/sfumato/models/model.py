@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from sfumato.arrays import Array
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.logistic import deviations
 from sfumato.calibration.logits import fit_logistic
 from sfumato.data.image_inputs import ImageInput, image_sources, unreadable, vector_file
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
-from sfumato.encoders.towers import DualEncoder, Pieces, piece_counter
+from sfumato.encoders.encoder_protocol import Pieces, TwoTowers, piece_counter
 from sfumato.errors import UserError
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
@@ -86,7 +86,7 @@ class UnfamiliarTexts:
             raise UserError(f"{path} is damaged ({error}); delete it, and texts are no longer judged") from error
 
 
-def remember_words(model: DualEncoder, texts: Sequence[str], path: Path) -> None:
+def remember_words(model: TwoTowers, texts: Sequence[str], path: Path) -> None:
     """Write what tells texts of words from made-up ones, if the model reads subwords and there are enough texts."""
     if counter := piece_counter(model):
         with contextlib.suppress(ValueError):
@@ -132,7 +132,7 @@ class Model:
     """A model that embeds and matches: trained, adopted, exported or published.
 
     Attributes:
-        model: the dual encoder, in evaluation mode.
+        model: the two towers; those of torch are in evaluation mode.
         distance: name in DISTANCES of the distance of the logits.
         logit_scale, logit_bias: match probability = sigmoid(logit_bias - logit_scale * distance).
         source: folder, file or name that it was loaded from.
@@ -143,7 +143,7 @@ class Model:
         sampled_logits: those of PCME's match probability, if the model learnt it; None for all others.
     """
 
-    model: DualEncoder
+    model: TwoTowers
     distance: str
     logit_scale: float
     logit_bias: float
@@ -168,7 +168,7 @@ class Model:
             batch_size: number of images at a time.
 
         Returns:
-            (n, d) embeddings on the CPU.
+            (n, d) embeddings on the CPU: arrays of NumPy by `small`, the model of the package, tensors by others.
 
         Raises:
             UserError: an image is missing or cannot be read; the message has its path or its number.
@@ -196,7 +196,7 @@ class Model:
             batch_size: number of texts at a time.
 
         Returns:
-            (n, d) embeddings on the CPU.
+            (n, d) embeddings on the CPU, as those of :meth:`embed_images`.
 
         Raises:
             UserError: the model has no encoder for texts.
@@ -228,7 +228,7 @@ class Model:
         images: Sequence[ImageInput] | GaussianEmbedding,
         *,
         match_fraction: float | None = None,
-    ) -> Tensor:
+    ) -> Array:
         """Probability that each text matches each image, by their distance alone.
 
         It is that of a random pair at this distance. A search among images gives other probabilities: it also knows
@@ -250,16 +250,16 @@ class Model:
         """
         query = texts if isinstance(texts, GaussianEmbedding) else self.embed_texts(texts)
         items = images if isinstance(images, GaussianEmbedding) else self.embed_images(images)
-        distance = get_distance(self.distance).for_direction("t2i").matrix(query, items)
+        distance: Array = get_distance(self.distance).for_direction("t2i").matrix(query, items)
         if self.calibration is not None:
-            of_pair: Tensor = self.calibration.probability(distance, match_fraction=match_fraction)
+            of_pair: Array = self.calibration.probability(distance, match_fraction=match_fraction)
             return of_pair
         if match_fraction is not None:
             raise ValueError(
                 "probability: match_fraction needs a calibration, and this model has none; calibrate it on held-out"
                 " pairs (sfumato calibrate RUN), or leave match_fraction out"
             )
-        found: Tensor = match_probability(distance, self.logit_scale, self.logit_bias)
+        found: Array = match_probability(distance, self.logit_scale, self.logit_bias)
         return found
 
     def unfamiliar_texts(self, texts: Sequence[str]) -> list[bool]:

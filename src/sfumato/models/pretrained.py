@@ -23,6 +23,7 @@ from sfumato.encoders.package_weights import hub_problem, hub_reachable
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
 from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError, need
+from sfumato.files import CONFIG, ENCODER, WEIGHTS
 from sfumato.models.model import Model
 from sfumato.models.pretrained_tensors import (
     ConfigSection,
@@ -267,12 +268,9 @@ def _clip_processor(find: TokenizerFinder, text: Sizes) -> SpecialTokenProcessor
     )
 
 
-CONFIG, WEIGHTS, TOKENIZER, CALIBRATION = "config.json", "model.safetensors", "tokenizer.json", "calibration.json"
+TOKENIZER, CALIBRATION = "tokenizer.json", "calibration.json"
 REFERENCE = "calibration.safetensors"
 """Reference queries of the calibration, beside it."""
-
-ENCODER = "encoder"
-"""Folder in that of a run or of an exported model: its frozen model, if no name says where that is."""
 
 ENCODER_FILES = (
     *("*config*.json", "*token*.json", "vocab*", "merges.txt", "*.model", "modules.json"),

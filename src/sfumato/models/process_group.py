@@ -10,18 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
+from sfumato.arrays import Array, as_numpy, as_tensor, is_tensor
 from sfumato.distances.distance import Distance
 from sfumato.errors import RunFailedError, first_line
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.search.exact import rank_relevant
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 _BUCKET = 25_000_000
 """Number of gradient values that are summed over the processes at a time."""
@@ -39,7 +41,7 @@ class ProcessGroup:
 
     rank: int  # number of this process, from 0
     size: int  # number of processes
-    device: torch.device  # device of this process
+    device: Any = "cpu"  # device of this process
 
     @property
     def main(self) -> bool:
@@ -54,34 +56,45 @@ class ProcessGroup:
         rank = self.rank if rank is None else rank
         return np.arange(rank * n // self.size, (rank + 1) * n // self.size)
 
-    def total(self, value: Tensor) -> Tensor:
+    def total(self, value: "Tensor") -> "Tensor":
         """The sum of a tensor over the processes, without gradient."""
         if self.size == 1:
             return value.detach()
+        import torch.distributed as dist
+
         result = value.detach().to(self.device).clone()
         _answered(lambda: dist.all_reduce(result))
         return result.to(value.device)
 
     def counts(self, own: int) -> list[int]:
         """The number of items of each process."""
+        if self.size == 1:
+            return [own]
+        import torch
+
         counts = torch.zeros(self.size, dtype=torch.int64)
         counts[self.rank] = own
         return [int(k) for k in self.total(counts)]
 
-    def gather(self, value: Tensor, counts: Sequence[int]) -> Tensor:
+    def gather(self, value: Array, counts: Sequence[int]) -> Array:
         """The tensors of all processes, one after the other, without gradient. Returns (sum of counts, ...)."""
         if self.size == 1:
-            return value.detach()
-        own = value.detach().to(self.device)
+            return value.detach() if is_tensor(value) else value
+        import torch
+        import torch.distributed as dist
+
+        own = as_tensor(value, "value", "ProcessGroup.gather").detach().to(self.device)
         padded = own.new_zeros(max(counts), *own.shape[1:])
         padded[: len(own)] = own
         parts = [torch.empty_like(padded) for _ in counts]
         _answered(lambda: dist.all_gather(parts, padded))
-        return torch.cat([part[:k] for part, k in zip(parts, counts, strict=True)]).to(value.device)
+        found = torch.cat([part[:k] for part, k in zip(parts, counts, strict=True)])
+        return found.to(value.device) if is_tensor(value) else as_numpy(found)
 
-    def gather_row(self, row: Tensor) -> Tensor:
+    def gather_row(self, row: "Tensor") -> "Tensor":
         """:meth:`gather` of one row of each process. row (k,) -> (processes, k)."""
-        return self.gather(row.unsqueeze(0), [1] * self.size)
+        found: Tensor = self.gather(row.unsqueeze(0), [1] * self.size)
+        return found
 
     def gather_embeddings(self, embeddings: GaussianEmbedding, counts: Sequence[int]) -> GaussianEmbedding:
         """:meth:`gather` of means and log variances. Returns (sum of counts, d)."""
@@ -95,19 +108,19 @@ class ProcessGroup:
         queries (n, d), gallery (m, d), relevance (n, m).
         """
         own = self.part(queries.n)
-        mine = rank_relevant(
-            queries[torch.from_numpy(own).to(queries.device)],
-            gallery,
-            relevance.select_queries(own),
-            distance,
-            first=int(own[0]) if len(own) else 0,
-        )
-        return self.gather(torch.from_numpy(mine), self.counts(len(mine))).numpy()
+        first = int(own[0]) if len(own) else 0
+        part, relevant = queries[first : first + len(own)], relevance.select_queries(own)
+        mine = rank_relevant(part, gallery, relevant, distance, first=first)
+        found: np.ndarray = self.gather(mine, self.counts(len(mine)))
+        return found
 
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: "Iterable[nn.Parameter]") -> None:
         """Replace every parameter's gradient by its sum over the processes; a missing gradient counts as 0."""
         if self.size == 1:
             return
+        import torch
+        import torch.distributed as dist
+
         bucket: list[Tensor] = []
         for parameter in (trained := [p for p in parameters if p.requires_grad]):
             if parameter.grad is None:
@@ -121,17 +134,21 @@ class ProcessGroup:
                 gradient.copy_(summed.view_as(gradient))
             bucket = []
 
-    def copy_from_main(self, model: nn.Module) -> None:
+    def copy_from_main(self, model: "nn.Module") -> None:
         """Replace weights and buffers by those of the first process."""
         if self.size == 1:
             return
+        import torch.distributed as dist
+
         for value in model.state_dict().values():
             _answered(lambda value=value: dist.broadcast(value, 0))  # type: ignore[misc]
 
-    def average_buffers(self, model: nn.Module) -> None:
+    def average_buffers(self, model: "nn.Module") -> None:
         """Replace running statistics by their mean over the processes; other buffers are equal already."""
         if self.size == 1:
             return
+        import torch
+
         running = [b for name, b in model.named_buffers() if name.rpartition(".")[2] in ("running_mean", "running_var")]
         if running:
             means = self.total(torch.cat([b.flatten() for b in running])) / self.size
@@ -140,16 +157,18 @@ class ProcessGroup:
 
     def wait(self) -> None:
         """Wait until all processes have called this."""
-        self.total(torch.zeros(1))
+        self.counts(0)
 
 
-def alone(device: torch.device | str = "cpu") -> ProcessGroup:
+def alone(device: Any = "cpu") -> ProcessGroup:
     """The group of a single process."""
-    return ProcessGroup(0, 1, torch.device(device))
+    return ProcessGroup(0, 1, device)
 
 
 @contextmanager
-def join_process_group(choose_device: Callable[[int], torch.device], timeout_minutes: float) -> Iterator[ProcessGroup]:
+def join_process_group(
+    choose_device: "Callable[[int], torch.device]", timeout_minutes: float
+) -> Iterator[ProcessGroup]:
     """The processes that torchrun has started, or this one alone without torchrun."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -157,6 +176,9 @@ def join_process_group(choose_device: Callable[[int], torch.device], timeout_min
     if size == 1:
         yield process_group
         return
+    import torch
+    import torch.distributed as dist
+
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
@@ -167,6 +189,8 @@ def join_process_group(choose_device: Callable[[int], torch.device], timeout_min
 
 
 def _answered(operation: Callable[[], Result]) -> Result:
+    import torch
+
     try:
         return operation()
     except torch.OutOfMemoryError:

@@ -21,7 +21,7 @@ from sfumato.data.sources import DataConfig
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.towers import ENCODERS
 from sfumato.errors import UserError
-from sfumato.files import RECIPE, recipe_folder, write_atomically
+from sfumato.files import LAST, MODEL, RECIPE, recipe_folder, write_atomically
 from sfumato.ids import Side
 from sfumato.imports import HOW, import_own, load_plugins
 from sfumato.losses import LOSSES
@@ -37,9 +37,6 @@ from sfumato.models.sections import (
     VarianceStageConfig,
     loss_config,
 )
-
-MODEL, LAST = "model.safetensors", "last.safetensors"
-"""Names in the folder of a run."""
 
 
 class Recipe(Section):

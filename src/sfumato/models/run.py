@@ -16,49 +16,38 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Union, get_args
 
-import torch
-from pydantic import ValidationError
-from safetensors import safe_open
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
-from sfumato.encoders.joint import joint_backbone
+from sfumato.encoders.backbones import OnnxTower
+from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, frozen_processor
 from sfumato.encoders.package_weights import is_joint, where_weights_are
-from sfumato.encoders.towers import DualEncoder, encoder_entry, piece_counter
-from sfumato.errors import UserError, as_typed, first_line
-from sfumato.files import RECIPE as RECIPE
-from sfumato.files import write_atomically, write_json
+from sfumato.errors import UserError, as_typed, first_line, need
+from sfumato.files import CONFIG, ENCODER, MODEL, RECIPE, WEIGHTS, cache_folder, write_atomically, write_json
 from sfumato.ids import Side
-from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock
-from sfumato.losses.pcme import SIGMOIDS, PCMELoss
-from sfumato.losses.tiles import MatchingLogits
 from sfumato.matching import SampledLogits
-from sfumato.models.build import (
-    USE_ITS_OWN,
-    Assets,
-    build_loss,
-    build_model,
-    check_weights,
-    load_state,
-    load_tensors,
-    unknown_loss,
-)
 from sfumato.models.model import Model, UnfamiliarTexts
-from sfumato.models.pretrained import CONFIG, ENCODER, WEIGHTS, download, load_pretrained, read_config
-from sfumato.models.pretrained_tensors import read_checkpoint
-from sfumato.models.recipe import LAST as LAST
-from sfumato.models.recipe import MODEL as MODEL
-from sfumato.models.recipe import Recipe, frozen_sections, load_recipe, without_gone
-from sfumato.models.sections import ModelConfig, UnknownLossConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from sfumato.encoders.towers import DualEncoder
+    from sfumato.losses.base import MatchLoss
+    from sfumato.models.build import Assets
+    from sfumato.models.recipe import Recipe
+    from sfumato.models.sections import ModelConfig
+
+Device = Union[str, "torch.device"]
+"""A device of torch or its name; see :func:`choose_device`."""
 
 
-def with_own_encoder(config: ModelConfig, folder: Path) -> ModelConfig:
+def with_own_encoder(config: "ModelConfig", folder: Path) -> "ModelConfig":
     """The section whose sides are the frozen model in a folder, if it has one."""
     own = (folder / ENCODER).resolve()
     sides = {side: getattr(config, side) for side in get_args(Side)}
@@ -85,13 +74,14 @@ ENCODERS, NOISE, WORDS, TRAINED = "encoders.json", "noise.npy", "words.json", "t
 class Run(Model):
     """A trained or adopted model with its run folder; :func:`load_run` makes one."""
 
+    model: "DualEncoder"
     folder: Path
-    recipe: Recipe  # resolved
-    loss: MatchLoss  # with its learnt logits
+    recipe: "Recipe"  # resolved
+    loss: "MatchLoss"  # with its learnt logits
     training_calibration: Calibration | None = None  # of texts that training left out, in a gallery with its images
 
 
-def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
+def load_run(folder: str | Path, *, device: Device = "cpu") -> Run:
     """The best weights of a run, in evaluation mode."""
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
@@ -99,7 +89,10 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
             f"{folder} is not a run folder (no {RECIPE} in it); make one with"
             f" `{as_typed('sfumato', 'train', 'RECIPE', '--out', folder)}`"
         )
-    recipe = load_recipe(folder / RECIPE)
+    with need("train", f"{folder}: the models of runs need torch"):
+        from sfumato.models import build
+        from sfumato.models.recipe import load_recipe
+    recipe, device = load_recipe(folder / RECIPE), _device(device)
     if not (folder / MODEL).is_file():
         raise UserError(
             f"{folder} has no weights. Its training has not finished an epoch, or the folder was copied incompletely;"
@@ -108,13 +101,10 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
     recipe = recipe.model_copy(update={"model": with_own_encoder(recipe.model, folder)})
     assets = load_assets(folder, recipe)
     what = f"{folder / MODEL}: does not fit the model of this recipe"
-    check_weights(folder / MODEL, recipe.model, assets, what, USE_ITS_OWN, "model/")
-    model = build_model(recipe.model, assets)
-    if unknown := isinstance(recipe.loss, UnknownLossConfig):
-        loss: MatchLoss = _UnknownLoss(recipe, folder / MODEL)
-    else:
-        loss = build_loss(recipe)
-    load_state(folder / MODEL, {"model": model} | ({} if unknown else {"loss": loss}))
+    build.check_weights(folder / MODEL, recipe.model, assets, what, build.USE_ITS_OWN, "model/")
+    model, loss = build.build_model(recipe.model, assets), build.build_loss(recipe, folder / MODEL)
+    unknown = isinstance(loss, build.UnknownLoss)
+    build.load_state(folder / MODEL, {"model": model} | ({} if unknown else {"loss": loss}))
     calibration = load_calibration(folder)
     logits = loss.match_logits() or (1.0, 0.0)
     scale, bias = logits if calibration is None else (calibration.logit_scale, calibration.logit_bias)
@@ -129,43 +119,12 @@ def load_run(folder: str | Path, *, device: torch.device | str = "cpu") -> Run:
         calibrated=calibration is not None,
         calibration=calibration,
         unfamiliar=UnfamiliarTexts.load(words) if words.is_file() and piece_counter(model) else None,
-        sampled_logits=_sampled_logits(loss),
+        sampled_logits=build.sampled_logits(loss),
         folder=folder,
         recipe=recipe,
         loss=loss.to(device).eval(),
         training_calibration=load_calibration(folder, TRAINING_CALIBRATION),
     )
-
-
-class _UnknownLoss(MatchLoss):
-    """What a run knows of a loss whose code is not there: its distance, and the logits that it has learnt."""
-
-    Options = LossOptions
-
-    def __init__(self, recipe: Recipe, path: Path) -> None:
-        super().__init__(LossOptions(distance=recipe.loss.distance))
-        self._recipe = recipe
-        with safe_open(path, framework="pt") as file:
-            prefix = "loss/logits."
-            held = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
-        if held:
-            self.logits = MatchingLogits(free="free_logit_scale" in held)
-            load_tensors(self.logits, held, f"{path}: does not hold logits")
-
-    def counts(self, block: PairBlock) -> Tensor:
-        raise unknown_loss(self._recipe)
-
-    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
-        raise unknown_loss(self._recipe)
-
-
-def _sampled_logits(loss: MatchLoss) -> SampledLogits | None:
-    """The logits of PCME's match probability."""
-    if not isinstance(loss, PCMELoss):
-        return None
-    factor = SIGMOIDS[loss.options.sigmoid]
-    scale, bias = factor * loss.logits.logit_scale.item(), factor * loss.logits.logit_bias.item()
-    return SampledLogits(scale, bias, loss.options.n_samples)
 
 
 def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | None:
@@ -193,7 +152,7 @@ def trained_digests(folder: Path) -> frozenset[str]:
     return frozenset(path.read_text(encoding="utf-8").split()) if path.is_file() else frozenset()
 
 
-def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -> None:
+def save_assets(folder: Path, tokenizer: Tokenizer | None, model: "DualEncoder") -> None:
     """Write the assets that :func:`load_assets` reads."""
     if tokenizer is not None:
         write_atomically(folder / TOKENIZER, tokenizer.to_str(pretty=False))
@@ -202,8 +161,11 @@ def save_assets(folder: Path, tokenizer: Tokenizer | None, model: DualEncoder) -
         write_json(folder / ENCODERS, known)
 
 
-def load_assets(folder: Path, recipe: Recipe) -> Assets:
+def load_assets(folder: Path, recipe: "Recipe") -> "Assets":
     """The tokenizer of a run and the descriptions of its encoders, if it has them."""
+    from sfumato.encoders.towers import encoder_entry
+    from sfumato.models.build import Assets
+
     image, text = recipe.model.image, recipe.model.text
     needed = {
         TOKENIZER: encoder_entry("text", text.kind).tokenizer is not None,
@@ -273,22 +235,53 @@ def default_model() -> tuple[str, str]:
     )
 
 
-def load_model(source: str | Path, *, tokenizer: Tokenizer | None = None, device: torch.device | str = "cpu") -> Model:
-    """Load any model: a run, an exported one, one published by PCME++, ProLIP or PCME, or a CLIP or SigLIP as it is."""
+HEADS: dict[Side, str] = {"image": "image_head.onnx", "text": "text_head.onnx"}
+"""Graphs of a model whose towers need no torch; :attr:`WEIGHTS` beside them holds their numbers."""
+
+
+def load_model(
+    source: str | Path, *, tokenizer: Tokenizer | None = None, device: Device = "cpu", trainable: bool = False
+) -> Model:
+    """Load any model: a run, an exported one, one published by PCME++, ProLIP or PCME, or a CLIP or SigLIP as it is.
+
+    `small` is computed without torch, on the processor; ``trainable`` loads its weights into torch.
+    """
     folder = PACKAGED / SMALL if str(source) == SMALL else Path(source)
     if (folder / RECIPE).is_file():
         return load_run(folder, device=device)
+    if not trainable and all((folder / name).is_file() for name in (CONFIG, *HEADS.values())):
+        return _of_graphs(folder, str(source))
+    with need("train", f"{source}: models other than {SMALL} need torch"):
+        from sfumato.models import pretrained
+    device = _device(device)
     if is_joint(str(source)):
         return _frozen(str(source), device)
     if not folder.exists():
-        folder = download(str(source))
-    if folder.is_dir() and "sfumato" in (config := read_config(folder, str(source))):
+        folder = pretrained.download(str(source))
+    if folder.is_dir() and "sfumato" in (config := pretrained.read_config(folder, str(source))):
         return _exported(folder, config, str(source), device)
-    return load_pretrained(source, tokenizer=tokenizer, device=device)
+    return pretrained.load_pretrained(source, tokenizer=tokenizer, device=device)
 
 
-def _frozen(name: str, device: torch.device | str) -> Model:
+def _of_graphs(folder: Path, source: str) -> Model:
+    """A model of frozen encoders whose heads are ONNX graphs."""
+    config = _read_json(folder / CONFIG)
+    kinds = {"image": FrozenImageConfig, "text": FrozenTextConfig}
+    towers = {
+        side: OnnxTower(
+            frozen_processor(kinds[side](**config["model"][side]), cache_folder(), trained=True), folder / graph
+        )
+        for side, graph in HEADS.items()
+    }
+    return _of_config(TwoTowers(**towers, digest=config["digest"]), config, folder, source)
+
+
+def _frozen(name: str, device: Device) -> Model:
     """A CLIP or SigLIP model as it is; nothing is calibrated."""
+    from sfumato.encoders.joint import joint_backbone
+    from sfumato.models.build import Assets, build_loss, build_model
+    from sfumato.models.recipe import Recipe, frozen_sections
+
     backbone = str(Path(name).resolve()) if Path(name).exists() else name
     side = {"kind": "frozen", "backbone": backbone, "projected": True}
     channels = joint_backbone(backbone, "image").channels
@@ -305,8 +298,16 @@ def _frozen(name: str, device: torch.device | str) -> Model:
     )
 
 
-def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.device | str) -> Model:
+def _exported(folder: Path, config: dict[str, Any], source: str, device: Device) -> Model:
     """The model in a folder that :func:`sfumato.workflows.export.export_run` wrote."""
+    from pydantic import ValidationError
+
+    from sfumato.encoders.towers import encoder_entry
+    from sfumato.models import build
+    from sfumato.models.pretrained_tensors import read_checkpoint
+    from sfumato.models.recipe import without_gone
+    from sfumato.models.sections import ModelConfig
+
     try:
         model_config = with_own_encoder(ModelConfig.model_validate(without_gone(config)["model"]), folder)
         known = {key: config[key] for key in ("encoders", "distance", "logit_scale", "logit_bias", "calibrated")}
@@ -325,33 +326,45 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: torch.d
     tokenizer = folder / TOKENIZER
     if encoder_entry("text", model_config.text.kind).tokenizer and not tokenizer.is_file():
         raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")
-    calibration = load_calibration(folder)
-    if known["calibrated"] and calibration is None:
-        raise UserError(f"{folder / CALIBRATION} is missing; the folder is incomplete, copy it whole")
     own = read_tokenizer(tokenizer) if tokenizer.is_file() else None
-    assets = Assets(own, known["encoders"], trained=True)
+    assets = build.Assets(own, known["encoders"], trained=True)
     what = f"{folder / WEIGHTS}: does not fit its {CONFIG}"
-    check_weights(folder / WEIGHTS, model_config, assets, what)
-    model = build_model(model_config, assets)
-    load_tensors(model, read_checkpoint(folder / WEIGHTS), what)
+    build.check_weights(folder / WEIGHTS, model_config, assets, what)
+    model = build.build_model(model_config, assets)
+    build.load_tensors(model, read_checkpoint(folder / WEIGHTS), what)
+    return _of_config(model.to(device).eval(), config, folder, source)
+
+
+def _of_config(model: TwoTowers, config: dict[str, Any], folder: Path, source: str) -> Model:
+    """A model with what its config.json says."""
+    calibration = load_calibration(folder)
+    if config["calibrated"] and calibration is None:
+        raise UserError(f"{folder / CALIBRATION} is missing; the folder is incomplete, copy it whole")
+    logits = config.get("sampled_logits", [])
     return Model(
-        model=model.to(device).eval(),
-        distance=known["distance"],
-        logit_scale=known["logit_scale"],
-        logit_bias=known["logit_bias"],
+        model=model,
+        distance=config["distance"],
+        logit_scale=config["logit_scale"],
+        logit_bias=config["logit_bias"],
         source=source,
         kind=f"exported by sfumato {config['sfumato']}, {config.get('name', 'without a name')}",
-        calibrated=known["calibrated"],
+        calibrated=config["calibrated"],
         calibration=calibration,
         sampled_logits=SampledLogits(*logits) if logits else None,
     )
 
 
-def choose_device(name: str = "auto", local_rank: int = 0) -> torch.device:
+def _device(device: Device) -> "torch.device":
+    return choose_device(device) if isinstance(device, str) else device
+
+
+def choose_device(name: str = "auto", local_rank: int = 0) -> "torch.device":
     """The device with a given name; "auto" is that of SFUMATO_DEVICE, else cuda if there is a GPU, else the CPU.
 
     It is never mps by itself, which lacks float64 for sums.
     """
+    import torch
+
     way = "train.device=cpu"
     if name == "auto":
         name, way = os.environ.get("SFUMATO_DEVICE", "auto"), "SFUMATO_DEVICE=cpu"

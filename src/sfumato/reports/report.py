@@ -20,14 +20,14 @@ from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
-from sfumato.files import write_atomically
+from sfumato.files import RECIPE, write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.tiles import MatchingLogits
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import N_BINS, wilson_interval
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.model import Model
-from sfumato.models.run import RECIPE, Run
+from sfumato.models.run import Run
 from sfumato.reports.report_charts import (
     DirectionResult,
     ReportData,

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sfumato.arrays import is_tensor
 from sfumato.data.images import Images, ImageSource, MemoryImage
-from sfumato.encoders.towers import DualEncoder, piece_counter
+from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryInfo, SearchOptions, Target, TextQuery
@@ -36,7 +36,7 @@ class QueryModel(Protocol):
     """What a gallery asks of its model."""
 
     @property
-    def model(self) -> DualEncoder:
+    def model(self) -> TwoTowers:
         """The encoders."""
 
     def embed_texts(self, texts: Sequence[Any]) -> GaussianEmbedding:
@@ -315,7 +315,7 @@ _MULTILINGUAL = "google/siglip-base-patch16-256-multilingual"
 _NEGATION = re.compile(r"\b(no|not|without|never|neither|nor|except|\w+n['\u2019]t)\b", re.IGNORECASE)
 
 
-def advice(query: TextQuery, gallery: Gallery, model: DualEncoder) -> tuple[str | None, str | None]:
+def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | None, str | None]:
     """The suggestion and the warning of an answer to a text."""
     if word := _NEGATION.search(query.joined):
         return None, f"Searches do not understand {word[0]!r}: give what should not be seen as --without (without=)"

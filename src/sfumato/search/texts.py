@@ -21,8 +21,8 @@ import numpy as np
 
 from sfumato.arrays import log_sigmoid
 from sfumato.calibration.fits import Evidence, FitsCalibration
+from sfumato.encoders.encoder_protocol import Pieces, TwoTowers, piece_counter
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
-from sfumato.encoders.towers import DualEncoder, Pieces, piece_counter
 from sfumato.ids import NUMBERS, plain_text, spelled_numbers
 from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore
 
@@ -107,7 +107,7 @@ _LETTERS = 0.6
 """Subword pieces for each letter from which a tokenizer knows letters of a script and hardly any words."""
 
 
-def known_words(model: DualEncoder) -> frozenset[str]:
+def known_words(model: TwoTowers) -> frozenset[str]:
     """The words that are whole in the vocabulary of a model's tokenizer, in lower case; none if it does not show it."""
     vocabulary: dict[str, int] = getattr(getattr(piece_counter(model), "__self__", None), "vocabulary", dict)()
     return frozenset(word for word in map(str.lower, vocabulary) if len(word) > 1 and word.isalpha())

@@ -12,10 +12,10 @@ import numpy as np
 
 from sfumato.arrays import set_threads
 from sfumato.data.image_inputs import regions_to_bytes
+from sfumato.encoders.encoder_protocol import BaseTower, TwoTowers
 from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.processors import PixelProcessor
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embedding_steps
 from sfumato.serve.decoding import HEADER, Decoders, Task, Unavailable, bytes_of, closing
@@ -290,7 +290,7 @@ _REDUCED_SIDE = 1536
 """Side down to which images are reduced for a frozen backbone: four times the usual 384 pixels of its input."""
 
 
-def input_task(tower: Tower, prepare: Callable[[bytes], Any]) -> Task[Any]:
+def input_task(tower: BaseTower, prepare: Callable[[bytes], Any]) -> Task[Any]:
     """The task that makes the input of an image tower."""
     processor = tower.processor
     if isinstance(processor, PixelProcessor) and hasattr(processor, "fit"):  # Others resize in ways of their own.
@@ -333,18 +333,17 @@ class VectorSide:
         return GaussianEmbedding.point(mean / np.maximum(length, 1e-12).astype(mean.dtype))
 
 
-def vector_sides(model: DualEncoder, d: int) -> dict[Modality, VectorSide]:
+def vector_sides(model: TwoTowers, d: int) -> dict[Modality, VectorSide]:
     """The vectors that a model can be searched by."""
     towers = zip(get_args(Modality), (model.text, model.image), strict=True)
     return {name: _side(tower, name, d) for name, tower in towers}
 
 
-def _side(tower: Tower, modality: Modality, d: int) -> VectorSide:
-    head = tower.head
+def _side(tower: BaseTower, modality: Modality, d: int) -> VectorSide:
     if isinstance(tower.processor, EmbeddingProcessor):
         return VectorSide(modality, tower.processor.channels, reads=True)
-    if head.log_var is None and head.offset is None and head.dim == d:
-        return VectorSide(modality, d, normalize=head.normalize)
-    more = "with a variance, which a vector has not" if head.log_var is not None else "as more than one vector"
+    if tower.takes_vectors and tower.dim == d:
+        return VectorSide(modality, d, normalize=tower.normalize)
+    more = "with a variance, which a vector has not" if tower.variances else "as more than one vector"
     reason = f"this model embeds each {modality} {more}; search by the {modality} itself, or by an item"
     return VectorSide(modality, None, reason=reason)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sfumato.data.image_decoding import MAX_PIXELS
 from sfumato.data.images import Images, UploadedImages
-from sfumato.encoders.towers import DualEncoder
+from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.errors import UserError, say
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.collection import GaussianCollection
@@ -168,7 +168,7 @@ class ServedGallery:
 class Sources:
     """The model and the galleries of a service."""
 
-    model: DualEncoder  # embeds the queries and new items
+    model: TwoTowers  # embeds the queries and new items
     name: str  # name of the model, for display
     galleries: dict[GalleryName, ServedGallery] = field(default_factory=dict)  # galleries by the kind of their items
     unfamiliar_texts: Callable[[Sequence[str]], list[bool]] = lambda texts: [False] * len(texts)

@@ -23,6 +23,7 @@ from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, as_typed, counted, say
+from sfumato.files import LAST, MODEL, RECIPE
 from sfumato.imports import given_imports
 from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer, load_tensors
 from sfumato.models.embed import embed_split, load_splits, prepare_split
@@ -36,19 +37,7 @@ from sfumato.models.recipe import (
     load_recipe,
     save_recipe,
 )
-from sfumato.models.run import (
-    ENCODERS,
-    LAST,
-    MODEL,
-    NOISE,
-    PROBLEMS,
-    RECIPE,
-    TOKENIZER,
-    choose_device,
-    load_assets,
-    load_model,
-    save_assets,
-)
+from sfumato.models.run import ENCODERS, NOISE, PROBLEMS, TOKENIZER, choose_device, load_assets, load_model, save_assets
 from sfumato.training import saving, validation
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches, epoch_seed, steps
 from sfumato.training.step import Learner, learning_rate_factor
@@ -256,7 +245,8 @@ def load_start(source: str, model: DualEncoder) -> None:
     if source:
         what = f"train.start={source}: does not fit the model of this recipe"
         way_out = "; take the section model of that one, or start from new weights: train.start= train.anchor=0"
-        load_tensors(model, load_model(source).model.state_dict(), what, way_out)
+        begin: Any = load_model(source, trainable=True).model
+        load_tensors(model, begin.state_dict(), what, way_out)
 
 
 def _training_texts(recipe: Recipe, splits: dict[str, PairData]) -> Iterator[str]:

@@ -21,12 +21,12 @@ import torch
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.errors import need, say
-from sfumato.files import write_atomically
+from sfumato.files import LAST, write_atomically
 from sfumato.models.build import load_state, save_state
 from sfumato.models.embed import PreparedSplit
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import Recipe, leaves
-from sfumato.models.run import LAST, LOG, PROBLEMS
+from sfumato.models.run import LOG, PROBLEMS
 from sfumato.training.batches import Batches, IndexedBatches, ShardBatches
 from sfumato.training.step import Learner
 

@@ -180,7 +180,7 @@ def _check_terms(measured: dict[str, float]) -> None:
 
 
 def _random_state(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if torch.device(device).type == "cuda" else [])
 
 
 def _set_random_state(states: list[Tensor], device: torch.device) -> None:
@@ -355,7 +355,9 @@ class Learner:
         self.model, self.loss, self.process_group = model, loss, process_group
         self.optimiser = build_optimiser(model, loss, recipe.optim)
         self.precision = number_format(recipe.train.precision, process_group.device)
-        self.scaler = torch.amp.GradScaler(process_group.device.type, enabled=self.precision == torch.float16)
+        self.scaler = torch.amp.GradScaler(
+            torch.device(process_group.device).type, enabled=self.precision == torch.float16
+        )
         averages = self.config.ema_decay or self.config.swa_epochs
         self.average = WeightAverage(model, self.config.ema_decay or None, self.config.anchor) if averages else None
 

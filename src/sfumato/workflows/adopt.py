@@ -29,7 +29,7 @@ from sfumato.encoders.towers import ENCODERS
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
-from sfumato.files import is_unused, read_json, write_json
+from sfumato.files import ENCODER, MODEL, RECIPE, is_unused, read_json, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
@@ -37,9 +37,8 @@ from sfumato.models.build import Assets, build_loss, build_model, save_state
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
 from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
 from sfumato.models.model import remember_words
-from sfumato.models.pretrained import ENCODER
 from sfumato.models.recipe import Recipe, check_recipe, frozen_sections, save_recipe
-from sfumato.models.run import CALIBRATION, MODEL, PROBLEMS, RECIPE, WORDS, Run, load_run, save_assets, with_own_encoder
+from sfumato.models.run import CALIBRATION, PROBLEMS, WORDS, Run, load_run, save_assets, with_own_encoder
 from sfumato.workflows.search import LoadedModel
 
 ADOPTED = "adopted.json"

@@ -31,7 +31,7 @@ from sfumato.data.images import (
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.errors import UserError, first_line, need, progress_bar
-from sfumato.files import check_gallery
+from sfumato.files import RECIPE, check_gallery
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.models import embed
@@ -40,7 +40,6 @@ from sfumato.models.embed import embedding_steps, encode_each, load_splits, mode
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import (
-    RECIPE,
     SMALL,
     TRAINING_CALIBRATION,
     Run,
@@ -258,7 +257,7 @@ def choose_calibration(model: Model, ids: Sequence[str], images: Mapping[str, st
 def n_trained(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> int:
     """How many of the images trained the model; known by their content, wherever they lie."""
     folder = _folder_of(model)
-    if not images or folder is None or not any(True for _ in model.model.parameters()):
+    if not images or folder is None or not any(True for _ in getattr(model.model, "parameters", tuple)()):
         return 0
     if "split" not in images:
         known = trained_digests(folder)

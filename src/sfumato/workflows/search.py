@@ -14,12 +14,12 @@ from sfumato.data.image_inputs import ImageInput, image_sources
 from sfumato.data.images import Problems, SplitImages
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
+from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.encoders.feature_rows import EmbeddingProcessor
-from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, as_typed, counted, say
 from sfumato.evaluation.hits import first_hits
 from sfumato.evaluation.protocols import EmbeddedSplit
-from sfumato.files import is_gallery
+from sfumato.files import RECIPE, is_gallery
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import Direction
 from sfumato.metrics.reliability import N_BINS, RecallByUncertainty, Reliability
@@ -27,7 +27,7 @@ from sfumato.models.calibrate import some_positions
 from sfumato.models.embed import embed_folder, embed_split, load_split, prepare_split, read_split
 from sfumato.models.model import Model
 from sfumato.models.recipe import load_recipe
-from sfumato.models.run import RECIPE, choose_device, load_model
+from sfumato.models.run import choose_device, load_model
 from sfumato.search.answer import Answer, SearchOptions, TextQuery
 from sfumato.search.searcher import Searcher
 from sfumato.workflows.index import (
@@ -251,7 +251,7 @@ def search_index(
     return answers
 
 
-def _vector_files(model: DualEncoder, texts: Sequence[TextQuery]) -> list[TextQuery] | list[Path]:
+def _vector_files(model: TwoTowers, texts: Sequence[TextQuery]) -> list[TextQuery] | list[Path]:
     """The texts; for a model without an encoder for texts, the .npy files that they must be."""
     tower = model.text
     if not tower.processor.reads:

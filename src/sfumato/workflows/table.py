@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.errors import UserError, say
-from sfumato.files import read_json
+from sfumato.files import MODEL, RECIPE, read_json
 from sfumato.models.build import build_loss
 from sfumato.models.embed import evaluate_run
 from sfumato.models.recipe import BOOKKEEPING, Recipe, differing_keys, leaves, load_recipe, recipe_values
-from sfumato.models.run import MODEL, RECIPE, load_run
+from sfumato.models.run import load_run
 from sfumato.models.sections import UnknownLossConfig
 
 METRICS = ("rsum", "t2i.recall@1", "i2t.recall@1")
