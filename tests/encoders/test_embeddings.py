@@ -10,13 +10,8 @@ from support.raising import raises
 from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable
 from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.encoders.encoder_protocol import BuildContext
-from sfumato.encoders.feature_rows import (
-    EmbeddingImageConfig,
-    EmbeddingProcessor,
-    EmbeddingTextConfig,
-    build_embeddings,
-    described_by,
-)
+from sfumato.encoders.feature_rows import EmbeddingImageConfig, EmbeddingTextConfig, build_embeddings, described_by
+from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError
 
 VALUES = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)).half()

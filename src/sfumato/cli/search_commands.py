@@ -123,16 +123,16 @@ def index(
     """Fill a collection of embedded images or texts, to search in."""
     from sfumato.data.images import Problems
     from sfumato.models.model import Model
-    from sfumato.models.run import choose_device, load_model, load_run
+    from sfumato.models.run import load_model, load_run
     from sfumato.workflows.index import check_new, embed_source, embedded_parts, fill_collection, training_note
 
     given.check(out)
     model, given = model or given.model(out), given.as_data()
     embedded = given.embedded
     if (given.data is not None or given.sync) and not embedded:
-        return _index_data(load_model(model, device=choose_device()), out, given, as_json)
+        return _index_data(load_model(model, device="auto"), out, given, as_json)
     load = load_run if given.split is not None else load_model
-    retrieval_model: Model = load(model, device=choose_device())
+    retrieval_model: Model = load(model, device="auto")
     store = None if given.add else given.store or "file:"
     if store is not None:
         with writing(out):
@@ -347,7 +347,6 @@ def serve(
     check_gallery(folder)
     check_address(host, port)
     from sfumato.evaluation.judgements import read_judgements
-    from sfumato.models.run import choose_device
     from sfumato.workflows.own_folder import move_sources
 
     with need("serve", "the service needs FastAPI, uvicorn and prometheus-client"):
@@ -368,6 +367,6 @@ def serve(
     if images:
         move_sources(folder, images)
         say(f"the images of {folder} are looked for in {', '.join(images)} from now on")
-    sources = open_sources(folder, texts, run=run, store=store, device=choose_device())
+    sources = open_sources(folder, texts, run=run, store=store, device="auto")
     app = create_app(sources, settings)
     server.run_app(app, host=host, port=port, access_log=access_log, log_format=log_format)

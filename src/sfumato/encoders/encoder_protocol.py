@@ -260,10 +260,6 @@ class TwoTowers:
     def __init__(self, image: BaseTower, text: BaseTower, digest: str = "") -> None:
         self.image, self.text, self.digest = image, text, digest
 
-    def to(self, device: Any) -> Any:
-        """The same model on another device; one that is not computed by torch stays on the processor."""
-        return self
-
     def embed_images(self, images: Sequence[bytes], *, batch_size: int = 256) -> GaussianEmbedding:
         """Embed images.
 

@@ -1,4 +1,7 @@
-"""Processors: images are decoded once or batch by batch; texts become token ids by a tokenizer learnt from the data."""
+"""Processors: images are decoded once or batch by batch; texts become token ids by a tokenizer learnt from the data.
+
+Features that another model has computed are rows of files, which stay on disk.
+"""
 
 import html
 import os
@@ -8,12 +11,14 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable
 from sfumato.data.image_decoding import Fit, check_image, decode_image
+from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
 from sfumato.encoders.encoder_protocol import (
     Inputs,
     Item,
@@ -367,3 +372,68 @@ class SpecialTokenProcessor(TextProcessor):
 
 def _id(tokenizer: Tokenizer, token: str) -> int:
     return tokenizer.get_vocab()[token]
+
+
+class FeatureProcessor(Processor):
+    """Base of the processors whose items are .npy files of features instead of images or texts."""
+
+    def __init__(self, channels: int) -> None:
+        self.channels = channels
+
+    def prepare(self, data: bytes | str) -> np.ndarray:
+        """Read an item. Returns (r, c)."""
+        return regions_from_bytes(data if isinstance(data, bytes) else data.encode(), self.channels)
+
+    def stack(self, values: Sequence[np.ndarray]) -> RaggedStore:
+        return RaggedStore.from_features(values, self.channels)
+
+    def blank(self) -> bytes:
+        return regions_to_bytes(np.ones((1, self.channels), np.float32))
+
+
+class EmbeddingStore:
+    """Rows of a table that stays on disk: a batch reads only its own rows."""
+
+    def __init__(self, table: EmbeddingTable, index: np.ndarray) -> None:
+        self.table, self.index = table, index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def batch(self, index: np.ndarray) -> Inputs:
+        """One token an item, (n, 1, c) and no mask."""
+        return Inputs(self.table.rows(self.index[index])[:, None])
+
+
+class EmbeddingProcessor(FeatureProcessor):
+    """Leaves the rows of a table on disk; other items are the bytes of .npy files of one vector each."""
+
+    reads: ClassVar[str] = "embeddings"
+
+    def read(
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
+    ) -> tuple[Store, np.ndarray]:
+        rows = [item for item in items if isinstance(item, EmbeddingRow)]
+        if rows and len(rows) == len(items) and all(item.table is rows[0].table for item in rows):
+            table = rows[0].table
+            if table.channels != self.channels:
+                raise UserError(f"{table.name}: has {table.channels} channels, and this model reads {self.channels}")
+            if progress:
+                progress(len(items))
+            return EmbeddingStore(table, np.array([item.row for item in rows], np.int64)), np.arange(len(items))
+        return super().read(items, progress=progress, on_error=on_error)
+
+    def prepare(self, data: bytes | str) -> np.ndarray:
+        """One vector for each image."""
+        if isinstance(data, str):
+            raise UserError(
+                f"this model reads embeddings and has no encoder for {data[:40]!r}: give a .npy file of"
+                f" {self.channels} numbers, or search by an item that is there (`sfumato search INDEX --id ID`)"
+            )
+        values = regions_from_bytes(data)
+        if values.shape != (1, self.channels):
+            n, channels = values.shape
+            raise ValueError(f"holds {n} x {channels} numbers; this model reads one embedding of {self.channels}")
+        if not values.any():
+            raise ValueError("holds zeros alone; give an embedding")
+        return values

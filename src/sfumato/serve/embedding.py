@@ -13,9 +13,8 @@ import numpy as np
 from sfumato.arrays import set_threads
 from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.encoders.encoder_protocol import BaseTower, TwoTowers
-from sfumato.encoders.feature_rows import EmbeddingProcessor
 from sfumato.encoders.frozen import FrozenProcessor
-from sfumato.encoders.processors import PixelProcessor
+from sfumato.encoders.processors import EmbeddingProcessor, PixelProcessor
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.embed import embedding_steps
 from sfumato.serve.decoding import HEADER, Decoders, Task, Unavailable, bytes_of, closing

@@ -225,7 +225,7 @@ def open_sources(
     gallery = index.open_gallery(path, store)
     opened: list[Gallery] = [gallery]
     try:
-        loaded = index.load_retrieval_model(gallery, path, run)
+        loaded = index.load_retrieval_model(gallery, path, run, device=device)
         location = str(run or gallery.metadata["run"])
         shown = kind(gallery) == "images" and not loaded.model.image.processor.reads
         galleries = {kind(gallery): ServedGallery(gallery, index.item_images(gallery, location) if shown else None)}
@@ -235,7 +235,7 @@ def open_sources(
             opened.append(beside := index.open_gallery(texts))
             _check_beside(beside, gallery, texts, run)
             galleries["texts"] = ServedGallery(beside)
-        return Sources(loaded.model.to(device), Path(location).name, galleries, loaded.unfamiliar_texts)
+        return Sources(loaded.model, Path(location).name, galleries, loaded.unfamiliar_texts)
     except BaseException:
         for one in opened:
             one.close()

@@ -29,7 +29,7 @@ from sfumato.data.images import (
     UploadedImages,
 )
 from sfumato.data.splits import WORDINGS
-from sfumato.encoders.feature_rows import EmbeddingProcessor
+from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, first_line, need, progress_bar
 from sfumato.files import RECIPE, check_gallery
 from sfumato.gaussian import GaussianEmbedding, check_finite
@@ -38,10 +38,10 @@ from sfumato.models import embed
 from sfumato.models.calibrate import describe_calibration
 from sfumato.models.embed import embedding_steps, encode_each, load_splits, model_digest
 from sfumato.models.model import Model
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import (
     SMALL,
     TRAINING_CALIBRATION,
+    Device,
     Run,
     image_digest,
     load_calibration,
@@ -263,6 +263,8 @@ def n_trained(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> in
         known = trained_digests(folder)
         return sum(image_digest(FileImage(Path(images["folder"], i))) in known for i in ids) if known else 0
     with contextlib.suppress(UserError):  # The data are gone.
+        from sfumato.models.recipe import load_recipe  # Runs need torch.
+
         train = load_splits(load_recipe(folder / RECIPE).data, Problems()).get("train")
         return 0 if train is None else len(set(ids) & set(train.image_ids))
     return 0
@@ -302,7 +304,9 @@ def open_gallery(folder: str | Path, store: str | None = None, *, unfinished: bo
     return GaussianCollection.open(folder, None if store is None else own_or_anchored(store), unfinished=unfinished)
 
 
-def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path | None = None) -> Model:
+def load_retrieval_model(
+    gallery: Gallery, folder: str | Path, run: str | Path | None = None, *, device: Device = "cpu"
+) -> Model:
     """The model that a gallery was made with."""
     model_source = str(run or gallery.metadata.get("run", ""))
     if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
@@ -310,7 +314,7 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
             f"the model that {folder} was built with is not at {model_source}; give its folder or name"
             " (--run, in Python run=)"
         )
-    loaded = load_model(model_source)
+    loaded = load_model(model_source, device=device)
     if gallery.metadata.get("model") != embed.model_digest(loaded.model):
         raise UserError(
             f"{folder} was built with another model than {model_source} is now: their distances cannot be compared;"
@@ -326,6 +330,8 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
     if "folder" in source:
         found = FolderImages(Path(source["folder"]))
     elif "split" in source and (Path(run) / RECIPE).is_file():
+        from sfumato.models.recipe import load_recipe  # Runs need torch.
+
         splits = load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
         parts = [splits[name] for name in embed.split_names(splits, source["split"]) if name in splits]
         images = {i: image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}

@@ -15,7 +15,7 @@ from sfumato.data.images import Problems, SplitImages
 from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import TwoTowers
-from sfumato.encoders.feature_rows import EmbeddingProcessor
+from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, as_typed, counted, say
 from sfumato.evaluation.hits import first_hits
 from sfumato.evaluation.protocols import EmbeddedSplit
@@ -26,8 +26,7 @@ from sfumato.metrics.reliability import N_BINS, RecallByUncertainty, Reliability
 from sfumato.models.calibrate import some_positions
 from sfumato.models.embed import embed_folder, embed_split, load_split, prepare_split, read_split
 from sfumato.models.model import Model
-from sfumato.models.recipe import load_recipe
-from sfumato.models.run import choose_device, load_model
+from sfumato.models.run import load_model
 from sfumato.search.answer import Answer, SearchOptions, TextQuery
 from sfumato.search.searcher import Searcher
 from sfumato.workflows.index import (
@@ -110,6 +109,8 @@ class LoadedModel(Model):
         path = Path(self.source) / RECIPE
         if not path.is_file():
             raise UserError(f"{self.source} is not a run and has no data of its own; use {otherwise}")
+        from sfumato.models.recipe import load_recipe  # Runs need torch.
+
         return load_recipe(path).data
 
     def index(
@@ -193,8 +194,7 @@ def load(source: str | Path, *, device: Any = "cpu") -> LoadedModel:
     """
     if is_gallery(source) and not (Path(source) / RECIPE).is_file():
         raise UserError(f"{source} holds a collection; open it with sfumato.load_index({str(source)!r})")
-    chosen = choose_device(device) if isinstance(device, str) else device
-    found = load_model(source, device=chosen)
+    found = load_model(source, device=device)
     return LoadedModel(**{f.name: getattr(found, f.name) for f in fields(LoadedModel)})
 
 
