@@ -8,7 +8,7 @@ import torch
 from support.raising import raises
 
 from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable, open_table
-from sfumato.encoders.feature_rows import regions_from_bytes
+from sfumato.data.image_inputs import regions_from_bytes
 from sfumato.errors import UserError
 
 

@@ -146,8 +146,9 @@ class OnnxTower(BaseTower):
     A graph without log_var gives points. Means are of unit length, unless ``normalize`` says that they are not.
     """
 
-    def __init__(self, processor: Processor, graph: Path, *, normalize: bool = True) -> None:
-        self.processor, self.normalize, self._session = processor, normalize, onnx_session(graph, n_threads())
+    def __init__(self, processor: Processor, graph: Path, *, normalize: bool = True, threads: int = 0) -> None:
+        self.processor, self.normalize = processor, normalize
+        self._session = onnx_session(graph, threads or n_threads())
         self._inputs = {one.name: _NUMBERS[one.type] for one in self._session.get_inputs()}
         outputs = self._session.get_outputs()
         self.dim, self.variances = int(outputs[0].shape[-1]), len(outputs) > 1

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic_core import PydanticKnownError
 from tokenizers import Tokenizer
@@ -23,8 +22,6 @@ from sfumato.encoders.encoder_protocol import (
     ImageEncoderConfig,
     Inputs,
     Processor,
-    Progress,
-    Store,
     TextEncoderConfig,
     TwoTowers,
 )
@@ -153,22 +150,13 @@ class Tower(nn.Module, BaseTower):
     ) -> None:
         super().__init__()
         self.processor, self.encoder, self.head = processor, encoder, head
-        self.token_dropout = token_dropout
-
-    @property
-    def dim(self) -> int:  # type: ignore[override]
-        return self.head.dim
-
-    @property
-    def variances(self) -> bool:  # type: ignore[override]
-        return self.head.log_var is not None
-
-    @property
-    def takes_vectors(self) -> bool:  # type: ignore[override]
-        return self.head.log_var is None and self.head.offset is None
+        self.token_dropout, self.dim = token_dropout, head.dim
+        self.variances = head.log_var is not None
+        self.takes_vectors = not self.variances and head.offset is None
 
     @property
     def normalize(self) -> bool:  # type: ignore[override]
+        """Whether means have unit length."""
         return self.head.normalize
 
     @property
@@ -192,25 +180,14 @@ class Tower(nn.Module, BaseTower):
         embedding: GaussianEmbedding = self.head(tokens.float())
         return embedding
 
-    def batch(self, inputs: Inputs) -> GaussianEmbedding:
-        return self(inputs.to(self.device)).to("cpu")  # type: ignore[no-any-return]
-
     @torch.no_grad()
-    def embed(
-        self,
-        store: Store,
-        positions: np.ndarray | None = None,
-        *,
-        batch_size: int = 256,
-        progress: Progress | None = None,
-    ) -> GaussianEmbedding:
-        """Embed the items of a store in evaluation mode; the previous mode is restored afterwards."""
+    def batch(self, inputs: Inputs) -> GaussianEmbedding:
+        """Embed a batch in evaluation mode, on the CPU; the previous mode is restored afterwards."""
         training = self.training
         self.eval()
-        try:
-            return super().embed(store, positions, batch_size=batch_size, progress=progress)
-        finally:
-            self.train(training)
+        found: GaussianEmbedding = self(inputs.to(self.device)).to("cpu")
+        self.train(training)
+        return found
 
 
 class DualEncoder(nn.Module, TwoTowers):

@@ -269,7 +269,9 @@ def _of_graphs(folder: Path, source: str) -> Model:
     kinds = {"image": FrozenImageConfig, "text": FrozenTextConfig}
     towers = {
         side: OnnxTower(
-            frozen_processor(kinds[side](**config["model"][side]), cache_folder(), trained=True), folder / graph
+            frozen_processor(kinds[side](**config["model"][side]), cache_folder(), trained=True),
+            folder / graph,
+            threads=1,
         )
         for side, graph in HEADS.items()
     }
