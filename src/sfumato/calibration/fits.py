@@ -156,8 +156,7 @@ class Correction:
 
     def logit(self, logit: np.ndarray, inverse_words: np.ndarray) -> Floats:
         """Corrected logits. logit (k,), inverse_words (k,)."""
-        found: Floats = self.factor * logit + self.shift + self.by_words * inverse_words
-        return found
+        return self.factor * logit + self.shift + self.by_words * inverse_words
 
     def of(self, logit: LinearLogit, words: int) -> LinearLogit:
         """A logit that has it. words: position of the feature one over words."""

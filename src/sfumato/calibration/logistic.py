@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sfumato.arrays import sigmoid
+
 Floats = npt.NDArray[np.float64]
 
 _MAX_STEPS, _TOLERANCE = 100, 1e-18
@@ -22,16 +24,9 @@ _SMALL = 1e-9
 """Standard deviation, as a fraction of the largest number, below which numbers count as equal."""
 
 
-def sigmoid(logit: Floats) -> Floats:
-    """1 / (1 + exp(-logit)) without overflow."""
-    found: Floats = 0.5 * (1 + np.tanh(0.5 * logit))
-    return found
-
-
 def log_losses(logit: Floats, target: Floats) -> Floats:
     """(k,) log losses. logit (k,), target (k,) 0 to 1."""
-    found: Floats = np.logaddexp(0, logit) - target * logit
-    return found
+    return np.logaddexp(0, logit) - target * logit
 
 
 def deviations(x: Floats) -> Floats:
@@ -128,8 +123,7 @@ class HitLists:
 
     def sums(self, values: Floats) -> Floats:
         """(q,) sums over each list. values (n,)."""
-        found: Floats = np.add.reduceat(values, self.start) if len(values) else np.empty(0)
-        return found
+        return np.add.reduceat(values, self.start) if len(values) else np.empty(0)
 
     def rank(self) -> Floats:
         """(n,) one more than the number of larger scores in the list."""
@@ -187,8 +181,7 @@ class ScoreFormula:
     def nothing_matches(self, lists: HitLists, logit: Floats) -> Floats:
         """(q,) probabilities that no hit of a list matches. logit (n,)."""
         summary = lists.summary(logit)
-        found = sigmoid(self.nothing[0] + summary @ np.array(self.nothing[1:]))
-        return np.minimum(found, sigmoid(-summary[:, 0]))
+        return sigmoid(np.minimum(self.nothing[0] + summary @ np.array(self.nothing[1:]), -summary[:, 0]))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -290,8 +290,7 @@ class LinearLogit:
 
     def of(self, logit: np.ndarray, features: np.ndarray) -> Floats:
         """The logit from another one and features, all limited. logit (...), features (..., f) -> (...)."""
-        found: Floats = self.slope * logit + self.bias(features, features.shape[-1])[..., 0]
-        return found
+        return self.slope * logit + self.bias(features, features.shape[-1])[..., 0]
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -407,8 +406,7 @@ class FirstHit(LinearLogit):
 
     def logit(self, by_nearest: np.ndarray, reference: np.ndarray) -> Floats:
         """The logit of the first hit. by_nearest (..., 1), reference (..., 2) -> (..., 1)."""
-        found: Floats = self.slope * by_nearest + self.bias(reference, len(REFERENCE_FEATURES))
-        return found
+        return self.slope * by_nearest + self.bias(reference, len(REFERENCE_FEATURES))
 
 
 _Numbers = tuple[float, ...]

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sfumato.calibration.logistic import Floats, HitLists, ScoreFormula, fit_formula, log_losses, priors, sigmoid
+from sfumato.arrays import sigmoid
+from sfumato.calibration.logistic import Floats, HitLists, ScoreFormula, fit_formula, log_losses, priors
 from sfumato.errors import refuse_newer
 from sfumato.files import write_json
 

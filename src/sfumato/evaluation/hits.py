@@ -124,8 +124,7 @@ class FirstHits:
     def log_loss(self) -> np.ndarray:
         """The log loss of each probability. Returns (q,)."""
         p = np.where(self.match, self.probability, 1 - self.probability)
-        found: np.ndarray = -np.log(np.maximum(p, np.finfo(np.float64).tiny))
-        return found
+        return -np.log(np.maximum(p, np.finfo(np.float64).tiny))
 
     def image(self, match: Array) -> np.ndarray:
         """The image that each query belongs to. match (n images, m texts) -> (q,)."""
