@@ -12,7 +12,6 @@ from pathlib import Path
 import demo_page
 import numpy as np
 import pytest
-import torch
 from serve.test_page import CHROMIUM, Tab, chromium, expect  # noqa: F401
 from test_demo import TINY, read_every_fourth
 
@@ -44,7 +43,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def rounded(vectors):
-    return vectors.half().float()
+    return vectors.astype(np.float16).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def half_precision(searcher, items, tmp_path_factory):
     """The same collection of vectors in half precision."""
     whole, ids = searcher.gallery, [one.id for one in items]
     stored, payloads = whole.get(ids), [one.payload for one in items]
-    embeddings = stored.embeddings[torch.tensor([stored.ids.index(id) for id in ids])]
+    embeddings = stored.embeddings[np.array([stored.ids.index(id) for id in ids])]
     texts = rounded(whole.texts.of(ids, payloads).vectors)
     embeddings = GaussianEmbedding(rounded(embeddings.mean), embeddings.log_var)
     model = searcher.model
@@ -119,9 +118,7 @@ def test_the_page_answers_as_the_library_does_with_vectors_in_half_precision(sho
     queries = [answer["query"] for answer in shown]
     query = half_precision.model.embed_texts(queries)
     query = GaussianEmbedding(rounded(query.mean), query.log_var)
-    monkeypatch.setattr(
-        "sfumato.search.candidates.sentence_vectors", lambda texts: rounded(torch.from_numpy(sentence_vectors(texts)))
-    )
+    monkeypatch.setattr("sfumato.search.candidates.sentence_vectors", lambda texts: rounded(sentence_vectors(texts)))
     found = half_precision.gallery.search(query, K, about=QueryInfo.of_texts(queries))
     assert {answer.target for answer in found} == {"fits"}
     for page, answer in zip(shown, found, strict=True):
