@@ -60,6 +60,11 @@ def run(commands: Callable[[], None], program: str, after_interrupt: str) -> Non
     debug = bool(os.environ.get("SFUMATO_DEBUG"))
     try:
         commands()
+    except ModuleNotFoundError as error:
+        if debug or error.name not in ("torch", "adamp"):
+            raise
+        print(f"{program}: this command needs {error.name}: pip install 'sfumato[train]'", file=sys.stderr)
+        sys.exit(2)
     except (UserError, ValueError, OSError) as error:
         if debug:
             raise

@@ -1,0 +1,140 @@
+"""The road of a person who searches, where torch is not installed, and where it is and nothing may load it."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from support.raising import raises
+from support.toy import make_toy
+
+import sfumato
+
+ABSENT = 'raise ModuleNotFoundError("No module named {0!r}", name="{0}")\n'
+WATCH = """import atexit, sys
+atexit.register(lambda: "torch" in sys.modules and print("TORCH WAS LOADED", file=sys.stderr))
+"""
+SCORES = """import numpy as np, sfumato
+rng = np.random.default_rng(0)
+label = rng.random((300, 10)) < .2
+score = label + rng.standard_normal(label.shape)
+groups = np.repeat(np.arange(300), 10)
+p = sfumato.ScoreCalibrator().fit(score.ravel(), label.ravel(), groups=groups).predict_proba(score.ravel(), groups=groups)
+assert abs(p[:, 1].mean() - label.mean()) < .02
+e = sfumato.GaussianEmbedding(rng.standard_normal((5, 3)), np.zeros((5, 3)))
+assert sfumato.csd_matrix(e, e).shape == (5, 5) and np.isfinite(sfumato.match_probability(sfumato.csd(e, e), 5, 5)).all()
+print(sfumato.load_index("collection").search("a red circle", k=3))
+"""
+
+
+class Shell:
+    """Commands in a folder, each a process that finds a few modules before all others."""
+
+    def __init__(self, folder: Path, modules: dict[str, str]) -> None:
+        self.folder, own = folder, folder / "modules"
+        own.mkdir()
+        for name, code in modules.items():
+            (own / f"{name}.py").write_text(code)
+        source = str(Path(sfumato.__file__).parents[1])
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(own), source)), "COLUMNS": "100"}
+
+    def start(self, *arguments, **options):
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.Popen(command, cwd=self.folder, env=self.environment, text=True, **options)
+
+    def __call__(self, *arguments, status=0):
+        """What a command prints, on both outputs."""
+        process = self.start("-m", "sfumato", *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        printed, _ = process.communicate(timeout=300)
+        assert process.returncode == status and "Traceback" not in printed, (arguments, printed)
+        assert "TORCH WAS LOADED" not in printed, arguments
+        return printed
+
+
+@pytest.fixture(scope="module", params=["absent", "not loaded"])
+def shell(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("road")
+    make_toy(folder, n_each=2)
+    (folder / "data").rename(folder / "pictures")
+    absent = {name: ABSENT.format(name) for name in ("torch", "adamp")}
+    return Shell(folder, absent if request.param == "absent" else {"sitecustomize": WATCH})
+
+
+def test_the_whole_road(shell):
+    folder = shell.folder
+    shell("index", "--data", "pictures", "--out", "collection")
+    found = json.loads(shell("search", "collection", "a red circle", "-k", "3", "--json"))
+    assert found
+    by_image = shell("search", "collection", "--image", sorted((folder / "pictures").glob("*.png"))[0], "-k", "3")
+    assert "000.png" in by_image
+    more = folder / "more"
+    more.mkdir()
+    (more / "new.png").write_bytes((folder / "pictures" / "001.png").read_bytes())
+    assert "1 image" in shell("index", "--data", "more", "--add", "--out", "collection")
+    (more / "new.png").unlink()
+    (folder / "pictures" / "late.png").write_bytes((folder / "pictures" / "001.png").read_bytes())
+    shell("index", "--sync", "--out", "collection")
+    shell("delete", "collection", "late.png")
+    shell("copy", "collection", "--out", "copied")
+    shell("recipes")
+    (folder / "scores.py").write_text(SCORES)
+    process = shell.start("scores.py", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "TORCH" not in printed, printed
+
+
+def test_the_service(shell):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    if not (shell.folder / "collection").exists():
+        shell("index", "--data", "pictures", "--out", "collection")
+    with (shell.folder / "log.txt").open("w") as log:
+        process = shell.start("-m", "sfumato", "serve", "collection", "--port", port, stdout=log, stderr=log)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
+    try:
+        for _ in range(240):
+            try:
+                if client.get("/readyz").status_code == 200:
+                    break
+            except httpx.TransportError:
+                assert process.poll() is None, (shell.folder / "log.txt").read_text()
+            time.sleep(0.25)
+        answer = client.get("/v1/search", params={"q": "a red circle", "max_results": 3})
+        assert answer.status_code == 200 and len(answer.json()["results"][0]["hits"]) == 3, answer.text
+        image = (shell.folder / "pictures" / "000.png").read_bytes()
+        assert client.post("/v1/search", files={"image": image}).status_code in (200, 415, 422)
+        assert client.get("/").status_code == 200
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert "TORCH WAS LOADED" not in (shell.folder / "log.txt").read_text()
+
+
+def test_files_are_evaluated_and_runs_of_other_engines_scored(shell):
+    folder, rng = shell.folder, np.random.default_rng(0)
+    images = rng.standard_normal((60, 8)).astype(np.float32)
+    np.save(folder / "images.npy", images)
+    np.save(folder / "texts.npy", images + 0.2 * rng.standard_normal((60, 8)).astype(np.float32))
+    assert "recall@1" in shell("evaluate", "files", "--images", "images.npy", "--texts", "texts.npy")
+
+
+def test_what_needs_torch_says_how_to_get_it(shell):
+    if "torch" not in {path.stem for path in (shell.folder / "modules").iterdir()}:
+        pytest.skip("torch is there")
+    for arguments in (("demo",), ("train", "emoji-pixels", "--out", "run")):
+        assert re.search(r"pip install 'sfumato\[train\]'", shell(*arguments, status=2)), arguments
+    (shell.folder / "loss.py").write_text("import sfumato\nsfumato.PCMEPPLoss\n")
+    process = shell.start("loss.py", stderr=subprocess.PIPE)
+    assert "sfumato.PCMEPPLoss needs torch: pip install 'sfumato[train]'" in process.communicate()[1]
+
+
+def test_an_error_of_another_kind_stays(monkeypatch):
+    monkeypatch.setattr(sfumato, "_load", lambda name: (_ for _ in ()).throw(ModuleNotFoundError("x", name="x")))
+    raises(ModuleNotFoundError, "x", sfumato.__getattr__, "Model")
