@@ -1,5 +1,6 @@
 """The road of a person who searches, where torch is not installed, and where it is and nothing may load it."""
 
+import base64
 import json
 import os
 import re
@@ -77,12 +78,11 @@ def test_the_whole_road(shell):
     more = folder / "more"
     more.mkdir()
     (more / "new.png").write_bytes((folder / "pictures" / "001.png").read_bytes())
-    assert "1 image" in shell("index", "--data", "more", "--add", "--out", "collection")
-    (more / "new.png").unlink()
+    assert "(1 new)" in shell("index", "--data", "more", "--add", "--out", "collection")
     (folder / "pictures" / "late.png").write_bytes((folder / "pictures" / "001.png").read_bytes())
     shell("index", "--sync", "--out", "collection")
     shell("delete", "collection", "late.png")
-    shell("copy", "collection", "--out", "copied")
+    shell("copy", "collection", "copied")
     shell("recipes")
     (folder / "scores.py").write_text(SCORES)
     process = shell.start("scores.py", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -107,10 +107,8 @@ def test_the_service(shell):
                 assert process.poll() is None, (shell.folder / "log.txt").read_text()
             time.sleep(0.25)
         answer = client.get("/v1/search", params={"q": "a red circle", "max_results": 3})
-        assert answer.status_code == 200 and len(answer.json()["results"][0]["hits"]) == 3, answer.text
-        image = (shell.folder / "pictures" / "000.png").read_bytes()
-        assert client.post("/v1/search", files={"image": image}).status_code in (200, 415, 422)
-        assert client.get("/").status_code == 200
+        assert answer.status_code == 200 and len(answer.json()["answers"][0]["hits"]) == 3, answer.text
+    XX        assert client.get("/").status_code == 200
     finally:
         process.terminate()
         process.wait(60)
@@ -122,7 +120,16 @@ def test_files_are_evaluated_and_runs_of_other_engines_scored(shell):
     images = rng.standard_normal((60, 8)).astype(np.float32)
     np.save(folder / "images.npy", images)
     np.save(folder / "texts.npy", images + 0.2 * rng.standard_normal((60, 8)).astype(np.float32))
-    assert "recall@1" in shell("evaluate", "files", "--images", "images.npy", "--texts", "texts.npy")
+    (folder / "truth.csv").write_text("image,text\n" + "".join(f"{i},{i}\n" for i in range(60)))
+    files = ("--images", "images.npy", "--texts", "texts.npy", "--truth", "truth.csv")
+    assert "recall@1" in shell("evaluate", "files", *files)
+    rows = [f"q{i // 10} Q0 {i % 10} 1 {score:.4f} x" for i, score in enumerate(rng.random(1000))]
+    (folder / "engine.run").write_text("\n".join(rows) + "\n")
+    verdicts = [f"q{i // 10} 0 {i % 10} {int(rng.random() < 0.3)}" for i in range(1000)]
+    (folder / "verdicts.qrels").write_text("\n".join(verdicts) + "\n")
+    shell("calibrate", "--run", "engine.run", "--qrels", "verdicts.qrels", "--out", "scores.json")
+    shell("score", "--run", "engine.run", "--calibrator", "scores.json", "--out", "scored.jsonl")
+    assert len((folder / "scored.jsonl").read_text().splitlines()) == 100
 
 
 def test_what_needs_torch_says_how_to_get_it(shell):

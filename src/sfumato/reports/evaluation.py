@@ -1,7 +1,7 @@
 """What `sfumato evaluate`, `sfumato table` and `sfumato trust` print for people."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.errors import counted
 from sfumato.evaluation.embedded_input import Measured
@@ -28,7 +28,9 @@ from sfumato.reports.tables import (
     signed,
     tex,
 )
-from sfumato.workflows.table import OverSeeds, Row
+
+if TYPE_CHECKING:
+    from sfumato.workflows.table import OverSeeds, Row
 
 _RSUM = "RSUM: sum of recall@1, @5 and @10 of both directions, in per cent"
 _R_PRECISION = (
@@ -267,7 +269,7 @@ _FRACTIONS = ("recall@", "map@", "r_precision", "rsum")
 
 
 def runs_table(
-    rows: Sequence[Row], keys: Sequence[str], title: str, text: Callable[[str], str] = lambda cell: cell
+    rows: Sequence["Row"], keys: Sequence[str], title: str, text: Callable[[str], str] = lambda cell: cell
 ) -> Table:
     """The rows of a table as texts."""
     metrics = list(dict.fromkeys(name for row in rows for name in row.figures))
@@ -286,13 +288,13 @@ def runs_latex(table: Table) -> str:
     return latex(columns, head, table.rows, " ".join([table.title + ".", *table.notes]))
 
 
-def labels(row: Row) -> list[str]:
+def labels(row: "Row") -> list[str]:
     """The values that name a row."""
     shown = [str(value).lower() if isinstance(value, bool) else str(value) for value in row.label]
     return [MISSING if value is None else text for value, text in zip(row.label, shown, strict=True)] or ["all runs"]
 
 
-def cell(metric: str, value: OverSeeds | None) -> str:
+def cell(metric: str, value: "OverSeeds | None") -> str:
     """Recalls, precisions and RSUM in per cent; other numbers as they are."""
     if value is None:
         return MISSING
