@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.calibration.fits import N_FOLDS
 from sfumato.errors import counted
 from sfumato.evaluation.judgements import JudgedFigures
 from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import ARROWS, MISSING, compact_interval, percent, print_table, print_wrapped
-from sfumato.workflows.adopt import METHODS, AdoptedModel
 from sfumato.workflows.judgements import FittedLists, Judged, Refined
+
+if TYPE_CHECKING:
+    from sfumato.workflows.adopt import AdoptedModel
 
 
 def print_calibration(result: dict[str, Any]) -> None:
@@ -85,8 +87,10 @@ _ENOUGH = 100
 """Number of images that calibrate, below which an adoption warns."""
 
 
-def print_adopted(adopted: AdoptedModel) -> None:
+def print_adopted(adopted: "AdoptedModel") -> None:
     """Print what an adoption gave, and what its probabilities are worth beside their baselines."""
+    from sfumato.workflows.adopt import METHODS  # here, for calibrations without torch
+
     images, texts = sum(adopted.n_images.values()), sum(adopted.n_texts.values())
     channels = adopted.run.recipe.model.dim
     left_out = f"; {adopted.n_left_out:,} left out, see problems.jsonl" if adopted.n_left_out else ""
