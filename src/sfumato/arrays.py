@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from array_api_compat import array_namespace, is_torch_array
+import array_api_compat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 Array = Any
 """A tensor of torch, or an array of NumPy. Public functions take both, and return what they were given."""
 
-is_tensor = is_torch_array
-namespace = array_namespace
+is_tensor = array_api_compat.is_torch_array
+
+
+def namespace(value: Array) -> Any:
+    """The functions of the array API for tensors, or for arrays; NumPy's own are such."""
+    return array_api_compat.array_namespace(value) if is_tensor(value) else np
 
 
 def as_array(value: Array, name: str, who: str) -> Array:

@@ -198,7 +198,7 @@ REFERENCE_FEATURES = ("hub", "isolation")
 class ReferenceQueries:
     """Held-out queries to compare with; later queries are others. Make them with :meth:`of`."""
 
-    embeddings: GaussianEmbedding  # (b, d) float32, rounded to float16
+    embeddings: GaussianEmbedding  # (b, d) float16
     distance: str  # name in DISTANCES
     direction: Direction  # of the queries, "t2i" if they are texts
 
@@ -212,15 +212,19 @@ class ReferenceQueries:
         if get_distance(distance).sampled:
             raise ValueError(f"ReferenceQueries: {distance} is sampled, so features would differ between searches")
         chosen = np.sort(np.random.default_rng(seed).permutation(queries.n)[:N_REFERENCE])
-        return cls(queries[chosen].numpy().to(np.float16).to(np.float32), distance, direction)
+        return cls(queries[chosen].numpy().to(np.float16), distance, direction)
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Array], distance: str, direction: Direction) -> "ReferenceQueries":
         """From :meth:`~sfumato.calibration.calibrator.Calibration.tensors`."""
-        held = {name: as_numpy(value).astype(np.float32) for name, value in tensors.items()}
-        mean, log_var = held[f"{direction}/mean"], held.get(f"{direction}/log_var")
-        queries = GaussianEmbedding.point(mean) if log_var is None else GaussianEmbedding(mean, log_var)
+        mean, log_var = as_numpy(tensors[f"{direction}/mean"]), tensors.get(f"{direction}/log_var")
+        queries = GaussianEmbedding.point(mean) if log_var is None else GaussianEmbedding(mean, as_numpy(log_var))
         return cls(queries, distance, direction)
+
+    @cached_property
+    def _wide(self) -> GaussianEmbedding:
+        """In float32, as distances need them, when the first is asked for: most searches ask for none."""
+        return self.embeddings.to(np.float32)
 
     @cached_property
     def _oriented(self) -> Distance:
@@ -235,11 +239,11 @@ class ReferenceQueries:
 
         items (m, d) -> (m,).
         """
-        return self._closest(items, lambda some: self._oriented.matrix(self.embeddings, some).T)
+        return self._closest(items, lambda some: self._oriented.matrix(self._wide, some).T)
 
     def isolation(self, queries: GaussianEmbedding) -> Floats:
         """The mean distance of queries from the reference queries closest to them. queries (n, d) -> (n,)."""
-        return self._closest(queries, lambda some: self._oriented.matrix(some, self.embeddings))
+        return self._closest(queries, lambda some: self._oriented.matrix(some, self._wide))
 
     def _closest(self, some: GaussianEmbedding, distance: Callable[[GaussianEmbedding], np.ndarray]) -> Floats:
         """(n,) mean of the N_CLOSE smallest of the (n, b) distances, block by block."""

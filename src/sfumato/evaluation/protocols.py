@@ -277,7 +277,7 @@ class SimilarityMatrix:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         sides = (self.images[rows], self.texts[columns])
         a, b = (e.to(accumulation_dtype(e.dtype)).detach().mean for e in sides)
-        xp = namespace(a, b)
+        xp = namespace(a)
         a, b = (xp.astype(x, xp.result_type(a, b)) for x in (a, b))
         if self.kind == "cosine":
             a, b = (x / xp.clip(xp.linalg.vector_norm(x, axis=1, keepdims=True), 1e-12, None) for x in (a, b))
