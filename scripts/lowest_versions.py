@@ -52,7 +52,9 @@ TESTS = (
 def lower_bounds(pyproject: Path, extras: Sequence[str]) -> dict[str, str]:
     """Name -> lowest declared version of the dependencies and of some extras."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-    declared = [*project["dependencies"], *(d for extra in extras for d in project["optional-dependencies"][extra])]
+    optional = project.get("optional-dependencies", {})
+    extras = [*extras, "train"] if "train" in optional else extras  # which others name
+    declared = [*project["dependencies"], *(d for extra in extras for d in optional[extra] if d != "sfumato[train]")]
     bounds: dict[str, str] = {}
     for dependency in declared:
         found = re.fullmatch(r"([\w.-]+)(?:\[\w+\])?>=([\w.]+)", dependency)

@@ -15,6 +15,7 @@ from support.charts import undrawn
 from support.words import folded, too_wide
 
 from sfumato import cli
+from sfumato.files import available_cores
 from sfumato.search.collection import GaussianCollection
 from sfumato.workflows.trust import trust_model
 
@@ -368,10 +369,10 @@ def test_the_environment_chooses_the_device(run, sfumato, monkeypatch):
 def test_threads_start_sensibly(tmp_path):
     """A container's limit counts, a busy machine gets threads that wait passively, and what is set stays."""
     limit = tmp_path / "cpu.max"
-    unlimited = cli.available_cores(tmp_path / "missing")
+    unlimited = available_cores(tmp_path / "missing")
     for content, cores in (("max 100000", unlimited), ("100000 100000", 1), ("150000 100000", min(2, unlimited))):
         limit.write_text(content + "\n")
-        assert cli.available_cores(limit) == cores
+        assert available_cores(limit) == cores
     own, many = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}, os.cpu_count() or 1
     busy = {"OMP_NUM_THREADS": str(many - 1), "OMP_WAIT_POLICY": "PASSIVE"}
     for before, cores, busyness, after in (({}, many, 0.1, {}), ({}, many - 1, 9.0, busy), (dict(own), 1, 9.0, own)):

@@ -13,7 +13,7 @@ FUNCTIONS = {
     "os.fork": "", "os.rename": "", "os.getuid": "", "os.mkfifo": "", "os.link": "", "os.symlink": "", "os.killpg": "",
     "os.sendfile": "", "signal.SIGALRM": "", "signal.SIGKILL": "", "signal.SIGHUP": "", "signal.alarm": "",
     "os.nice": "serve/decoding.py",
-    "os.posix_fallocate": "", "os.sched_getaffinity": "encoders/processors.py cli/__init__.py",
+    "os.posix_fallocate": "", "os.sched_getaffinity": "files.py",
     "os.getloadavg": "cli/__init__.py",
 }  # fmt: skip
 

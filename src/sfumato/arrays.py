@@ -3,12 +3,13 @@
 torch is imported only where a tensor is given or asked for.
 """
 
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import array_api_compat
+import numpy as np
+
+from sfumato.files import available_cores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +76,7 @@ def n_threads() -> int:
     """Number of threads for one computation: that of torch where it is loaded, else of the cores of this process."""
     if "torch" in sys.modules:
         return int(sys.modules["torch"].get_num_threads())
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return available_cores()
 
 
 def set_threads(n: int) -> None:

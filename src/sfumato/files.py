@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -23,6 +24,16 @@ MODEL, LAST = "model.safetensors", "last.safetensors"
 CONFIG, WEIGHTS, ENCODER = "config.json", "model.safetensors", "encoder"
 """Names in the folder of an exported or published model; the last is a folder, of its frozen model, which a run has too
 if no name says where that is."""
+
+
+def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Number of cores that this process may use: those of its affinity, at most those of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        most, period = quota.read_text(encoding="ascii").split()
+        return max(1, min(cores, math.ceil(int(most) / int(period))))
+    except (OSError, ValueError):  # No such file, or "max".
+        return cores
 
 
 def cache_folder() -> Path:

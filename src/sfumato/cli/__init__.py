@@ -5,12 +5,10 @@ lost process), 2 the user can correct it. Heavy modules are imported inside the 
 --help is fast.
 """
 
-import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, MutableMapping
-from pathlib import Path
 
 from sfumato.cli import (  # noqa: F401  They register their commands.
     evaluate_commands,
@@ -19,20 +17,11 @@ from sfumato.cli import (  # noqa: F401  They register their commands.
 )
 from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError, explain_os_error, printable
+from sfumato.files import available_cores
 
 __all__ = ["app", "available_cores", "main", "run", "set_threads"]
 
 _INTERRUPTED = 130
-
-
-def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Number of cores that this process may use: those of its affinity, at most those of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        most, period = quota.read_text(encoding="ascii").split()
-        return max(1, min(cores, math.ceil(int(most) / int(period))))
-    except (OSError, ValueError):  # No such file, or "max".
-        return cores
 
 
 def set_threads(environment: MutableMapping[str, str], cores: int, load: float) -> None:

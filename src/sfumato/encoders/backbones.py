@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sfumato.arrays import n_threads
 from sfumato.data.image_decoding import decode_image
 from sfumato.encoders.encoder_protocol import BaseTower, FrozenBackbone, Inputs, Processor
 from sfumato.encoders.package_weights import (
@@ -23,7 +24,6 @@ from sfumato.encoders.package_weights import (
     check_grid,
     map_tokens,
     means_of_tokens,
-    n_threads,
     named_format,
     onnx_session,
     packaged_network,

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from sfumato.arrays import as_numpy
+from sfumato.arrays import as_numpy, n_threads
 from sfumato.data.image_decoding import decode_image, encode_png
 from sfumato.encoders.encoder_protocol import FrozenBackbone
 from sfumato.encoders.package_weights import (
@@ -37,7 +37,6 @@ from sfumato.encoders.package_weights import (
     joint_name,
     map_tokens,
     model_hash,
-    n_threads,
     named_format,
     number_format,
     pretrained_tokenizer,

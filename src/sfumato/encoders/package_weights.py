@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import socket
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,8 @@ import numpy as np
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 
+from sfumato.arrays import n_threads
 from sfumato.data.image_decoding import encode_png
-from sfumato.encoders.processors import available_cpus
 from sfumato.errors import UserError, need
 
 if TYPE_CHECKING:
@@ -222,12 +221,6 @@ _SENTENCE_TOKENS = 128
 
 _LATEST = 256
 """Texts whose sentence vectors are kept."""
-
-
-def n_threads() -> int:
-    """The threads to compute with: as many as torch uses, if it is imported."""
-    torch = sys.modules.get("torch")
-    return torch.get_num_threads() if torch else available_cpus()
 
 
 def onnx_session(path: Path, threads: int) -> Any:

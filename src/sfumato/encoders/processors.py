@@ -4,7 +4,6 @@ Features that another model has computed are rows of files, which stay on disk.
 """
 
 import html
-import os
 import string
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -31,12 +30,7 @@ from sfumato.encoders.encoder_protocol import (
     usable,
 )
 from sfumato.errors import UserError
-
-
-def available_cpus() -> int:
-    """Number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
+from sfumato.files import available_cores
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -96,7 +90,7 @@ class ImageFileStore:
     items: Sequence[Item]
     size: int
     decode: Callable[[bytes], np.ndarray]  # (3, size, size) pixels without random changes
-    workers: int = field(default_factory=available_cpus)
+    workers: int = field(default_factory=available_cores)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -158,7 +152,7 @@ class ImageFileProcessor(PixelProcessor):
         def check(_: int, item: Item) -> None:
             check_image(_bytes(item()))
 
-        workers = available_cpus()
+        workers = available_cores()
         kept = usable(items, check, progress=progress, on_error=on_error, workers=workers)
         return ImageFileStore([items[i] for i in kept], self.size, self.prepare, workers), kept
 

@@ -19,8 +19,9 @@ from typing import Any
 from sfumato.data.image_decoding import is_cut, needs_extra
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
 from sfumato.data.photographs import UNREADABLE
-from sfumato.encoders.processors import available_cpus, in_threads
+from sfumato.encoders.processors import in_threads
 from sfumato.errors import UserError, progress_bar
+from sfumato.files import available_cores
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error, is_text
 from sfumato.models.embed import embedding_steps, encode_each, file_endings
@@ -113,7 +114,7 @@ class Filling:
         work = partial(self._read, gone=gone)
         batch: list[tuple[Item, _Read]] = []
         with progress_bar("embedding images", len(todo)) as advance:
-            for item, found in in_threads(todo, work, available_cpus(), ahead=2 * _BATCH):
+            for item, found in in_threads(todo, work, available_cores(), ahead=2 * _BATCH):
                 self.done.problems.remarks += found.notes
                 if found.error is not None:
                     self._leave_out(item, found.error)
