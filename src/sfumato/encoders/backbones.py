@@ -4,17 +4,19 @@ EfficientNet-Lite0 and MiniLM, which come with the package and need no torch; Ef
 any model of transformers.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from sfumato.arrays import n_threads
-from sfumato.data.image_decoding import decode_image
-from sfumato.encoders.encoder_protocol import BaseTower, FrozenBackbone, Inputs, Processor
+from sfumato.data.image_decoding import Fit, decode_image
+from sfumato.encoders.encoder_protocol import BaseTower, FrozenBackbone, Inputs, PixelStore, Processor, TwoTowers
 from sfumato.encoders.package_weights import (
     CHANNELS,
     SIZES,
@@ -28,8 +30,11 @@ from sfumato.encoders.package_weights import (
     onnx_session,
     packaged_network,
     shared_minilm,
+    white_image,
 )
-from sfumato.errors import UserError
+from sfumato.encoders.processors import CLEANINGS, ImageFileProcessor, PixelProcessor, TextProcessor
+from sfumato.errors import UserError, first_line
+from sfumato.files import read_json
 from sfumato.gaussian import GaussianEmbedding
 
 IMAGE_BACKBONES = {"efficientnet-lite0": "", "efficientnet-lite2": "offline"}
@@ -141,34 +146,187 @@ def text_backbone(
 
 
 class OnnxTower(BaseTower):
-    """A tower whose network is an ONNX graph: one input of values, perhaps a mask, and the outputs mean and log_var.
+    """A tower whose network is an ONNX graph: one input of values, perhaps a mask, and the output mean or an embedding.
 
-    A graph without log_var gives points. Means are of unit length, unless ``normalize`` says that they are not.
+    With an output log_var the embeddings are Gaussians; without it they are points, of unit length. ``pixels`` are the
+    mean and deviation with which a graph of images expects its input, in [0, 1]. The graph is read when it is needed.
     """
 
-    def __init__(self, processor: Processor, graph: Path, *, normalize: bool = True, threads: int = 0) -> None:
-        self.processor, self.normalize = processor, normalize
-        self._session = onnx_session(graph, threads or n_threads())
-        self._inputs = {one.name: _NUMBERS[one.type] for one in self._session.get_inputs()}
-        outputs = self._session.get_outputs()
-        self.dim, self.variances = int(outputs[0].shape[-1]), len(outputs) > 1
-        self.takes_vectors = not self.variances
+    normalize = True
+
+    def __init__(
+        self, processor: Processor, graph: Path, *, pixels: tuple[Any, Any] | None = None, threads: int = 0
+    ) -> None:
+        self.processor, self._graph, self._threads = processor, graph, threads
+        self._pixels = pixels and [np.asarray(values, np.float32).reshape(3, 1, 1) for values in pixels]
+
+    @cached_property
+    def _session(self) -> Any:
+        try:
+            return onnx_session(self._graph, self._threads or n_threads())
+        except Exception as error:  # The library has no common class of its errors.
+            raise UserError(f"{self._graph}: not a graph that onnxruntime reads ({first_line(error)})") from error
+
+    @cached_property
+    def _outputs(self) -> list[str]:
+        names = [one.name for one in self._session.get_outputs()]
+        return [next((name for name in _EMBEDDINGS if name in names), names[0]), *["log_var"] * ("log_var" in names)]
+
+    @property
+    def variances(self) -> bool:  # type: ignore[override]
+        """Whether the embeddings are not points."""
+        return len(self._outputs) > 1
+
+    @property
+    def takes_vectors(self) -> bool:  # type: ignore[override]
+        """Whether a vector of any model can stand for an embedding."""
+        return not self.variances
+
+    @cached_property
+    def dim(self) -> int:  # type: ignore[override]
+        """d of the embeddings; a graph that does not say it embeds something."""
+        (shape,) = (one.shape for one in self._session.get_outputs() if one.name == self._outputs[0])
+        probe = white_image() if isinstance(self.processor, PixelProcessor) else "a"
+        known = shape and isinstance(shape[-1], int)
+        return shape[-1] if known else self.embed(self.processor.stack([self.processor.prepare(probe)])).d
 
     def batch(self, inputs: Inputs) -> GaussianEmbedding:
-        mask = np.ones(inputs.values.shape[:2], bool) if inputs.mask is None else inputs.mask
-        given: dict[str, np.ndarray] = {
-            name: (mask if "mask" in name else inputs.values).astype(dtype, copy=False)
-            for name, dtype in self._inputs.items()
-        }
-        mean, *log_var = self._session.run(None, given)
-        return GaussianEmbedding(mean, *log_var) if log_var else GaussianEmbedding.point(mean)
+        given: dict[str, np.ndarray] = {}
+        for one in self._session.get_inputs():
+            values = inputs.values
+            if "mask" in one.name:
+                values = np.ones(values.shape[:2], bool) if inputs.mask is None else inputs.mask
+            elif self._pixels and one.type == "tensor(uint8)":  # A graph that has the mean and deviation.
+                values = values.transpose(0, 2, 3, 1)
+            elif self._pixels:
+                values = (values / np.float32(255) - self._pixels[0]) / self._pixels[1]
+            given[one.name] = values.astype(_NUMBERS.get(one.type, np.float32), copy=False)
+        # Some graphs take one item at a time.
+        n, at_once = len(inputs), isinstance(self._session.get_inputs()[0].shape[0], str)
+        parts = [slice(0, n)] if at_once else [slice(i, i + 1) for i in range(n)]
+        found = [self._session.run(self._outputs, {name: v[part] for name, v in given.items()}) for part in parts]
+        mean, *log_var = (
+            np.concatenate(of_output).astype(np.float32, copy=False) for of_output in zip(*found, strict=True)
+        )
+        if log_var:
+            return GaussianEmbedding(mean, log_var[0])
+        return GaussianEmbedding.point(mean / np.linalg.norm(mean, axis=1, keepdims=True))
 
+
+_EMBEDDINGS = ("mean", "image_embeds", "text_embeds", "embedding", "pooler_output")
+"""Names of the output with the embeddings, the first that a graph has; else its first output."""
 
 _NUMBERS = {
     "tensor(bool)": np.bool_,
-    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
     "tensor(int32)": np.int32,
     "tensor(int64)": np.int64,
     "tensor(uint8)": np.uint8,
 }
-"""The types of a graph's inputs."""
+"""The types of a graph's inputs that are not float32."""
+
+
+class EncodedTexts(TextProcessor):
+    """Texts as ids of a tokenizer that cuts and pads them itself."""
+
+    def __init__(self, tokenizer: Tokenizer, clean: Callable[[str], str]) -> None:
+        self.tokenizer, self.clean = tokenizer, clean
+
+    def stack(self, values: Sequence[str]) -> PixelStore:
+        found = self.tokenizer.encode_batch([self.clean(text) for text in values])
+        ids, mask = ([getattr(one, name) for one in found] for name in ("ids", "attention_mask"))
+        return PixelStore(np.array(ids, np.int64), np.array(mask, bool))
+
+    def pieces(self, words: Sequence[str]) -> list[int]:
+        """The number of subword pieces of each word."""
+        return [sum(one.attention_mask) for one in self.tokenizer.encode_batch(list(words), add_special_tokens=False)]
+
+
+_LAYOUTS = (
+    ("visual/model.onnx", "textual/model.onnx", "visual/preprocess_cfg.json", "textual"),
+    ("onnx/vision_model.onnx", "onnx/text_model.onnx", "preprocessor_config.json", "."),
+)
+"""Where immich and transformers.js have the graphs of images and texts, the settings of images, and the tokenizer."""
+
+
+def foreign_towers(folder: Path) -> TwoTowers | None:
+    """The towers of a folder of CLIP's ONNX graphs, as immich and transformers.js have them; None for other folders."""
+    found = [layout for layout in _LAYOUTS if all((folder / graph).is_file() for graph in layout[:2])]
+    if not found:
+        return None
+    *graphs, settings, place = found[0]
+    files = [
+        folder / settings,
+        folder / "config.json",
+        *(folder / place / name for name in ("tokenizer.json", "tokenizer_config.json")),
+    ]
+    try:
+        size, fit, *pixels = _prepared(read_json(files[0]))
+        tokenizer, clean = _tokenizer(Tokenizer.from_file(str(files[2])), read_json(files[1]), read_json(files[3]))
+        image = OnnxTower(ImageFileProcessor(size, fit=fit), folder / graphs[0], pixels=(pixels[0], pixels[1]))
+    except Exception as error:  # The tokenizer's library raises no narrower class.
+        raise UserError(
+            f"{folder}: holds ONNX graphs, but not the settings of images and texts as immich or transformers.js write"
+            f" them, or others than sfumato knows ({type(error).__name__}: {first_line(error)}); expected"
+            f" {', '.join(str(file.relative_to(folder)) for file in files)}"
+        ) from error
+    text = OnnxTower(EncodedTexts(tokenizer, clean), folder / graphs[1])
+    own = [file for graph in graphs for file in sorted((folder / graph).parent.glob(f"{Path(graph).name}*"))]
+    return TwoTowers(image, text, _digest([*own, *files]))
+
+
+def _prepared(given: dict[str, Any]) -> tuple[int, Fit, Any, Any]:
+    """How images become pixels: (side, fit, mean, deviation)."""
+    of_open_clip = "mean" in given
+    size, resampling = given["size"], given.get("interpolation", given.get("resample", 3))
+    if resampling not in ("bicubic", 3):
+        raise ValueError(f"images are resized by {resampling!r}, not bicubic")
+    shorter = size[0] if isinstance(size, list) else size
+    if isinstance(size, dict):
+        shorter = size.get("shortest_edge") or size["height"]
+    if of_open_clip:
+        fits: dict[str, Fit] = {"shortest": "crop-nearest", "squash": "squash"}
+        return shorter, fits[given.get("resize_mode", "shortest")], given["mean"], given["std"]
+    mean, deviation = (
+        given[f"image_{name}"] if given.get("do_normalize", True) else [fixed] * 3
+        for name, fixed in (("mean", 0), ("std", 1))
+    )
+    if not given.get("do_center_crop", "crop_size" in given):
+        return shorter, "squash", mean, deviation
+    side = given["crop_size"] if isinstance(given["crop_size"], int) else given["crop_size"]["height"]
+    crops: dict[int, Fit] = {side * 8 // 7: "crop-margin", side: "crop"}
+    return side, crops[shorter], mean, deviation
+
+
+def _tokenizer(
+    tokenizer: Tokenizer, config: dict[str, Any], settings: dict[str, Any]
+) -> tuple[Tokenizer, Callable[[str], str]]:
+    """A tokenizer that cuts and pads as the model's configurations say, and how texts are cleaned before."""
+    pad = settings["pad_token"]["content"] if isinstance(settings["pad_token"], dict) else settings["pad_token"]
+    if "text_cfg" in config:
+        length = padded = config["text_cfg"].get("context_length", 77)
+        clean = CLEANINGS[(config["text_cfg"].get("tokenizer_kwargs") or {}).get("clean", "whitespace")]
+    else:
+        clip = config["model_type"] == "clip"  # What follows the end of a text changes nothing there.
+        length = config["text_config"].get("max_position_embeddings", 77 if clip else 64)
+        padded, clean = None if clip else length, str
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(pad_id=tokenizer.get_vocab()[pad], pad_token=pad, length=padded)
+    return tokenizer, clean
+
+
+def _digest(files: Sequence[Path]) -> str:
+    """The SHA-256 of the sizes of files and of at most 256 parts of each, evenly spread."""
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(_PART, size // 256)):
+                file.seek(start)
+                digest.update(file.read(_PART))
+    return digest.hexdigest()
+
+
+_PART = 1 << 14
+"""Bytes."""

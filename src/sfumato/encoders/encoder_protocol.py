@@ -62,15 +62,16 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class PixelStore:
-    """Images of one size, in memory."""
+    """Images of one size, or texts of one number of tokens, in memory."""
 
-    pixels: np.ndarray  # (n, 3, h, w) uint8
+    pixels: np.ndarray  # (n, 3, h, w) uint8, or (n, t) int64 token ids
+    mask: np.ndarray | None = None  # (n, t) bool
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def batch(self, index: np.ndarray) -> Inputs:
-        return Inputs(self.pixels[index])
+        return Inputs(self.pixels[index], None if self.mask is None else self.mask[index])
 
 
 @dataclass(frozen=True)

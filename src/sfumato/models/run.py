@@ -24,7 +24,7 @@ from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
-from sfumato.encoders.backbones import OnnxTower
+from sfumato.encoders.backbones import OnnxTower, foreign_towers
 from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, frozen_processor
 from sfumato.encoders.package_weights import is_joint, where_weights_are
@@ -251,6 +251,11 @@ def load_model(
         return load_run(folder, device=device)
     if not trainable and all((folder / name).is_file() for name in (CONFIG, *HEADS.values())):
         return _of_graphs(folder, str(source))
+    if not (trainable or (folder / WEIGHTS).is_file()) and (towers := foreign_towers(folder)) is not None:
+        kind = "CLIP or SigLIP as it is, by ONNX graphs"
+        return Model(
+            model=towers, distance="squared_l2", logit_scale=5.0, logit_bias=0.0, source=str(source), kind=kind
+        )
     with need("train", f"{source}: models other than {SMALL} need torch"):
         from sfumato.models import pretrained
     device = _device(device)

@@ -1,0 +1,183 @@
+"""Folders of other people's ONNX graphs, as immich and transformers.js have them, with tiny random networks."""
+
+import json
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper, save
+from PIL import Image
+from support.raising import raises
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from sfumato.data.image_decoding import encode_png
+from sfumato.encoders.backbones import foreign_towers
+from sfumato.errors import UserError
+from sfumato.models.embed import model_digest
+from sfumato.models.run import load_model
+
+SIZE, D, WORDS, LENGTH = 8, 5, ["[PAD]", "[END]", "a", "red", "dog", "the", "!"], 6
+RANDOM = np.random.default_rng(0)
+OF_PIXELS = RANDOM.normal(size=(3 * SIZE * SIZE, D)).astype(np.float32)
+OF_WORDS = RANDOM.normal(size=(len(WORDS), D)).astype(np.float32)
+MEAN, STD = [0.48, 0.45, 0.4], [0.27, 0.26, 0.28]
+TEXTS = ["a red  dog", "the dog", "a red dog the dog the dog a dog"]
+
+
+def graph(path, nodes, inputs, output, **weights):
+    """inputs: name -> (type, shape)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    given = [helper.make_tensor_value_info(name, *one) for name, one in inputs.items()]
+    made = [helper.make_tensor_value_info(output, TensorProto.FLOAT, None)]
+    held = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    whole = helper.make_graph([helper.make_node(*n[:3], **n[3]) for n in nodes], "tiny", given, made, held)
+    save(helper.make_model(whole, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+
+
+def of_images(path, name, output, batch, uint8=False):
+    shape = [batch, SIZE, SIZE, 3] if uint8 else [batch, 3, SIZE, SIZE]
+    nodes = [
+        ("Cast", [name], ["x"], {"to": TensorProto.FLOAT}),
+        ("Flatten", ["x"], ["flat"], {}),
+        ("MatMul", ["flat", "w"], [output], {}),
+    ]
+    graph(path, nodes, {name: (TensorProto.UINT8 if uint8 else TensorProto.FLOAT, shape)}, output, w=OF_PIXELS)
+
+
+def of_texts(path, output, inputs):
+    """The sum of the words' vectors, those of padding too unless there is a mask."""
+    ids, *mask = inputs
+    summed = [
+        ("Unsqueeze", [*mask, "two"], ["m"], {}),
+        ("Cast", ["m"], ["f"], {"to": TensorProto.FLOAT}),
+        ("Mul", ["v", "f"], ["p"], {}),
+    ]
+    nodes = [
+        ("Gather", ["w", ids], ["v"], {}),
+        *(summed if mask else []),
+        ("ReduceSum", ["p" if mask else "v", "one"], [output], {"keepdims": 0}),
+    ]
+    graph(path, nodes, inputs, output, w=OF_WORDS, one=np.array([1]), **({"two": np.array([2])} if mask else {}))
+
+
+def tokenizer(folder):
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="!"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="$A [END]", special_tokens=[("[END]", 1)])
+    made.save(str(folder / "tokenizer.json"))
+
+
+def dump(path, value):
+    path.write_text(json.dumps(value))
+
+
+@pytest.fixture
+def immich(tmp_path):
+    """A graph takes one item at a time, and texts of one length."""
+    of_images(tmp_path / "visual" / "model.onnx", "image", "embedding", 1)
+    of_texts(tmp_path / "textual" / "model.onnx", "embedding", {"text": (TensorProto.INT32, [1, LENGTH])})
+    dump(
+        tmp_path / "config.json",
+        {
+            "embed_dim": D,
+            "vision_cfg": {},
+            "text_cfg": {"context_length": LENGTH, "tokenizer_kwargs": {"clean": "lower"}},
+        },
+    )
+    settings = {"size": [SIZE, SIZE], "mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}
+    dump(tmp_path / "visual" / "preprocess_cfg.json", settings)
+    tokenizer(tmp_path / "textual")
+    dump(tmp_path / "textual" / "tokenizer_config.json", {"pad_token": "[PAD]"})
+    return tmp_path
+
+
+@pytest.fixture
+def transformers_js(tmp_path):
+    of_images(tmp_path / "onnx" / "vision_model.onnx", "pixel_values", "image_embeds", "n")
+    inputs = {name: (TensorProto.INT64, ["n", "t"]) for name in ("input_ids", "attention_mask")}
+    of_texts(tmp_path / "onnx" / "text_model.onnx", "text_embeds", inputs)
+    dump(tmp_path / "config.json", {"model_type": "clip", "text_config": {"max_position_embeddings": LENGTH}})
+    settings = {"size": {"shortest_edge": SIZE}, "crop_size": {"height": SIZE, "width": SIZE}, "do_center_crop": True}
+    dump(tmp_path / "preprocessor_config.json", settings | {"image_mean": MEAN, "image_std": STD, "resample": 3})
+    tokenizer(tmp_path)
+    dump(tmp_path / "tokenizer_config.json", {"pad_token": {"content": "[PAD]"}})
+    return tmp_path
+
+
+def picture(width=20, height=10):
+    pixels = RANDOM.integers(0, 256, (3, height, width), np.uint8)
+    return encode_png(pixels), Image.fromarray(pixels.transpose(1, 2, 0))
+
+
+def unit(values):
+    return values / np.linalg.norm(values, axis=-1, keepdims=True)
+
+
+def expected_image(image, squash=False):
+    wide = (SIZE if squash else 2 * SIZE, SIZE)
+    pixels = np.asarray(
+        image.resize(wide, Image.Resampling.BICUBIC).crop(((wide[0] - SIZE) // 2, 0, (wide[0] + SIZE) // 2, SIZE))
+    )
+    return unit(((pixels / 255 - MEAN) / STD).transpose(2, 0, 1).reshape(-1) @ OF_PIXELS)
+
+
+def expected_text(text, padded):
+    ids = [*map(WORDS.index, text.split()[: LENGTH - 1]), 1]
+    return unit(OF_WORDS[ids + [0] * (LENGTH - len(ids)) * padded].sum(0))
+
+
+@pytest.mark.parametrize("layout", ["immich", "transformers_js"])
+def test_a_folder_of_graphs_is_a_model_of_points(layout, request):
+    folder = request.getfixturevalue(layout)
+    model, (first, one), (second, other) = load_model(folder), picture(), picture()
+    images, texts = model.embed_images([first, second]), model.embed_texts(TEXTS)
+    assert isinstance(images.mean, np.ndarray) and np.isneginf(images.log_var).all() and not model.calibrated
+    np.testing.assert_allclose(images.mean, [expected_image(one), expected_image(other)], atol=1e-5)
+    np.testing.assert_allclose(texts.mean, [expected_text(text, layout == "immich") for text in TEXTS], atol=1e-5)
+    for tower in (model.model.image, model.model.text):
+        assert (tower.dim, tower.variances, tower.takes_vectors, tower.normalize) == (D, False, True, True)
+    assert model.unfamiliar_texts(["red"]) == [False] and model.model.text.processor.pieces(["red", "a dog"]) == [1, 2]
+    assert model_digest(model.model) == model_digest(load_model(folder, device="cuda").model)
+    path, name = ("visual/model.onnx", "image") if layout == "immich" else ("onnx/vision_model.onnx", "pixel_values")
+    of_images(folder / path, name, "embedding", "another")
+    assert model_digest(model.model) != model_digest(load_model(folder).model)
+
+
+def test_cases_and_sizes_are_as_the_settings_say(immich):
+    np.testing.assert_allclose(
+        load_model(immich).embed_texts(["A RED dog"]).mean[0], expected_text("a red dog", True), atol=1e-5
+    )
+    path = immich / "visual" / "preprocess_cfg.json"
+    settings, (data, image) = json.loads(path.read_text()), picture()
+    dump(path, settings | {"resize_mode": "squash"})
+    np.testing.assert_allclose(load_model(immich).embed_images([data]).mean[0], expected_image(image, True), atol=1e-5)
+    of_images(immich / "visual" / "model.onnx", "image", "embedding", 1, uint8=True)  # It has mean and deviation.
+    pixels = np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BICUBIC)).reshape(-1)
+    np.testing.assert_allclose(load_model(immich).embed_images([data]).mean[0], unit(pixels @ OF_PIXELS), atol=1e-5)
+    for wrong, message in (
+        ({"interpolation": "bilinear"}, "resized by 'bilinear', not bicubic"),
+        ({"resize_mode": "longest"}, "KeyError"),
+    ):
+        dump(path, settings | wrong)
+        raises(UserError, message, load_model, immich)
+    path.unlink()
+    raises(UserError, "expected visual/preprocess_cfg.json, config.json, textual/tokenizer.json", load_model, immich)
+
+
+def test_a_damaged_graph_is_named_and_other_folders_are_none_of_these(transformers_js, tmp_path_factory):
+    (transformers_js / "onnx" / "text_model.onnx").write_bytes(b"not a graph")
+    model = load_model(transformers_js)
+    raises(UserError, r"text_model.onnx: not a graph that onnxruntime reads", model.embed_texts, ["a"])
+    assert model.embed_images([picture()[0]]).n == 1, "each is read when it is needed"
+    assert foreign_towers(tmp_path_factory.mktemp("none")) is None
+
+
+@pytest.mark.parametrize("layout", ["immich", "transformers_js"])
+def test_photographs_are_indexed_and_searched(layout, request, sfumato, tmp_path_factory):
+    folder, photos = request.getfixturevalue(layout), tmp_path_factory.mktemp("photos")
+    for number in range(5):
+        (photos / f"{number}.png").write_bytes(picture()[0])
+    assert sfumato.json("index", folder, "--data", photos, "--out", photos / "index")["n"] == 5
+    (found,) = sfumato.json("search", photos / "index", "a red dog")
+    text = expected_text("a red dog", layout == "immich")
+    cosine = [expected_image(Image.open(photos / f"{k}.png")) @ text for k in range(5)]
+    assert [hit["id"] for hit in found["hits"]] == [f"{k}.png" for k in np.argsort(cosine)[::-1]]
