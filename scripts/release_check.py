@@ -1,8 +1,9 @@
 """Build what a release consists of, and try it as a stranger would: `make release-check`.
 
 Builds the sdist and the wheel into dist/ and a second wheel from the sdist, checks what is in them, renders their
-metadata, validates CITATION.cff, installs the wheel into a new environment outside the tree, and there trains a tiny
-model on the embedded emoji set, indexes, searches and serves it. Beside sdist and wheel it writes what was installed
+metadata, validates CITATION.cff, and installs the wheel into a new environment outside the tree. There it indexes,
+searches and serves pictures without torch, and says how large the environment is and how long each step takes; then it
+adds the extra `train`, trains a tiny model on the embedded emoji set, indexes, searches and serves it. Beside sdist and wheel it writes what was installed
 with the wheel, as a software bill of materials in CycloneDX's JSON, and the checksums of all three. Versions come from
 constraints.txt. It needs a package index for pip; the tools (build, twine, cffconvert, cyclonedx-bom) get
 environments of their own.
@@ -166,6 +167,35 @@ def check_files(sdist: Path, wheel: Path, again: Path, version: str) -> list[str
     return wrong
 
 
+def timed(*command: str | Path, cwd: Path) -> str:
+    """Run a command, and say how long it took."""
+    start = time.monotonic()
+    printed = run(*command, cwd=cwd)
+    print(f"  {time.monotonic() - start:.1f} s", flush=True)
+    return printed
+
+
+def try_without_torch(commands: Path, folder: Path) -> None:
+    """Index, search and serve pictures in an environment without torch."""
+    absent = tried(commands / "python", "-c", "import torch", cwd=folder)
+    if absent.returncode == 0:
+        raise SystemExit("release-check: the base package has installed torch")
+    size = sum(path.lstat().st_size for path in commands.parent.rglob("*") if path.is_file())
+    print(f"the environment without torch has {size / 1e6:.0f} MB", flush=True)
+    (folder / "pictures").mkdir()
+    with zipfile.ZipFile(ROOT / "src/sfumato/data/emoji_set/pictures.zip") as emoji:
+        for name in sorted(name for name in emoji.namelist() if not name.endswith("/"))[:60]:
+            (folder / "pictures" / Path(name).name).write_bytes(emoji.read(name))
+    timed(commands / "sfumato", "index", "--data", "pictures", "--out", "collection", cwd=folder)
+    found = timed(commands / "sfumato", "search", "collection", "a face", "-k", "3", "--json", cwd=folder)
+    if len(json.loads(found)[0]["hits"]) != 3:
+        raise SystemExit(f"release-check: the search without torch found {found}")
+    refused = tried(commands / "sfumato", "demo", cwd=folder)
+    if refused.returncode != 2 or "pip install 'sfumato[train]'" not in refused.stderr:
+        raise SystemExit(f"release-check: the demo without torch says {refused.stderr}")
+    try_service(commands, folder, "collection")
+
+
 def try_commands(commands: Path, folder: Path, version: str) -> None:
     """Train, index and search by the installed commands, in a folder outside of the tree."""
     sfumato = commands / "sfumato"
@@ -212,9 +242,9 @@ def served(commands: Path, folder: Path, index: str = "index") -> Iterator[str]:
         process.wait(60)
 
 
-def try_service(commands: Path, folder: Path) -> None:
+def try_service(commands: Path, folder: Path, index: str = "index") -> None:
     """Fetch the page with its files, the documentation and an answer from a service of the wheel."""
-    with served(commands, folder) as url:
+    with served(commands, folder, index) as url:
         for path in ("/", "/page/page.js", "/page/page.css", "/docs", "/openapi.json", "/v1/search?q=a+giraffe"):
             with urllib.request.urlopen(url + path, timeout=30) as answer:
                 print(f"GET {path}: {answer.status}, {len(answer.read()):,} bytes", flush=True)
@@ -287,8 +317,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(kept / "installed", ignore_errors=True)
         commands, work = environment(kept / "installed"), folder / "work"
         work.mkdir()
-        run(commands / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", f"{wheel}[serve]")
+        install = (commands / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt")
+        timed(*install, f"{wheel}[serve]", cwd=ROOT)
         run(commands / "python", "-m", "pip", "check")
+        try_without_torch(commands, work)
+        run(*install, f"{wheel}[serve,train]")
         try_commands(commands, work, version)
         try_service(commands, work)
         bill = write_bill(environment(kept / "bill"), commands, folder, version)
