@@ -3,10 +3,10 @@
 Builds the sdist and the wheel into dist/ and a second wheel from the sdist, checks what is in them, renders their
 metadata, validates CITATION.cff, and installs the wheel into a new environment outside the tree. There it indexes,
 searches and serves pictures without torch, and says how large the environment is and how long each step takes; then it
-adds the extra `train`, trains a tiny model on the embedded emoji set, indexes, searches and serves it. Beside sdist and wheel it writes what was installed
-with the wheel, as a software bill of materials in CycloneDX's JSON, and the checksums of all three. Versions come from
-constraints.txt. It needs a package index for pip; the tools (build, twine, cffconvert, cyclonedx-bom) get
-environments of their own.
+adds the extra `train`, trains a tiny model on the embedded emoji set, indexes, searches and serves it. Beside sdist and
+wheel it writes what was installed with the wheel, as a software bill of materials in CycloneDX's JSON, and the
+checksums of all three. Versions come from constraints.txt. It needs a package index for pip; the tools (build, twine,
+cffconvert, cyclonedx-bom) get environments of their own.
 """
 
 import argparse
