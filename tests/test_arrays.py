@@ -5,7 +5,7 @@ import torch
 from support.raising import raises
 
 import sfumato
-from sfumato.arrays import as_tensor
+from sfumato.arrays import as_tensor, smallest
 from sfumato.calibration.logits import fit_logits
 from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, reliability_curve
 
@@ -71,3 +71,14 @@ def test_public_functions_give_the_same_from_arrays_as_from_tensors():
         if name in ("daa", "pvse"):
             continue
         assert loss(images, texts, labels.numpy()).total == loss(images, texts, labels).total, name
+
+
+def test_the_smallest_of_each_row_are_those_of_a_stable_sort():
+    random = np.random.default_rng(0)
+    for n, m, k in ((7, 1, 1), (7, 1000, 1), (7, 1031, 30), (7, 1031, 999), (7, 5, 9), (0, 9, 2), (3, 0, 2), (2, 4, 0)):
+        values = random.integers(60, size=(n, m)).astype(np.float32)
+        values[1:3], values[random.random((n, m)) < 0.3] = np.inf, np.nan
+        values[2:3, : m // 2] = np.nan
+        order = values.argsort(axis=1, kind="stable")[:, :k]
+        for given in (values, torch.from_numpy(values)):
+            np.testing.assert_array_equal(smallest(given, k), (np.take_along_axis(values, order, 1), order))

@@ -97,15 +97,19 @@ def smallest(values: Array, k: int) -> tuple[np.ndarray, np.ndarray]:
         return as_numpy(values)[:, :0], np.empty((len(values), 0), np.int64)
     if on_accelerator(values):
         own, place = map(as_numpy, values.topk(k, dim=1, largest=False))
+        order = np.lexsort((place, own), axis=1)
     else:
         values = as_numpy(values)
-        place = np.argpartition(values, k - 1, axis=1)[:, :k]
-        own = np.take_along_axis(values, place, 1)
-        # A partition takes any of the values that are equal to the last.
-        tied = np.flatnonzero(np.count_nonzero(values <= own.max(1, keepdims=True), axis=1) > k)
-        place[tied] = values[tied].argsort(axis=1, kind="stable")[:, :k]
-        own[tied] = np.take_along_axis(values[tied], place[tied], 1)
-    order = np.lexsort((place, own), axis=1)
+        n, m = values.shape
+        # At least k values are below a limit: the k-th of the smallest values of groups. A partition of all is slow.
+        size = max(1, m // max(4 * k, 256))
+        groups = values[:, : m - m % size].reshape(n, size, m // size).min(1)
+        row, found = np.nonzero(~(values > np.partition(groups, k - 1, axis=1)[:, k - 1 : k]))
+        column = np.arange(len(row)) - np.searchsorted(row, np.arange(n))[row]
+        own = np.full((n, 1 + column.max(initial=k - 1)), np.nan, values.dtype)
+        place = np.empty(own.shape, np.int64)
+        own[row, column], place[row, column] = values[row, found], found
+        order = own.argsort(axis=1, kind="stable")[:, :k]
     return np.take_along_axis(own, order, 1), np.take_along_axis(place, order, 1)
 
 
