@@ -82,6 +82,7 @@ def n_threads() -> int:
 def set_threads(n: int) -> None:
     """Use n threads for the computations of torch that this thread starts, where torch is loaded."""
     if "torch" in sys.modules:
+        sys.modules["torch"].get_num_threads()  # At first it gives a thread the last number that any thread has set.
         sys.modules["torch"].set_num_threads(n)
 
 

@@ -15,6 +15,7 @@ from sfumato.search.exact import (
     closest_candidates,
     distance_blocks,
     gallery_centre,
+    in_parallel,
     lift_gallery,
     lift_queries,
     query_constant,
@@ -183,6 +184,14 @@ def test_the_centre_keeps_the_digits_of_far_means():
 
     assert (np.abs(by_product(gallery_centre(y)) - exact) / exact).max() < 1e-4
     assert (np.abs(by_product(None) - exact) / exact).max() > 0.1
+
+
+def test_each_of_several_threads_computes_on_one_core():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    found = in_parallel(lambda _: torch.get_num_threads(), 5), torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert found == ([1] * 5, 3)
 
 
 def test_bad_input_is_named():

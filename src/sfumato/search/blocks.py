@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from sfumato.arrays import n_threads
 from sfumato.distances.distance import Lift
 from sfumato.encoders.package_weights import packaged_network
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search.exact import in_parallel
 
 LARGEST = 127
 """The largest code of int8."""
@@ -112,16 +114,22 @@ def product_dtype() -> np.dtype[Any]:
 
 @functools.cache
 def _fastest(coded: np.dtype[Any]) -> np.dtype[Any]:
-    """A dtype of codes, or float32, by a short trial."""
+    """A dtype of codes, or float32, by a short trial in the threads of a search."""
     plain = np.dtype(np.float32)
-    times = {plain: math.inf, **({coded: math.inf} if largest_code(coded) else {})}
-    for dtype in times:
+    if not largest_code(coded):
+        return plain
+
+    def seconds(dtype: np.dtype[Any]) -> float:
         rows, queries = np.ones((2048, 512), dtype), np.ones((32, 512), np.int8 if dtype == coded else dtype)
+        best = math.inf
         for _ in range(5):
             start = time.perf_counter()
             multiplied(rows, queries)
-            times[dtype] = min(times[dtype], time.perf_counter() - start)
-    return coded if times.get(coded, math.inf) < 0.8 * times[plain] else plain
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    fast = min(in_parallel(lambda _: seconds(coded), n_threads()))
+    return coded if fast < 0.8 * min(in_parallel(lambda _: seconds(plain), n_threads())) else plain
 
 
 @functools.cache

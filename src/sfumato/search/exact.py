@@ -16,6 +16,8 @@ low variance would lose precision.
 
 import functools
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sfumato.arrays import Array, as_numpy, like, n_threads, smallest
+from sfumato.arrays import Array, as_numpy, like, n_threads, set_threads, smallest
 from sfumato.distances import DISTANCES, get_distance
 from sfumato.distances.distance import Distance, Lift, seeded_samples, squared_l2_of_centred
 from sfumato.gaussian import GaussianEmbedding
@@ -125,20 +127,24 @@ def closest_candidates(
 
 
 @functools.lru_cache(maxsize=1)
-def _workers(n: int, process: int) -> ThreadPoolExecutor:
+def _workers(n: int, process: int, with_torch: bool) -> ThreadPoolExecutor:
     """n threads of this process whose operations take one core each.
 
     An operation over several cores ends when the slowest of them ends, and a search has many short ones. On a machine
     that does other work it would wait most of the time.
     """
-    return ThreadPoolExecutor(n, "sfumato-search")
+    pool, met = ThreadPoolExecutor(n, "sfumato-search", set_threads, (1,)), threading.Barrier(n)
+    for started in [pool.submit(met.wait) for _ in range(n)]:
+        started.result()
+    set_threads(n)  # Threads to come start with the last number that torch was given.
+    return pool
 
 
 def in_parallel(work: Callable[[int], T], n: int) -> list[T]:
     """work(0), ..., work(n - 1), each on one core."""
     if n_threads() == 1 or n == 1:
         return [work(i) for i in range(n)]
-    return list(_workers(n_threads(), os.getpid()).map(work, range(n)))
+    return list(_workers(n_threads(), os.getpid(), "torch" in sys.modules).map(work, range(n)))
 
 
 def pair_distances(
