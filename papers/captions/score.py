@@ -97,7 +97,9 @@ def pair_logits(texts: GaussianEmbedding, images: GaussianEmbedding) -> Tensor:
     model = _small()
     assert model.calibration is not None
     scorer = Scorer(model.logit_scale, model.logit_bias, model.calibration)
-    found: Tensor = scorer.pair_logit(get_distance(model.distance).row(texts, images), REFERENCE_SIZE)
+    found: Tensor = scorer.pair_logit(
+        get_distance(model.distance).row(texts.tensors(), images.tensors()), REFERENCE_SIZE
+    )
     return found
 
 

@@ -116,7 +116,7 @@ def test_the_page_answers_as_the_library_does_with_vectors_in_half_precision(sho
     from sfumato.encoders.package_weights import sentence_vectors
 
     queries = [answer["query"] for answer in shown]
-    query = half_precision.model.embed_texts(queries)
+    query = half_precision.model.embed_texts(queries).numpy()
     query = GaussianEmbedding(rounded(query.mean), query.log_var)
     monkeypatch.setattr("sfumato.search.candidates.sentence_vectors", lambda texts: rounded(sentence_vectors(texts)))
     found = half_precision.gallery.search(query, K, about=QueryInfo.of_texts(queries))
