@@ -51,7 +51,7 @@ def main() -> None:
     images = json.loads((given.flickr8k / "dataset_flickr8k.json").read_text("utf-8"))["images"]
     copies, model = small_copies(given.flickr8k / "images_128.tar"), load("small")
     files = [copies[image["filename"]] for image in images if image["split"] == given.split]
-    items = model.embed_images(files).mean
+    items = model.embed_images(files).tensors().mean
     limit = SAME * float(2 * (items - items.mean(0)).square().sum(1).mean())
     between = torch.cdist(items, items).square().fill_diagonal_(torch.inf)
     print(
@@ -61,7 +61,7 @@ def main() -> None:
     print(f"different photographs are folded; the nearest is at {float(between.min()):.4f}")
     opened = [Image.open(io.BytesIO(file)).convert("RGB") for file in files[:300]]
     for name, change in CHANGES.items():
-        changed = model.embed_images([change(image) for image in opened]).mean
+        changed = model.embed_images([change(image) for image in opened]).tensors().mean
         near = (changed - items[:300]).square().sum(1) <= limit
         print(f"{name}: {float(near.double().mean()):.3f} are folded")
 

@@ -107,7 +107,7 @@ class Data:
             means.numpy(), [{"captions": "\n".join(self.split.captions[i][c] for c in kept)} for i in index]
         )
         distance = get_distance("csd").matrix(
-            self.split.model.embed_texts(queries), self.split.images[torch.tensor(index)]
+            self.split.model.embed_texts(queries).tensors(), self.split.images[torch.tensor(index)]
         )
         prior = vectors.double() @ self.prior[:-1] + self.prior[-1]
         return items.evidence(
@@ -352,7 +352,7 @@ def others(data: Data, lists: Lists, own: Tensor) -> dict[str, dict[str, float]]
 
 def listed_probability(data: Data, own: Tensor) -> Tensor:
     """(q, n) probabilities of target "listed", as a gallery without texts says them."""
-    queries = data.split.model.embed_texts([data.split.captions[i][2] for i in own.tolist()])
+    queries = data.split.model.embed_texts([data.split.captions[i][2] for i in own.tolist()]).tensors()
     distance = get_distance("csd").matrix(queries, data.split.images)
     context = data.scorer.context(distance, queries, lambda column: data.split.images[column])
     found: Tensor = data.scorer.match_probability(distance, len(data.split.images.mean), context)

@@ -70,7 +70,7 @@ class Split:
         full = np.load(folder / "efflite0_224_fp16.npy")[rows]
         self.images = self.model.model.image.embed(
             RaggedStore(full, np.arange(len(rows)), np.ones(len(rows), np.int64))
-        )
+        ).tensors()
         vectors = torch.from_numpy(np.load(folder / "minilm_l6_v2_fp16.npy").astype(np.float32))
         self.vectors = torch.nn.functional.normalize(vectors, dim=1).view(len(images), 5, -1)[rows]
 
@@ -178,9 +178,9 @@ def main() -> None:
     given = split_arguments(__doc__)
     data = Split(given.flickr8k, given.split)
     copies = small_copies(given.flickr8k / "images_128.tar")
-    queries, rows = data.model.embed_texts([own[4] for own in data.captions]), range(len(data.files))
+    queries, rows = data.model.embed_texts([own[4] for own in data.captions]).tensors(), range(len(data.files))
     csd, result = get_distance("csd").matrix, dict[str, Any]()
-    small = csd(queries, data.model.embed_images([copies[name] for name in data.files]))
+    small = csd(queries, data.model.embed_images([copies[name] for name in data.files]).tensors())
     draws = [random.Random(seed).sample(rows, 400) for seed in range(DRAWS)]
     result["small, copies of 128 pixels, by distance alone"] = {
         "400": mean_and_deviation([recalls(small[draw][:, draw]) for draw in draws]), "1000": recalls(small),

@@ -63,7 +63,7 @@ class World:
         image, generator = train.images.mean.float(), torch.Generator().manual_seed(0)
         nearest = torch.cdist(image, image).fill_diagonal_(torch.inf).argmin(1)
         turn = torch.linalg.qr(torch.randn(D, image.shape[1], generator=generator)).Q.T
-        texts = test.model.embed_texts([own[0] for own in test.captions[:N_QUERIES]]).mean
+        texts = test.model.embed_texts([own[0] for own in test.captions[:N_QUERIES]]).tensors().mean
         both = torch.cat([test.images.mean[-N_QUERIES:], texts]).float() @ turn
         queries = torch.cat([both, torch.zeros(len(both), 1)], dim=1)
         torch.save({"image": image, "step": image - image[nearest], "turn": turn, "queries": queries}, file)

@@ -111,7 +111,7 @@ def flickr8k(folder: Path, split: str) -> dict[str, Lists]:
         by_bm25([" ".join(own[:4]) for own in data.captions], queries),
         by_score(data.vectors[:, 4] @ items.T),
     )
-    image = by_score(-csd_matrix(data.model.embed_texts(queries), data.images))
+    image = by_score(-csd_matrix(data.model.embed_texts(queries).tensors(), data.images))
     ranked = {"bm25": words, "minilm": meaning, "fusion": fused(words, meaning), "image": image}
     return {f"flickr8k {name}": lists(one, truth) for name, one in ranked.items()}
 

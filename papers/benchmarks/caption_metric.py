@@ -59,7 +59,7 @@ class Split:
         self.model = load("small")
         features = np.load(folder / "efflite0_224_fp16.npy")[rows]
         store = RaggedStore(features, np.arange(len(rows)), np.ones(len(rows), np.int64))
-        self.images = self.model.model.image.embed(store)
+        self.images = self.model.model.image.embed(store).tensors()
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ def fit_axes(folder: Path) -> Tensor:
 
 def known(verdicts: Verdicts, data: Split, constants: CaptionFits) -> dict[int | None, CaptionEvidence]:
     """The evidence of the pairs with their images, by the number of references."""
-    said = data.model.embed_texts([data.captions[j][number] for j, number in verdicts.candidate.tolist()])
+    said = data.model.embed_texts([data.captions[j][number] for j, number in verdicts.candidate.tolist()]).tensors()
     image = pair_logits(said, data.images[torch.from_numpy(verdicts.image)])
     pairs = [pair for k in N_TEXTS for pair in verdicts.pairs(data.captions, k)]
     found = vars(evidence_of(pairs, image.repeat(len(N_TEXTS)), constants.content))

@@ -107,7 +107,7 @@ def _embed_images(images: Sequence[ImageInput], where: Callable[[int], str], adv
     model, parts = _small(), []
     for block in _blocks(len(images), _IMAGE_BLOCK):
         try:
-            parts.append(model.embed_images(list(images[block])))
+            parts.append(model.embed_images(list(images[block])).tensors())
         except (UserError, TypeError, ValueError):
             for i in range(block.start, block.stop):
                 try:
@@ -133,7 +133,9 @@ def _image_logits(pairs: Sequence[Pair], where: Callable[[int], str], advance: P
     said = [_position(texts, pairs[i].text) for i in rows]
     first = [rows[k] for k in np.unique(shown, return_index=True)[1].tolist()]
     embedded = _embed_images([pairs[i].image for i in first], lambda k: where(first[k]), advance)
-    found[rows] = pair_logits(_small().embed_texts(list(texts))[torch.tensor(said)], embedded[torch.tensor(shown)])
+    found[rows] = pair_logits(
+        _small().embed_texts(list(texts)).tensors()[torch.tensor(said)], embedded[torch.tensor(shown)]
+    )
     return found
 
 
