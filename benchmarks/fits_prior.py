@@ -33,7 +33,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from sfumato.arrays import as_numpy
+from sfumato.arrays import as_numpy, sigmoid
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
 from sfumato.calibration.logits import LinearLogit, Rows, fit_linear_logit
@@ -80,10 +80,6 @@ class Lists:
         known = self.evidence
         changed = {name: np.where(bare, 0, getattr(known, name)) for name in ("words", "together", "missing")}
         return replace(self, evidence=replace(known, agreement=np.where(bare, np.nan, known.agreement), **changed))
-
-    def pairs(self, found: FitsLogits) -> Tensor:
-        """The logits of their pairs."""
-        return torch.from_numpy(found.of_pairs(self.evidence))
 
     def listed(self, pair: Tensor) -> Tensor:
         """What the lists say, by the logits of their pairs."""
@@ -226,9 +222,8 @@ def fit(both: Lists, own: Tensor | None) -> FitsLogits:
     """The constants of one kind of queries."""
     if own is not None:  # Too few sentences stand together in a text to say what that means.
         both = replace(both, evidence=replace(both.evidence, together=np.zeros_like(both.evidence.words)))
-    yes = both.yes.numpy()
-    known = ~np.isnan(yes)
-    image, features, judged = (values[known] for values in (both.evidence.image, both.evidence.features(), yes))
+    columns = both.evidence.image, both.evidence.features(), both.yes.numpy()
+    image, features, judged = (values[~np.isnan(columns[2])] for values in columns)
     pairs = [fitted([(np.column_stack([image, some]), judged, np.ones_like(judged))])
              for some in (features, features[:, -2:])]  # fmt: skip
     found = FitsLogits(pairs[0], pairs[1], *[pairs[0]] * 3)  # The last three follow.
@@ -236,7 +231,7 @@ def fit(both: Lists, own: Tensor | None) -> FitsLogits:
     for some in present_and_absent(both, own):
         gone = bool(some.absent.all())
         for lists in map(some.without_texts, PARTS):
-            pair = lists.pairs(found)
+            pair = torch.from_numpy(found.of_pairs(lists.evidence))
             listed = lists.listed(pair)
             k = N_NEAR if own is not None else pair.shape[1]  # Of words everything is known.
             top, place = pair.topk(k, dim=1)
@@ -253,12 +248,11 @@ def fit(both: Lists, own: Tensor | None) -> FitsLogits:
 
 def said(found: FitsLogits, lists: Lists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Probabilities of the best N_HITS of each list, what people said, their places, and that nothing fits."""
-    pair = lists.pairs(found)
-    listed = lists.listed(pair).numpy()
-    hits = torch.from_numpy(found.of_hits(pair.numpy(), lists.evidence.has_texts, listed))
-    p, place = hits.sigmoid().topk(N_HITS, dim=1)
-    nothing = torch.from_numpy(found.of_nothing(listed)).sigmoid()
-    return p, lists.yes.gather(1, place), place, torch.minimum(nothing, 1 - p[:, 0])
+    pair = found.of_pairs(lists.evidence)
+    listed = lists.listed(torch.from_numpy(pair)).numpy()
+    hits, nothing = found.of_hits(pair, lists.evidence.has_texts, listed), found.of_nothing(listed)
+    p, place = torch.from_numpy(sigmoid(hits)).topk(N_HITS, dim=1)
+    return p, lists.yes.gather(1, place), place, torch.from_numpy(sigmoid(nothing)).minimum(1 - p[:, 0])
 
 
 def quality(probability: Tensor, match: Tensor) -> dict[str, float]:

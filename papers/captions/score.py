@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from papers.captions.constants import CaptionEvidence, CaptionFits, grouped, word_weight
+from sfumato.arrays import Array
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.data.image_inputs import ImageInput
@@ -92,15 +93,12 @@ def _small() -> Model:
     return load_model(SMALL)
 
 
-def pair_logits(texts: GaussianEmbedding, images: GaussianEmbedding) -> Tensor:
+def pair_logits(texts: GaussianEmbedding, images: GaussianEmbedding) -> Array:
     """(n,) logits that random pairs at their distances are listed, by the model `small`. texts, images (n, d)."""
     model = _small()
     assert model.calibration is not None
     scorer = Scorer(model.logit_scale, model.logit_bias, model.calibration)
-    found: Tensor = scorer.pair_logit(
-        get_distance(model.distance).row(texts.tensors(), images.tensors()), REFERENCE_SIZE
-    )
-    return found
+    return scorer.pair_logit(get_distance(model.distance).row(texts.tensors(), images.tensors()), REFERENCE_SIZE)
 
 
 def _embed_images(images: Sequence[ImageInput], where: Callable[[int], str], advance: Progress) -> GaussianEmbedding:

@@ -15,6 +15,7 @@ from torch import Tensor
 from papers.posthoc import METHODS, PosthocMethod
 from papers.posthoc.frozen_model import FrozenModel, FrozenSplit
 from papers.uncertainty.estimators import MORE
+from sfumato.arrays import Array, smallest
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.logits import N_NEAREST
 from sfumato.evaluation import estimators
@@ -114,19 +115,17 @@ def first_hit_estimator(calibration: Calibration) -> estimators.Estimator:
     """Minus the logit of the probability that searches show beside the first hit: given the nearest items."""
 
     @lru_cache(maxsize=1)
-    def hub(direction: Direction, gallery: GaussianEmbedding) -> Tensor | None:
+    def hub(direction: Direction, gallery: GaussianEmbedding) -> np.ndarray | None:
         reference = calibration.of(direction).reference
-        return None if reference is None else torch.from_numpy(reference.hub(gallery))
+        return None if reference is None else reference.hub(gallery)
 
-    def of_block(block: estimators.Block) -> Tensor:
+    def of_block(block: estimators.Block) -> Array:
         own, seen = calibration.of(block.matching.direction), None
-        nearest, place = block.distance.topk(min(N_NEAREST, block.gallery.n), dim=1, largest=False)
+        nearest, place = smallest(block.distance, N_NEAREST)
         of_items = hub(block.matching.direction, block.gallery)
         if own.reference is not None and of_items is not None:
-            isolation = torch.from_numpy(own.reference.isolation(block.queries))
-            seen = torch.stack([of_items[place[:, 0]], isolation], dim=1)
-        logit: Tensor = own.hit_logit(nearest[:, :1], nearest, n_gallery=block.gallery.n, reference=seen)
-        return -logit[:, 0]
+            seen = np.stack([of_items[place[:, 0]], own.reference.isolation(block.queries)], axis=1)
+        return -own.hit_logit(nearest[:, :1], nearest, n_gallery=block.gallery.n, reference=seen)[:, 0]
 
     formula = "1 - probability of the first hit given the nearest items, as sfumato's searches show it"
     return estimators.Estimator("sfumato", formula, "both", "n m", of_block)
