@@ -69,8 +69,8 @@ from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import Recipe, load_recipe, recipe_files, save_recipe
 from sfumato.models.run import load_model, save_assets
 from sfumato.search.collection import GaussianCollection
+from sfumato.search.searcher import open_gallery
 from sfumato.workflows.export import export_run
-from sfumato.workflows.index import open_gallery
 
 D, LIMIT, LONGEST = 8, 10.0, 120.0
 """Dimensions of the samples, and the seconds that an input may take: of the processor, and with waiting."""

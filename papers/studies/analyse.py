@@ -27,8 +27,8 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.bootstrap import Resampling
 from sfumato.metrics.relevance import Relevance
-from sfumato.models.embed import PreparedSplit, embed_split, load_split, model_digest
-from sfumato.models.model import Model
+from sfumato.models.embed import PreparedSplit, embed_split, load_split
+from sfumato.models.model import Model, model_digest
 
 FORMAT = "sfumato-analysis-1"
 """Format of every file of a study."""

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from sfumato.data.image_decoding import encode_png
 from sfumato.encoders.backbones import foreign_towers
 from sfumato.errors import UserError
-from sfumato.models.embed import model_digest
+from sfumato.models.model import model_digest
 from sfumato.models.run import load_model
 
 SIZE, D, WORDS, LENGTH = 8, 5, ["[PAD]", "[END]", "a", "red", "dog", "the", "!"], 6

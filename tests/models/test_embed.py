@@ -17,8 +17,8 @@ from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor, TokenProcessor
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder
 from sfumato.encoders.towers import DualEncoder, Tower
-from sfumato.models.embed import embed_folder, embedding_steps, encode_each, model_digest
-from sfumato.models.model import Model
+from sfumato.models.embed import embed_folder, embedding_steps, encode_each
+from sfumato.models.model import Model, model_digest
 
 
 def tiny_model(seed=0, processor=None):

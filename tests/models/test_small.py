@@ -10,7 +10,7 @@ import torch
 
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.encoder_protocol import Inputs
-from sfumato.models.embed import model_digest
+from sfumato.models.model import model_digest
 from sfumato.models.run import HEADS, PACKAGED, SMALL, load_model
 
 

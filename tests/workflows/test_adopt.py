@@ -18,8 +18,8 @@ import sfumato.workflows.adopt as adopting
 from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError
 from sfumato.models.run import load_model, load_run
+from sfumato.search.searcher import open_gallery
 from sfumato.workflows.adopt import ADOPTED, METHODS, adopt, adopt_encoders
-from sfumato.workflows.index import open_gallery
 
 N, PER_IMAGE, C = 400, 3, 24
 

@@ -23,9 +23,10 @@ from sfumato.models.calibrate import calibrate_run
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_model, load_run
+from sfumato.search.searcher import open_gallery
 from sfumato.serve.settings import open_sources
 from sfumato.training.loop import fit
-from sfumato.workflows.index import open_gallery, training_note
+from sfumato.workflows.index import training_note
 from sfumato.workflows.trust import cross_fitted, trust_model
 
 N, PER_IMAGE = 360, 3

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from sfumato.errors import UserError, need
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.embed import model_digest
-from sfumato.models.model import Model
+from sfumato.models.model import Model, model_digest
 
 with need("mteb", "sfumato.adapters.mteb needs mteb"):
     from mteb.models.model_meta import ModelMeta

@@ -96,7 +96,7 @@ class IndexFlags:
         """The model where none is named."""
         from sfumato.models.run import SMALL, default_model
         from sfumato.search.folder import is_unfinished
-        from sfumato.workflows.index import open_gallery
+        from sfumato.search.searcher import open_gallery
 
         if self.add or self.sync or is_unfinished(out):
             with open_gallery(out, unfinished=True) as collection:

@@ -1,6 +1,5 @@
 """Embedding by any model (splits of data, folders, files and tables), and evaluation on a split."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from sfumato.arrays import as_numpy
 from sfumato.data.feature_tables import EmbeddingRow, open_table
@@ -147,31 +145,6 @@ NamedItems = tuple[GaussianEmbedding, list[str], Problems]
 def file_endings(model: TwoTowers) -> frozenset[str]:
     """File name endings of what a model embeds on its image side: images, or .npy files of features."""
     return REGION_ENDINGS if model.image.processor.reads else IMAGE_ENDINGS
-
-
-def model_digest(model: TwoTowers) -> str:
-    """The SHA-256 of a model's weights and of its processor and head settings, independent of its path and device."""
-    if model.digest:
-        return model.digest
-    import torch
-
-    towers: Any = model
-    digest = hashlib.sha256()
-    for key, value in sorted(towers.state_dict().items()):
-        digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    for part in (towers.image.processor, towers.image.head, towers.text.processor, towers.text.head):
-        digest.update(type(part).__name__.encode())
-        known = {"backbone": part.backbone.fingerprint} if isinstance(part, FrozenProcessor) else vars(part)
-        for key, value in sorted(known.items()):
-            if key.startswith("_") or key in ("training", "workers"):
-                continue
-            if isinstance(value, Tokenizer):
-                digest.update(value.to_str().encode())
-            elif isinstance(value, int | str):
-                # The two crops differ by a pixel at most, and galleries of either stay valid.
-                digest.update(f"{key}={'crop' if value == 'crop-nearest' else value}".encode())
-    return digest.hexdigest()
 
 
 def embedding_steps(

@@ -1,6 +1,7 @@
 """What a model is: two encoders into one space, a distance, and match probabilities."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from sfumato.arrays import Array
 from sfumato.calibration.calibrator import Calibration
@@ -19,6 +21,7 @@ from sfumato.data.image_inputs import ImageInput, image_sources, unreadable, vec
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
 from sfumato.encoders.encoder_protocol import Pieces, TwoTowers, piece_counter
+from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.errors import UserError
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
@@ -301,3 +304,28 @@ class Model:
                 " a run that was trained with the loss pcme, or a released model of PCME, or rank by another distance"
             )
         return match_probability_distance(logits.logit_scale, logits.logit_bias, n_samples=logits.n_samples)
+
+
+def model_digest(model: TwoTowers) -> str:
+    """The SHA-256 of a model's weights and of its processor and head settings, independent of its path and device."""
+    if model.digest:
+        return model.digest
+    import torch
+
+    towers: Any = model
+    digest = hashlib.sha256()
+    for key, value in sorted(towers.state_dict().items()):
+        digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for part in (towers.image.processor, towers.image.head, towers.text.processor, towers.text.head):
+        digest.update(type(part).__name__.encode())
+        known = {"backbone": part.backbone.fingerprint} if isinstance(part, FrozenProcessor) else vars(part)
+        for key, value in sorted(known.items()):
+            if key.startswith("_") or key in ("training", "workers"):
+                continue
+            if isinstance(value, Tokenizer):
+                digest.update(value.to_str().encode())
+            elif isinstance(value, int | str):
+                # The two crops differ by a pixel at most, and galleries of either stay valid.
+                digest.update(f"{key}={'crop' if value == 'crop-nearest' else value}".encode())
+    return digest.hexdigest()

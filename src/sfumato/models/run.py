@@ -32,7 +32,8 @@ from sfumato.errors import UserError, as_typed, first_line, need
 from sfumato.files import CONFIG, ENCODER, MODEL, RECIPE, WEIGHTS, cache_folder, write_atomically, write_json
 from sfumato.ids import Side
 from sfumato.matching import SampledLogits
-from sfumato.models.model import Model, UnfamiliarTexts
+from sfumato.models.model import Model, UnfamiliarTexts, model_digest
+from sfumato.search.gallery import Gallery
 
 if TYPE_CHECKING:
     import torch
@@ -383,3 +384,22 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> "torch.device":
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} is not available here ({first_line(error)}); take the CPU: {way}") from error
+
+
+def load_retrieval_model(
+    gallery: Gallery, folder: str | Path, run: str | Path | None = None, *, device: Device = "cpu"
+) -> Model:
+    """The model that a gallery was made with."""
+    model_source = str(run or gallery.metadata.get("run", ""))
+    if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
+        raise UserError(
+            f"the model that {folder} was built with is not at {model_source}; give its folder or name"
+            " (--run, in Python run=)"
+        )
+    loaded = load_model(model_source, device=device)
+    if gallery.metadata.get("model") != model_digest(loaded.model):
+        raise UserError(
+            f"{folder} was built with another model than {model_source} is now: their distances cannot be compared;"
+            " give the right model (--run, in Python run=), or build the index again"
+        )
+    return loaded

@@ -16,11 +16,13 @@ from sfumato.arrays import is_tensor
 from sfumato.data.images import Images, ImageSource, MemoryImage
 from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
 from sfumato.errors import UserError
+from sfumato.files import check_gallery
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryInfo, SearchOptions, Target, TextQuery
+from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
-from sfumato.search.stores.protocol import filter_of
+from sfumato.search.stores.protocol import filter_of, own_or_anchored
 from sfumato.search.texts import known_words, spelling, strange_script, words_of
 
 Modality = Literal["texts", "images"]
@@ -307,6 +309,12 @@ class Searcher:
         """What queries are of; None if they do not say, as the files of a model that reads embeddings of both sides."""
         found = _modality(queries)
         return None if found == "images" and self.model.model.text.processor.reads else found
+
+
+def open_gallery(folder: str | Path, store: str | None = None, *, unfinished: bool = False) -> GaussianCollection:
+    """Open a collection that `sfumato index` has written."""
+    check_gallery(folder)
+    return GaussianCollection.open(folder, None if store is None else own_or_anchored(store), unfinished=unfinished)
 
 
 _MULTILINGUAL = "google/siglip-base-patch16-256-multilingual"

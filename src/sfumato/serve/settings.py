@@ -11,12 +11,12 @@ from sfumato.data.images import Images, UploadedImages
 from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.errors import UserError, say
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.models.run import load_retrieval_model
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
-from sfumato.search.searcher import Searcher
+from sfumato.search.searcher import Searcher, open_gallery
 from sfumato.serve.problems import Refusal
-from sfumato.workflows import index
-from sfumato.workflows.own_items import missing_note
+from sfumato.workflows.own_items import item_images, missing_note
 
 GalleryName = Literal["images", "texts"]
 
@@ -222,17 +222,17 @@ def open_sources(
     device: Any = "cpu",
 ) -> Sources:
     """Open the model and the galleries for `sfumato serve`."""
-    gallery = index.open_gallery(path, store)
+    gallery = open_gallery(path, store)
     opened: list[Gallery] = [gallery]
     try:
-        loaded = index.load_retrieval_model(gallery, path, run, device=device)
+        loaded = load_retrieval_model(gallery, path, run, device=device)
         location = str(run or gallery.metadata["run"])
         shown = kind(gallery) == "images" and not loaded.model.image.processor.reads
-        galleries = {kind(gallery): ServedGallery(gallery, index.item_images(gallery, location) if shown else None)}
+        galleries = {kind(gallery): ServedGallery(gallery, item_images(gallery, location) if shown else None)}
         if note := missing_note(gallery):
             say(note)
         if texts is not None:
-            opened.append(beside := index.open_gallery(texts))
+            opened.append(beside := open_gallery(texts))
             _check_beside(beside, gallery, texts, run)
             galleries["texts"] = ServedGallery(beside)
         return Sources(loaded.model, Path(location).name, galleries, loaded.unfamiliar_texts)

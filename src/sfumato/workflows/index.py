@@ -17,44 +17,38 @@ import numpy as np
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.emoji import emoji_names
-from sfumato.data.feature_tables import EmbeddingRow, vectors_of
+from sfumato.data.feature_tables import vectors_of
 from sfumato.data.images import (
     DIGEST,
     FileImage,
-    FolderImages,
-    Images,
     Problems,
-    SourceImages,
-    SplitImages,
-    UploadedImages,
 )
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, first_line, need, progress_bar
-from sfumato.files import RECIPE, check_gallery
+from sfumato.files import RECIPE
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.models import embed
 from sfumato.models.calibrate import describe_calibration
-from sfumato.models.embed import embedding_steps, encode_each, load_splits, model_digest
-from sfumato.models.model import Model
+from sfumato.models.embed import embedding_steps, encode_each, load_splits
+from sfumato.models.model import Model, model_digest
 from sfumato.models.run import (
     SMALL,
     TRAINING_CALIBRATION,
-    Device,
     Run,
     image_digest,
     load_calibration,
     load_model,
     trained_digests,
 )
-from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
+from sfumato.search.collection import GaussianCollection
 from sfumato.search.exact import gallery_centre, lifted_dim
 from sfumato.search.folder import check_empty, is_collection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
-from sfumato.search.stores.protocol import anchored, scheme
-from sfumato.workflows.own_items import sources_of
+from sfumato.search.searcher import open_gallery
+from sfumato.search.stores.protocol import own_or_anchored, scheme
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +183,7 @@ def remove_items(collection: GaussianCollection, ids: Sequence[str]) -> int:
 
 def check_same(collection: GaussianCollection, model: Model, direction: Direction) -> None:
     """Refuse to add embeddings by another model or of another kind; the collection is closed."""
-    if collection.metadata.get("model") != embed.model_digest(model.model) or collection.scorer.direction != direction:
+    if collection.metadata.get("model") != model_digest(model.model) or collection.scorer.direction != direction:
         collection.close()
         raise UserError(
             f"{collection.folder} holds embeddings by the model of {collection.metadata.get('run')}; add only"
@@ -215,12 +209,6 @@ def check_new(folder: Path, distance: str, store: str) -> None:
     scheme(store)
 
 
-def own_or_anchored(store: str) -> str:
-    """Convert a store's URL from the command line to the form kept in a collection."""
-    path, mark, query = store.removeprefix("file:").partition("?")
-    return f"store{mark}{query}" if not path else anchored(store, Path.cwd())
-
-
 def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
     """The probabilities of a gallery, and its metadata."""
     scale, bias = model.logit_scale, model.logit_bias
@@ -229,7 +217,7 @@ def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
         scale, bias = calibration.logit_scale, calibration.logit_bias
     metadata = {
         "run": model.source if (own := _folder_of(model)) is None else str(own.resolve()),
-        "model": embed.model_digest(model.model),
+        "model": model_digest(model.model),
         "calibrated": model.calibrated,
         "pictures": dict(source.images),
         "trained": n_trained,
@@ -296,52 +284,6 @@ def training_note(gallery: Gallery) -> str:
     if (first := found.get("first_hit")) is not None:
         note += f", of which {first['rate']:.0%} find their image first (expected: {first['mean_probability']:.0%})"
     return note
-
-
-def open_gallery(folder: str | Path, store: str | None = None, *, unfinished: bool = False) -> GaussianCollection:
-    """Open a collection that `sfumato index` has written."""
-    check_gallery(folder)
-    return GaussianCollection.open(folder, None if store is None else own_or_anchored(store), unfinished=unfinished)
-
-
-def load_retrieval_model(
-    gallery: Gallery, folder: str | Path, run: str | Path | None = None, *, device: Device = "cpu"
-) -> Model:
-    """The model that a gallery was made with."""
-    model_source = str(run or gallery.metadata.get("run", ""))
-    if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
-        raise UserError(
-            f"the model that {folder} was built with is not at {model_source}; give its folder or name"
-            " (--run, in Python run=)"
-        )
-    loaded = load_model(model_source, device=device)
-    if gallery.metadata.get("model") != embed.model_digest(loaded.model):
-        raise UserError(
-            f"{folder} was built with another model than {model_source} is now: their distances cannot be compared;"
-            " give the right model (--run, in Python run=), or build the index again"
-        )
-    return loaded
-
-
-def item_images(gallery: Gallery, run: str | Path) -> Images | None:
-    """The images of the items of a gallery: what its metadata name, and of a collection the uploaded ones."""
-    source = gallery.metadata.get("pictures") or {}
-    found: Images | None = None
-    if "folder" in source:
-        found = FolderImages(Path(source["folder"]))
-    elif "split" in source and (Path(run) / RECIPE).is_file():
-        from sfumato.models.recipe import load_recipe  # Runs need torch.
-
-        splits = load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
-        parts = [splits[name] for name in embed.split_names(splits, source["split"]) if name in splits]
-        images = {i: image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
-        if images and not any(isinstance(image, EmbeddingRow) for image in images.values()):
-            found = SplitImages(images)
-    if sources := sources_of(gallery):
-        found = SourceImages([Path(one.root) for one in sources], found)
-    if isinstance(gallery, GaussianCollection):
-        return UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
-    return found
 
 
 _ROW_COLUMNS = {"id", "mean", "log_var", "model"}

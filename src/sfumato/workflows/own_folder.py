@@ -28,14 +28,14 @@ from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import is_collection
+from sfumato.search.searcher import open_gallery
+from sfumato.search.stores.protocol import own_or_anchored
 from sfumato.search.texts import item_texts
 from sfumato.workflows.index import (
     GalleryPart,
     check_same,
     create_collection,
     keep_trained,
-    open_gallery,
-    own_or_anchored,
     training_note,
 )
 from sfumato.workflows.own_items import Item, Source, list_items, named_source, some_items, sources_of

@@ -10,15 +10,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sfumato.data.coco import coco_images, json_kind, read_coco_captions, read_karpathy
+from sfumato.data.feature_tables import EmbeddingRow
 from sfumato.data.hub_datasets import is_dataset_folder, read_dataset
 from sfumato.data.image_decoding import spelt
-from sfumato.data.images import FileImage, ImageSource, Problems, image_files
+from sfumato.data.images import (
+    FileImage,
+    FolderImages,
+    Images,
+    ImageSource,
+    Problems,
+    SourceImages,
+    SplitImages,
+    UploadedImages,
+    image_files,
+)
 from sfumato.data.manifest import COLUMNS, MANIFEST_SUFFIXES, manifest_items
 from sfumato.data.pairs import PairData
 from sfumato.data.photographs import describe_image, file_fields, names_in, sidecars
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.errors import UserError
-from sfumato.files import read_json
+from sfumato.files import RECIPE, read_json
+from sfumato.models.embed import load_splits, split_names
+from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.gallery import Gallery
 
 
@@ -172,4 +185,25 @@ def _data_items(source: Source, data: PairData) -> list[Item]:
         name = os.path.relpath(path, source.root) if path else ""
         stat = _stat_of(path or Path(image.location.split("!")[0]))
         found.append(Item(source.begin + id, name, stat, image, {"captions": "\n".join(captions.get(i, []))}))
+    return found
+
+
+def item_images(gallery: Gallery, run: str | Path) -> Images | None:
+    """The images of the items of a gallery: what its metadata name, and of a collection the uploaded ones."""
+    source = gallery.metadata.get("pictures") or {}
+    found: Images | None = None
+    if "folder" in source:
+        found = FolderImages(Path(source["folder"]))
+    elif "split" in source and (Path(run) / RECIPE).is_file():
+        from sfumato.models.recipe import load_recipe  # Runs need torch.
+
+        splits = load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
+        parts = [splits[name] for name in split_names(splits, source["split"]) if name in splits]
+        images = {i: image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
+        if images and not any(isinstance(image, EmbeddingRow) for image in images.values()):
+            found = SplitImages(images)
+    if sources := sources_of(gallery):
+        found = SourceImages([Path(one.root) for one in sources], found)
+    if isinstance(gallery, GaussianCollection):
+        return UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
     return found

@@ -8,34 +8,27 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.data.image_inputs import ImageInput, image_sources
-from sfumato.data.images import Problems, SplitImages
-from sfumato.data.sources import DataConfig
+from sfumato.data.images import Images, Problems, SplitImages
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, as_typed, counted, say
-from sfumato.evaluation.hits import first_hits
-from sfumato.evaluation.protocols import EmbeddedSplit
 from sfumato.files import RECIPE, is_gallery
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty
 from sfumato.ids import Direction
 from sfumato.metrics.reliability import N_BINS, RecallByUncertainty, Reliability
-from sfumato.models.calibrate import some_positions
-from sfumato.models.embed import embed_folder, embed_split, load_split, prepare_split, read_split
 from sfumato.models.model import Model
-from sfumato.models.run import load_model
+from sfumato.models.run import load_model, load_retrieval_model
 from sfumato.search.answer import Answer, SearchOptions, TextQuery
-from sfumato.search.searcher import Searcher
-from sfumato.workflows.index import (
-    GalleryPart,
-    build_index,
-    item_images,
-    load_retrieval_model,
-    open_gallery,
-)
+from sfumato.search.gallery import Gallery
+from sfumato.search.searcher import Searcher, open_gallery
+
+if TYPE_CHECKING:
+    from sfumato.data.sources import DataConfig
+    from sfumato.workflows.index import GalleryPart
 
 _MOST_MEASURING = 3_000
 
@@ -58,6 +51,10 @@ class LoadedModel(Model):
         Raises:
             UserError: the model is no run, has no calibration, or its data have no such split.
         """
+        from sfumato.evaluation.hits import first_hits
+        from sfumato.models.calibrate import some_positions
+        from sfumato.models.embed import embed_split, prepare_split, read_split
+
         config = self._own_data("Reliability.of(probability, match)")
         if self.calibration is None:
             raise UserError(
@@ -100,12 +97,15 @@ class LoadedModel(Model):
         Raises:
             UserError: the model is no run, or its data have no such split.
         """
+        from sfumato.evaluation.protocols import EmbeddedSplit
+        from sfumato.models.embed import embed_split, load_split
+
         prepared = load_split(self.model, self._own_data("RecallByUncertainty.of(uncertainty, hit)"), split)
         query = EmbeddedSplit(*embed_split(self.model, prepared), prepared.data.relevance()).query(direction)
         values, hit = query.queries.uncertainty(uncertainty), query.first_hits(self.distance)
         return RecallByUncertainty.of(values, hit, n_bins=n_bins)
 
-    def _own_data(self, otherwise: str) -> DataConfig:
+    def _own_data(self, otherwise: str) -> "DataConfig":
         path = Path(self.source) / RECIPE
         if not path.is_file():
             raise UserError(f"{self.source} is not a run and has no data of its own; use {otherwise}")
@@ -133,6 +133,9 @@ class LoadedModel(Model):
             UserError: an image, or all of a folder, cannot be used.
             ValueError: see :meth:`GaussianIndex.build`.
         """
+        from sfumato.models.embed import embed_folder
+        from sfumato.workflows.index import GalleryPart
+
         if isinstance(images, str | os.PathLike):
             if ids is not None:
                 raise ValueError("index: the ids of a folder are the paths of its images; leave ids out")
@@ -162,12 +165,22 @@ class LoadedModel(Model):
         Raises:
             ValueError: see :meth:`embed_texts` and :meth:`GaussianIndex.build`.
         """
+        from sfumato.workflows.index import GalleryPart
+
         part = GalleryPart(self.embed_texts(texts), _ids(ids, range(len(texts))), list(texts))
         return self._searcher(part)
 
-    def _searcher(self, part: GalleryPart, given: SplitImages | None = None) -> Searcher:
+    def _searcher(self, part: "GalleryPart", given: SplitImages | None = None) -> Searcher:
+        from sfumato.workflows.index import build_index
+
         gallery = build_index(self, part)
-        return Searcher(gallery, self.source, lambda: self, lambda: given or item_images(gallery, self.source))
+        return Searcher(gallery, self.source, lambda: self, lambda: given or _images(gallery, self.source))
+
+
+def _images(gallery: Gallery, run: str) -> Images | None:
+    from sfumato.workflows.own_items import item_images  # here: it reads all kinds of data
+
+    return item_images(gallery, run)
 
 
 def _ids(ids: Sequence[str] | None, default: Sequence[object]) -> list[str]:
@@ -222,7 +235,7 @@ def load_index(folder: str | Path, *, run: str | Path | None = None, store: str 
     gallery = open_gallery(folder, store)
     source = str(run or gallery.metadata.get("run", ""))
     return Searcher(
-        gallery, str(folder), lambda: load_retrieval_model(gallery, folder, run), lambda: item_images(gallery, source)
+        gallery, str(folder), lambda: load_retrieval_model(gallery, folder, run), lambda: _images(gallery, source)
     )
 
 

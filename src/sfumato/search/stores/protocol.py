@@ -446,3 +446,9 @@ def _malformed(url: str) -> bool:
     except ValueError:
         return True
     return re.fullmatch(r"(\[[0-9a-fA-F:.%]*\]|[^:\[\]]*)(:\d*)?", host) is None
+
+
+def own_or_anchored(store: str) -> str:
+    """Convert a store's URL from the command line to the form kept in a collection."""
+    path, mark, query = store.removeprefix("file:").partition("?")
+    return f"store{mark}{query}" if not path else anchored(store, Path.cwd())
