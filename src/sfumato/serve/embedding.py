@@ -271,7 +271,8 @@ class Embedder:
 
 
 def _rows(embeddings: GaussianEmbedding) -> list[GaussianEmbedding]:
-    return [embeddings[i : i + 1] for i in range(embeddings.n)]
+    own = embeddings.numpy()
+    return [own[i : i + 1] for i in range(own.n)]
 
 
 def usable(found: Sequence[Result | BaseException], where: Sequence[str]) -> list[Result]:
