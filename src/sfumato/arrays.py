@@ -4,7 +4,9 @@ torch is imported only where a tensor is given or asked for.
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import array_api_compat
 import numpy as np
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 Array = Any
 """A tensor of torch, or an array of NumPy. Public functions take both, and return what they were given."""
+
+Columns = TypeVar("Columns", bound=Any)
 
 is_tensor = array_api_compat.is_torch_array
 
@@ -61,8 +65,7 @@ def as_numpy(value: Array, name: str = "", who: str = "") -> np.ndarray:
     if not is_tensor(value):
         return np.asarray(value)
     value = value.detach().cpu()
-    found: np.ndarray = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
-    return found
+    return np.asarray(value.float() if str(value.dtype) == "torch.bfloat16" else value)
 
 
 def like(values: np.ndarray, given: Array) -> Array:
@@ -117,14 +120,12 @@ def smallest(values: Array, k: int) -> tuple[np.ndarray, np.ndarray]:
 def sigmoid(logit: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-logit)), without overflow."""
     small = np.exp(-np.abs(logit))
-    found: np.ndarray = np.where(logit >= 0, 1, small) / (1 + small)
-    return found
+    return np.asarray(np.where(logit >= 0, 1, small) / (1 + small))
 
 
 def log_sigmoid(logit: np.ndarray) -> np.ndarray:
     """The logarithm of :func:`sigmoid`."""
-    found: np.ndarray = np.minimum(logit, 0) - np.log1p(np.exp(-np.abs(logit)))
-    return found
+    return np.asarray(np.minimum(logit, 0) - np.log1p(np.exp(-np.abs(logit))))
 
 
 def log_sum_exp(values: np.ndarray) -> np.ndarray:
@@ -132,5 +133,15 @@ def log_sum_exp(values: np.ndarray) -> np.ndarray:
     largest = values.max(-1, keepdims=True, initial=-np.inf)
     largest = np.where(np.isfinite(largest), largest, 0)
     with np.errstate(divide="ignore"):
-        found: np.ndarray = np.log(np.exp(values - largest).sum(-1)) + largest[..., 0]
-    return found
+        return np.asarray(np.log(np.exp(values - largest).sum(-1)) + largest[..., 0])
+
+
+def some_rows(columns: Columns, rows: np.ndarray) -> Columns:
+    """Some rows of a dataclass of arrays that are equally long."""
+    return replace(columns, **{one.name: getattr(columns, one.name)[rows] for one in fields(columns)})
+
+
+def joined_rows(parts: Sequence[Columns]) -> Columns:
+    """The rows of several such dataclasses, one part after the other."""
+    names = [one.name for one in fields(parts[0])]
+    return replace(parts[0], **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

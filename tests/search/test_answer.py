@@ -75,10 +75,7 @@ def test_a_list_by_texts_has_one_sentence_and_a_line(capsys):
     assert [line.split()[0] for line in lines] == ["a", "Many", "90%", "----", "45%", "30%", "1"]
     escaped = replace(found[0], match_probability=0.001, payload={"label": "\x1b[31mred"})
     print_search(replace(found, hits=(escaped,)).to_json())
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "  ---- below 50% ----",
-        r"      <1%  <i>0.png  \x1b[31mred",
-    ]
+    assert capsys.readouterr().out.splitlines()[2:] == ["  ---- below 50% ----", r"      <1%  <i>0.png  \x1b[31mred"]
     print_search(replace(found, hits=(found[1], found[0])).to_json())  # By distance: without a line.
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["45%", "90%"]
 

@@ -21,15 +21,7 @@ from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import WORDS, Filter, Records
-from sfumato.search.texts import (
-    is_close,
-    item_texts,
-    item_words,
-    saying,
-    spelling,
-    text_vectors,
-    word_stems,
-)
+from sfumato.search.texts import is_close, item_texts, item_words, saying, spelling, text_vectors, word_stems
 
 THINGS = ("dog", "snow", "bicycle", "running children", "a red car in the street", "harbour at night", "cake", "tent")
 

@@ -67,13 +67,11 @@ class MTEBEncoder:
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """(n, m) minus the distances."""
-        found: Tensor = -self.distance.matrix(self._gaussians(embeddings1), self._gaussians(embeddings2))
-        return found
+        return torch.neg(self.distance.matrix(self._gaussians(embeddings1), self._gaussians(embeddings2)))
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """(n,) minus the distances of the pairs."""
-        found: Tensor = -self.distance.row(self._gaussians(embeddings1), self._gaussians(embeddings2))
-        return found
+        return torch.neg(self.distance.row(self._gaussians(embeddings1), self._gaussians(embeddings2)))
 
     def _gaussians(self, vectors: Any) -> GaussianEmbedding:
         rows = torch.atleast_2d(torch.as_tensor(vectors))

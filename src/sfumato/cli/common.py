@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from sfumato.errors import UserError, disk_cause, say
+from sfumato.files import RECIPE
 
 _GROUPS = {
     "start": "demo index search serve",
@@ -210,7 +211,6 @@ class OnData:
 
     def open(self, purpose: str, *, split: str = "", device: "torch.device | None" = None) -> "ModelOnData":
         """Load the model and find its data; with a split, that one instead of the flag's."""
-        from sfumato.files import RECIPE
         from sfumato.models.recipe import find_recipe, load_recipe
         from sfumato.models.run import choose_device, load_model, load_run
 
@@ -277,8 +277,6 @@ class ModelOnData:
 
 def is_run(model: str | Path) -> bool:
     """Whether a name is the folder of a run."""
-    from sfumato.files import RECIPE
-
     return (Path(model) / RECIPE).is_file()
 
 

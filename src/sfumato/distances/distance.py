@@ -332,8 +332,7 @@ def reduce_sample_distances(
 
 def by_pair(values: Array, a: Array, b: Array) -> Array:
     """The values of all samples (n s, m t) by pairs of items. a (n, s, d), b (m, t, d) -> (n, m, s, t)."""
-    pairs: Array = values.unflatten(0, a.shape[:2]).unflatten(2, b.shape[:2])
-    return pairs.transpose(1, 2)
+    return values.unflatten(0, a.shape[:2]).unflatten(2, b.shape[:2]).transpose(1, 2)
 
 
 def blockwise(

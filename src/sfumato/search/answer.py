@@ -58,13 +58,8 @@ class SearchOptions:
     target: Target = "fits"
 
     def __post_init__(self) -> None:
-        choices: tuple[tuple[str, str, Any], ...] = (
-            ("order", self.order, Order),
-            ("target", self.target, Target),
-            ("duplicates", self.duplicates, Duplicates),
-        )
-        for name, value, choice in choices:
-            if value not in get_args(choice):
+        for name, choice in (("order", Order), ("target", Target), ("duplicates", Duplicates)):
+            if (value := getattr(self, name)) not in get_args(choice):
                 raise ValueError(f"search: {name} must be {' or '.join(get_args(choice))}, got {value!r}")
 
     @property

@@ -98,8 +98,7 @@ def _parts(n: int) -> list[slice]:
 
 def _squares(vectors: np.ndarray) -> np.ndarray:
     """(n,) squared lengths."""
-    found: np.ndarray = np.einsum("ij,ij->i", vectors, vectors)
-    return found
+    return np.asarray(np.einsum("ij,ij->i", vectors, vectors))
 
 
 def sum_error(n: int) -> float:
@@ -157,15 +156,12 @@ def _is_right(dtype: np.dtype[Any], code: int, n: int, e: int, b: int) -> bool:
 def multiplied(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """(n, b) products, those of codes in int32. rows (n, e), queries (b, e)."""
     if rows.dtype == np.uint8:
-        found: np.ndarray = _integer_product().run(None, {"rows": rows, "queries": np.ascontiguousarray(queries.T)})[0]
-        return found
+        return np.asarray(_integer_product().run(None, {"rows": rows, "queries": np.ascontiguousarray(queries.T)})[0])
     if rows.dtype == np.int8:
         import torch
 
-        product: np.ndarray = torch._int_mm(torch.from_numpy(rows), torch.from_numpy(queries).T).numpy()
-        return product
-    plain: np.ndarray = rows @ queries.T
-    return plain
+        return np.asarray(torch._int_mm(torch.from_numpy(rows), torch.from_numpy(queries).T))
+    return np.asarray(rows @ queries.T)
 
 
 @functools.cache
@@ -254,5 +250,4 @@ def _nearest_centre(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
         return np.zeros(len(points), np.int64)
     middle = centres.mean(0)
     points, centres = points - middle, centres - middle
-    found: np.ndarray = (_squares(centres) - 2 * (points @ centres.T)).argmin(1)
-    return found
+    return np.asarray((_squares(centres) - 2 * (points @ centres.T)).argmin(1))

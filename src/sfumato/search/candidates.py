@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from sfumato.arrays import sigmoid
+from sfumato.arrays import as_numpy, sigmoid
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.encoders.package_weights import sentence_vectors
@@ -111,8 +111,7 @@ def estimated_sums(near: np.ndarray, sample: np.ndarray, outside: np.ndarray, n:
     """
     first, s, others = near.sum(1, dtype=np.float64), outside.sum(1), n - (near > 0).sum(1)
     rest = np.where(outside, sample, 0).sum(1, dtype=np.float64)
-    sums: list[float] = (first + others * (rest / np.maximum(s, 1))).tolist()
-    return sums
+    return [float(total) for total in first + others * (rest / np.maximum(s, 1))]
 
 
 def with_margin(k: int) -> int:
@@ -280,14 +279,11 @@ class TextSearch:
 
     def _image_logit(self, distance: np.ndarray, usual: np.ndarray) -> np.ndarray:
         """(q, c) logits of pairs; of a model that is not calibrated, with the mean and spread that `small` has."""
-        logit: np.ndarray
         if self.scorer is not None:
-            logit = self.scorer.pair_logit(distance, REFERENCE_SIZE)
-            return logit
+            return as_numpy(self.scorer.pair_logit(distance, REFERENCE_SIZE))
         mean, deviation = usual.mean(1, keepdims=True), usual.std(1, keepdims=True)
         least = 1e-5 * np.abs(mean) + 1e-12
-        logit = _USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / np.maximum(deviation, least)
-        return logit
+        return as_numpy(_USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / np.maximum(deviation, least))
 
     def _evidence(self, i: int, items: ItemTexts, distance: np.ndarray, usual: np.ndarray) -> Evidence:
         image = self._image_logit(distance, usual)
@@ -330,10 +326,17 @@ def _highest(
     values = key.tolist()
     top = (-key).argsort(kind="stable")[: with_margin(k)].tolist()
     order = sorted(top, key=lambda j: (-values[j], found.ids[j]))[:k]
-    columns = (column[order].tolist() for column in (found.distance, sigmoid(logit), found.uncertainty))
+    return hits_of(found.take(order), sigmoid(logit)[order], best)
+
+
+def hits_of(
+    found: Candidates, probability: np.ndarray, best: Callable[[Mapping[str, str]], str] = lambda payload: ""
+) -> tuple[Hit, ...]:
+    """Candidates as hits. probability (c,); best: gives the best text of a payload."""
+    columns = (column.tolist() for column in (found.distance, probability, found.uncertainty))
     return tuple(
-        Hit(found.ids[j], rank, d, p, u, dict(found.payloads[j]), best(found.payloads[j]))
-        for rank, (j, d, p, u) in enumerate(zip(order, *columns, strict=True), 1)
+        Hit(i, rank, d, p, u, dict(payload), best(payload))
+        for rank, (i, payload, d, p, u) in enumerate(zip(found.ids, found.payloads, *columns, strict=True), 1)
     )
 
 

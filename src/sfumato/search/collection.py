@@ -394,16 +394,12 @@ class GaussianCollection(Gallery):
 
     def _sampled_items(self, records: Records, texts: ItemTexts | None, whole: bool) -> SampledItems:
         """Records of a sample, prepared for distances by products."""
+
+        def items(column: np.ndarray) -> GaussianEmbedding:
+            return self._embeddings(records)[column]
+
         blocks = LiftedGallery.of(records.vectors, self.distance, self.centre).distance_blocks
-        return SampledItems(
-            records.ids,
-            lambda column: self._embeddings(records)[column],
-            blocks,
-            whole,
-            records.uncertainty,
-            records.payloads,
-            texts,
-        )
+        return SampledItems(records.ids, items, blocks, whole, records.uncertainty, records.payloads, texts)
 
     def count(self, filter: Filter) -> int:
         """See :meth:`Gallery.count`."""
@@ -438,8 +434,7 @@ class GaussianCollection(Gallery):
         return lowered(records.vectors, records.uncertainty, self.distance, self.centre)
 
     def _lifted(self, queries: GaussianEmbedding) -> np.ndarray:
-        lifted: np.ndarray = lift_queries(queries, self.distance, centre=self.centre)
-        return lifted
+        return as_numpy(lift_queries(queries, self.distance, centre=self.centre))
 
     def _distances(self, queries: GaussianEmbedding, records: Records, *, products: bool = False) -> np.ndarray:
         """(n, c) distances, from differences without cancellation, or by matrix products, which are faster."""
@@ -448,8 +443,7 @@ class GaussianCollection(Gallery):
             squared = squared_l2_product(lifted, vectors)
         else:
             squared = np.stack([((vectors - one) ** 2).sum(1) for one in lifted])
-        found: np.ndarray = squared + query_constant(queries, self.distance)[:, None]
-        return found
+        return as_numpy(squared + query_constant(queries, self.distance)[:, None])
 
     def _gallery_records(self, records: Records) -> GalleryRecords:
         return GalleryRecords(records.ids, self._embeddings(records), records.payloads)

@@ -66,10 +66,7 @@ def distance_blocks(
 
 
 def top_k(
-    queries: GaussianEmbedding,
-    gallery: GaussianEmbedding,
-    k: int,
-    distance: str | Distance = "csd",
+    queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int, distance: str | Distance = "csd"
 ) -> tuple[Array, Array]:
     """The k closest gallery items of each query.
 
@@ -85,16 +82,12 @@ def top_k(
     Raises:
         ValueError: k < 1, or the distance is unknown.
     """
-    blocks = (
-        (start, as_numpy(block)) for start, block in distance_blocks(queries.detach(), gallery.detach(), distance)
-    )
+    blocks = distance_blocks(queries.detach(), gallery.detach(), distance)
     found, position = closest_in_blocks(blocks, k, queries.n, gallery.n)
     return like(found, queries.mean), like(position, queries.mean)
 
 
-def closest_in_blocks(
-    blocks: Iterable[tuple[int, np.ndarray]], k: int, n: int, m: int
-) -> tuple[np.ndarray, np.ndarray]:
+def closest_in_blocks(blocks: Iterable[tuple[int, Array]], k: int, n: int, m: int) -> tuple[np.ndarray, np.ndarray]:
     """The k closest gallery items of each query, from blocks of distances."""
     if k < 1:
         raise ValueError(f"top_k: k must be at least 1, got {k}")
@@ -192,8 +185,7 @@ def gallery_centre(gallery: GaussianEmbedding) -> np.ndarray:
     """Mean of the gallery's means. gallery (m, d) -> (d,)."""
     if gallery.n == 0:
         return np.zeros(gallery.d, np.float32)
-    centre: np.ndarray = as_numpy(gallery.mean).mean(0, dtype=np.float64).astype(np.float32)
-    return centre
+    return np.asarray(as_numpy(gallery.mean).mean(0, dtype=np.float64), np.float32)
 
 
 def lifted_dim(d: int, distance: str = "csd") -> int:

@@ -30,6 +30,7 @@ from sfumato.search.candidates import (
     TextSearch,
     estimated_sums,
     folded,
+    hits_of,
     padded,
 )
 from sfumato.search.exact import quiet
@@ -411,9 +412,4 @@ class Gallery(ABC):
         return queries.numpy().to(np.float32)
 
     def _hits(self, found: Candidates, n_gallery: int, context: QueryContext) -> tuple[Hit, ...]:
-        probability = self.scorer.match_probability(found.distance, n_gallery, context)
-        columns = (column.tolist() for column in (found.distance, probability, found.uncertainty))
-        return tuple(
-            Hit(i, rank, d, p, u, dict(payload))
-            for rank, (i, payload, d, p, u) in enumerate(zip(found.ids, found.payloads, *columns, strict=True), 1)
-        )
+        return hits_of(found, self.scorer.match_probability(found.distance, n_gallery, context))

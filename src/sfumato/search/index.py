@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.arrays import Array, like
+from sfumato.arrays import Array, as_numpy, like
 from sfumato.calibration.calibrator import Calibration, Scorer
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
@@ -204,17 +204,15 @@ class GaussianIndex(Gallery):
     ) -> tuple[np.ndarray, np.ndarray]:
         """:meth:`nearest` among all items, or exactly among those at some ascending positions."""
         n = len(self) if chosen is None else len(chosen)
-        k, c = min(k, n), min(n, with_margin(k))
+        k = min(k, n)
         if self._lifts:
             screen = self._screen if chosen is None else self._screen.among(chosen)
             distance, found = screen.closest(queries, k)
-        elif n:
+        else:
             part = self.embeddings if chosen is None else self.embeddings[chosen]
-            found = top_k(queries, part, c, self.oriented_distance)[1]
+            found = top_k(queries, part, with_margin(k), self.oriented_distance)[1]
             found = found if chosen is None else chosen[found]
             distance, found = closest_candidates(queries, self.embeddings, found, self.oriented_distance)
-        else:
-            distance, found = np.empty((queries.n, 0)), np.empty((queries.n, 0), np.int64)
         return distance[:, :k].astype(np.float32), found[:, :k]
 
     def ids_after(self, after: str, n: int) -> list[str]:
@@ -234,8 +232,7 @@ class GaussianIndex(Gallery):
     @cached_property
     def _uncertainty(self) -> np.ndarray:
         """(m,) total variances, computed once."""
-        found: np.ndarray = self.embeddings.total_variance
-        return found
+        return as_numpy(self.embeddings.total_variance)
 
     def _found(self, distance: np.ndarray, position: np.ndarray) -> Candidates:
         """(c,) distances and positions of items as candidates."""

@@ -18,12 +18,12 @@ result is that of float64 over all items, whatever the data: bad data leave more
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from sfumato.arrays import n_threads
+from sfumato.arrays import joined_rows, n_threads, some_rows
 from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.blocks import (
@@ -80,9 +80,6 @@ class _Relative:
         lost, length = (np.linalg.norm(part, axis=1) for part in (away - coded.astype(np.float64) * scale, away))
         return cls(np.arange(len(vectors)), coded, scale[:, 0], length, lost)
 
-    def take(self, rows: np.ndarray) -> "_Relative":
-        return _Relative(*(getattr(self, one.name)[rows] for one in fields(self)))
-
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
@@ -92,13 +89,6 @@ class _Pairs:
     item: np.ndarray
     lower: np.ndarray
     upper: np.ndarray
-
-    @staticmethod
-    def cat(parts: "list[_Pairs]") -> "_Pairs":
-        return _Pairs(*(np.concatenate([getattr(p, n) for p in parts]) for n in ("query", "item", "lower", "upper")))
-
-    def take(self, chosen: np.ndarray) -> "_Pairs":
-        return _Pairs(self.query[chosen], self.item[chosen], self.lower[chosen], self.upper[chosen])
 
     def __len__(self) -> int:
         return len(self.query)
@@ -124,11 +114,11 @@ class _Pending:
     def pairs(self) -> _Pairs:
         """Those in reach, which falls to the k-th smallest upper bound."""
         none, nothing = np.empty(0, np.int64), np.empty(0)
-        pairs = _Pairs.cat([_Pairs(none, none, nothing, nothing), *self._parts])
+        pairs = joined_rows([_Pairs(none, none, nothing, nothing), *self._parts])
         if self._k is None:
             return pairs
         self.reach = _reduced(self.reach, pairs, self._k)
-        return pairs.take(np.flatnonzero(~(pairs.lower > self.reach[pairs.query])))
+        return some_rows(pairs, np.flatnonzero(~(pairs.lower > self.reach[pairs.query])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +177,7 @@ class Comparison:
         if len(pairs) <= 4 * k * n:
             return self.ranked(pairs.query, pairs.item, k)
         # The k lowest bounds first: their distances exclude most of the others.
-        pairs = pairs.take(_sorted_by(pairs.query, pairs.lower))
+        pairs = some_rows(pairs, np.lexsort((pairs.lower, pairs.query)))
         first = _places(pairs.query, np.bincount(pairs.query, minlength=n)) < k
         found, far = np.full(len(pairs), np.inf), np.full(n, -np.inf)
         found[first] = self.exact(pairs.query[first], pairs.item[first])
@@ -200,8 +190,7 @@ class Comparison:
 
     def _split(self, query: np.ndarray, distance: np.ndarray, item: np.ndarray, k: int | None) -> Found:
         """The first k of each query, or all."""
-        order = _sorted_by(distance, item)
-        order = order[query[order].argsort(kind="stable")]
+        order = np.lexsort((item, distance, query))
         counts = np.bincount(query, minlength=len(self.vectors))
         if k is not None:
             order, counts = order[_places(query[order], counts) < k], np.minimum(counts, k)
@@ -252,7 +241,7 @@ class Comparison:
         if not len(wanted):
             return None
         if len(wanted) < len(reach):
-            relative, square, reach = relative.take(wanted), square[wanted], reach[wanted]
+            relative, square, reach = some_rows(relative, wanted), square[wanted], reach[wanted]
         error = self._error(relative, longest, rounding)
         limit = reach - square + error
         limit += 2**-20 * np.abs(limit)
@@ -286,8 +275,7 @@ class Comparison:
         """(b,) bounds of the error of a bound of a distance."""
         n, lost = relative.length, relative.rounding
         inner = n * rounding + lost * length + sum_error(self._e) * (n + lost) * length
-        found: np.ndarray = 2.001 * inner + _wide_error(self._e) * n**2 + 1e-34
-        return found
+        return np.asarray(2.001 * inner + _wide_error(self._e) * n**2 + 1e-34)
 
 
 @dataclass(frozen=True, eq=False)
@@ -362,8 +350,7 @@ class Screen:
         square = np.stack([((vectors - centre) ** 2).sum(1) for centre in centres], axis=1) + slack
         longest = np.array([(block.length + block.rounding).max() for block in blocks], np.float64)
         weight = np.array([block.weight[-1] for block in blocks], np.float64) * (1 + 4 * sum_error(centres.shape[1]))
-        found: np.ndarray = ((square + 2 * np.sqrt(square) * longest + weight) * (1 + 1e-6)).min(1)
-        return found
+        return np.asarray(((square + 2 * np.sqrt(square) * longest + weight) * (1 + 1e-6)).min(1))
 
 
 def _products(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
@@ -380,20 +367,14 @@ def _wide_error(n: int) -> float:
     return (n + 32) * 2**-51
 
 
-def _sorted_by(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Positions in the order of `first`, then of `second`."""
-    return np.lexsort((second, first))
-
-
 def _places(query: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """(p,) place of each pair among those of its query. query (p,), ascending; counts (n,) of the pairs of each."""
-    found: np.ndarray = np.arange(len(query)) - (counts.cumsum() - counts)[query]
-    return found
+    return np.asarray(np.arange(len(query)) - (counts.cumsum() - counts)[query])
 
 
 def _reduced(reach: np.ndarray, pairs: _Pairs, k: int) -> np.ndarray:
     """(b,) the reach, or the k-th smallest upper bound of the pairs where it is smaller."""
-    order = _sorted_by(pairs.query, pairs.upper)
+    order = np.lexsort((pairs.upper, pairs.query))
     counts = np.bincount(pairs.query, minlength=len(reach))
     full = np.flatnonzero(counts >= k)
     kth = pairs.upper[order][(counts.cumsum() - counts)[full] + k - 1]

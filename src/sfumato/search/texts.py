@@ -152,8 +152,7 @@ def word_stems(text: str) -> list[str]:
 @functools.cache
 def _kinds() -> dict[str, str]:
     """By word stem, others that say it. benchmarks/word_kinds.py makes the table from WordNet."""
-    found: dict[str, str] = json.loads(files(__package__).joinpath("kinds.json").read_text("utf-8"))
-    return found
+    return dict(json.loads(files(__package__).joinpath("kinds.json").read_text("utf-8")))
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -224,8 +223,7 @@ class ItemTexts:
     @functools.cached_property
     def _has_texts(self) -> np.ndarray:
         """(n,) whether an item has texts."""
-        has: np.ndarray = np.any(self.vectors, axis=1)
-        return has
+        return np.asarray(self.vectors.any(axis=1))
 
     @functools.cached_property
     def _having(self) -> dict[str, list[int]]:
@@ -362,16 +360,12 @@ class TextStore:
 
     def vectors_for(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
         """(n, 384) vectors of these texts, even if a writer has other texts of the items by now: those are embedded."""
-        vectors, texts, found = (
-            np.zeros((len(ids), WIDTH), np.float32),
-            dict(zip(ids, payloads, strict=True)),
-            self.store.get(ids),
-        )
+        vectors, found = np.zeros((len(ids), WIDTH), np.float32), self.store.get(ids)
         row = {i: k for k, i in enumerate(ids)}
-        same = [j for j, i in enumerate(found.ids) if found.payloads[j].get(_DIGEST) == _digest(texts[i])]
-        vectors[[row[found.ids[j]] for j in same]] = found.vectors[same]
-        others = sorted({*range(len(ids))} - {row[found.ids[j]] for j in same})
-        if others := [k for k in others if item_texts(payloads[k])]:
+        same = [j for j, i in enumerate(found.ids) if found.payloads[j].get(_DIGEST) == _digest(payloads[row[i]])]
+        there = [row[found.ids[j]] for j in same]
+        vectors[there] = found.vectors[same]
+        if others := [k for k in sorted({*range(len(ids))} - {*there}) if item_texts(payloads[k])]:
             vectors[others] = text_vectors([payloads[k] for k in others])
         return vectors
 

@@ -264,14 +264,11 @@ def _answer(
 
 def _hit(served: ServedGallery, hit: Hit, calibrated: bool, to_judge: Drawn | None = None) -> ResultRecord:
     return ResultRecord(
-        id=hit.id,
-        rank=hit.rank,
-        distance=hit.distance,
+        **{name: getattr(hit, name) for name in ("id", "rank", "distance", "best_text")},
         match_probability=hit.match_probability if calibrated else None,
         total_variance=hit.uncertainty,
         payload=handed_out(hit.payload),
         picture=image_path(served, hit.id, hit.payload),
-        best_text=hit.best_text,
         to_judge=to_judge,
         duplicates=list(hit.duplicates),
     )

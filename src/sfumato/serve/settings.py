@@ -214,12 +214,7 @@ class Sources:
 
 
 def open_sources(
-    path: Path,
-    texts: Path | None = None,
-    *,
-    run: str | None = None,
-    store: str | None = None,
-    device: Any = "cpu",
+    path: Path, texts: Path | None = None, *, run: str | None = None, store: str | None = None, device: Any = "cpu"
 ) -> Sources:
     """Open the model and the galleries for `sfumato serve`."""
     gallery = open_gallery(path, store)

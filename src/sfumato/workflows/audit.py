@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sfumato.arrays import joined_rows, some_rows
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
@@ -237,7 +238,7 @@ def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) 
 def _joined(retrieval_model: Model, data: PairData, parts: Sequence[_Part], about: Mapping[str, Any]) -> Audit:
     """Both lists in their order, with probabilities if all parts have them."""
     _check_above_chance(parts, about["split"])
-    listed, missing = _join([p.listed for p in parts]), _join([p.missing for p in parts])
+    listed, missing = joined_rows([p.listed for p in parts]), joined_rows([p.missing for p in parts])
     log_odds = _if_all([p.log_odds for p in parts])
     probability = _if_all([p.match_probability for p in parts])
     fraction = None if log_odds is None else wrong_fraction(log_odds)
@@ -251,23 +252,14 @@ def _joined(retrieval_model: Model, data: PairData, parts: Sequence[_Part], abou
         )
     return Audit(
         data,
-        _take(listed, first),
+        some_rows(listed, first),
         None if wrong is None else wrong[first],
         fraction,
         None if log_odds is None else wrong_fraction_interval(log_odds),
-        _take(missing, close),
+        some_rows(missing, close),
         None if probability is None else probability[close],
         {**about, "distance": retrieval_model.distance, "notes": notes},
     )
-
-
-def _join(parts: Sequence[Any]) -> Any:
-    names = [f.name for f in dataclasses.fields(parts[0])]
-    return type(parts[0])(*(np.concatenate([getattr(p, name) for p in parts]) for name in names))
-
-
-def _take(scores: Any, index: np.ndarray) -> Any:
-    return type(scores)(*(getattr(scores, f.name)[index] for f in dataclasses.fields(scores)))
 
 
 def _if_all(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:

@@ -165,8 +165,7 @@ class MilvusStore(StoreBase):
         for key in records.ids:
             if len(_encoded(self.url, key)) > _LONGEST_ID:
                 raise self.error(f"an id may have {_LONGEST_ID:,} bytes, got {len(key.encode()):,}: {key[:40]!r}...")
-        vectors = records.vectors
-        columns = zip(records.ids, vectors, records.uncertainty.tolist(), records.payloads, strict=True)
+        columns = zip(records.ids, records.vectors, records.uncertainty.tolist(), records.payloads, strict=True)
         rows = [
             {"id": key, "vector": vector, "uncertainty": uncertainty, "payload": dict(payload)}
             for key, vector, uncertainty, payload in columns
@@ -203,13 +202,12 @@ class MilvusStore(StoreBase):
         kind, numbers = self._index, {name: int(value) for name, value in self._options.items() if value.isdigit()}
         usual = {"HNSW": {"ef": max(k, numbers["ef"])}} | {name: {"nprobe": numbers["nprobe"]} for name in _IVF}
         utmost = {"HNSW": {"ef": 2 * self.most_rows}} | {name: {"nprobe": numbers["nlist"]} for name in _IVF}
-        vectors = queries
         results = []
         c = min(k * numbers["overfetch"], max(k, self._rows_a_message())) if kind == SQ8 else k
         size = max(1, self._rows_a_message() // c)
         if self._place.file is not None and kind == "FLAT" and not (filter and (filter.where or filter.ranges)):
             size = 1  # Lite's exact search of many queries at once takes seven times as long as one after the other
-        for part in _parts(vectors, size):
+        for part in _parts(queries, size):
             found = self._nearest(part, c, filter, usual.get(kind, {}))
             short = [i for i, rows in enumerate(found) if len(rows) < k]
             if short and kind in utmost:
@@ -271,10 +269,8 @@ class MilvusStore(StoreBase):
         return self._query({"filter": after, "limit": limit, "output_fields": list(columns), **smallest})
 
     def _query(self, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self._call(
-            "query", {**arguments, "consistency_level": self._options["consistency"].capitalize()}
-        )
-        return rows
+        consistency = {"consistency_level": self._options["consistency"].capitalize()}
+        return list(self._call("query", {**arguments, **consistency}))
 
     def optimise(self) -> None:
         """Write the log into segments, and wait for a server's index while it grows; Lite builds it afterwards."""

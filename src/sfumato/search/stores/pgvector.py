@@ -308,12 +308,12 @@ class PgVectorStore(StoreBase):
 
     def _indexes(self, connection: Any, name: str) -> list[tuple[str, str]]:
         """(schema, name) of the index of this table, and of no other, that has this name."""
-        found: list[tuple[str, str]] = connection.execute(
+        found = connection.execute(
             "SELECT n.nspname, c.relname FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid JOIN pg_namespace n"
             " ON n.oid = c.relnamespace WHERE i.indrelid = to_regclass(%s) AND c.relname = %s",
             [self._table.as_string(connection), name],
-        ).fetchall()
-        return found
+        )
+        return list(found.fetchall())
 
     def close(self) -> None:
         """Close the connections."""
