@@ -7,12 +7,12 @@ from .data.coco import read_coco_captions as read_coco_captions
 from .data.coco import read_karpathy as read_karpathy
 from .data.emoji import load_emoji as load_emoji
 from .data.feature_tables import read_embeddings as read_embeddings
-from .data.hub_datasets import read_dataset as read_dataset
 from .data.images import Problems as Problems
 from .data.manifest import read_image_folder as read_image_folder
 from .data.manifest import read_manifest as read_manifest
 from .data.pairs import PairData as PairData
 from .data.shards import read_shards as read_shards
+from .data.sources import read_dataset as read_dataset
 from .distances import DISTANCES as DISTANCES
 from .distances import csd as csd
 from .distances import csd_matrix as csd_matrix

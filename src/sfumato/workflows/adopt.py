@@ -19,9 +19,9 @@ from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.logits import Population
 from sfumato.data.coco import coco_images, json_kind
 from sfumato.data.feature_tables import open_table, resolved_table
-from sfumato.data.hub_datasets import is_dataset_folder
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
+from sfumato.data.sources import is_dataset_folder
 from sfumato.distances import get_distance
 from sfumato.encoders.feature_rows import described_by
 from sfumato.encoders.joint import joint_backbone, save_model_object
@@ -205,7 +205,7 @@ def adopt_encoders(
             ("ViT-B-32", model).
         data: images with captions: a manifest (.csv, .jsonl, .parquet), a folder of images with .txt files, a
             Karpathy JSON or COCO's own captions beside the images, or a folder of
-            :func:`~sfumato.data.hub_datasets.read_dataset`.
+            :func:`~sfumato.data.sources.read_dataset`.
         out, method, val_fraction, test_fraction, population, max_queries, seed: see :func:`adopt`.
 
     Returns:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from sfumato.data.coco import coco_images, json_kind, read_coco_captions, read_karpathy
 from sfumato.data.feature_tables import EmbeddingRow
-from sfumato.data.hub_datasets import is_dataset_folder, read_dataset
 from sfumato.data.image_decoding import spelt
 from sfumato.data.images import (
     FileImage,
@@ -28,6 +27,7 @@ from sfumato.data.manifest import COLUMNS, MANIFEST_SUFFIXES, manifest_items
 from sfumato.data.pairs import PairData
 from sfumato.data.photographs import describe_image, file_fields, names_in, sidecars
 from sfumato.data.shards import expand_shards, read_shards
+from sfumato.data.sources import is_dataset_folder, read_dataset
 from sfumato.errors import UserError
 from sfumato.files import RECIPE, read_json
 from sfumato.models.embed import load_splits, split_names
