@@ -16,7 +16,7 @@ from sfumato.encoders.backbones import SideBySide, image_backbone, text_backbone
 from sfumato.encoders.convolutional import efficientnet_lite
 from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore
 from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.frozen import Deferred, FrozenImageConfig, FrozenTextConfig
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.encoders.joint import TransformersNetwork
 from sfumato.encoders.package_weights import WEIGHTS, MiniLM, package_folder
@@ -183,20 +183,24 @@ def test_the_packaged_text_network_is_that_of_transformers():
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.1, msg=lambda text, k=k: f"layer {k}: {text}")
 
 
-def test_a_trained_model_knows_its_channels_and_loads_its_backbone_when_it_is_first_needed(tmp_path):
-    loaded = []
-    deferred = Deferred(lambda: loaded.append(1) or Fixed("known", 1, 3), 3)
-    assert deferred.channels == 3 and not loaded
-    assert len(deferred([b"", b""])) == 2 and deferred.fingerprint == "known" and loaded == [1]
-    with pytest.raises(AttributeError):
-        deferred.pieces
-    for config in (
-        FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32),
-        FrozenTextConfig(backbone="minilm-l6-v2", layers=(0, 2)),
+def test_a_model_knows_its_channels_and_loads_its_backbone_when_it_is_first_needed(tmp_path, monkeypatch):
+    loaded, load = [], package_weights.onnx_session
+    monkeypatch.setattr(package_weights, "onnx_session", lambda path, n: loaded.append(path.stem) or load(path, n))
+    monkeypatch.setattr("sfumato.encoders.backbones.shared_minilm", MiniLM)
+    package_weights.packaged_network.cache_clear()
+    pixels = np.zeros((3, 32, 32), np.uint8)
+    for config, item, expected in (
+        (
+            FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32),
+            pixels,
+            "efficientnet-lite0",
+        ),
+        (FrozenTextConfig(backbone="minilm-l6-v2", layers=(0, 2)), "a", "minilm-l6-v2"),
     ):
         processor, encoder = build_frozen(config, BuildContext(4, True, 0.0, 0.0, cache=tmp_path, trained=True))
-        assert isinstance(processor.backbone, Deferred)
-        assert encoder.channels == processor.backbone._loaded.channels
+        assert processor.backbone.fingerprint and not loaded
+        assert processor.backbone([item])[0].shape[1] == encoder.channels
+        assert loaded.pop() == expected and not loaded
 
 
 def test_large_jpegs_are_decoded_at_a_reduced_size_with_nearly_the_same_features():

@@ -134,7 +134,7 @@ def test_a_folder_of_graphs_is_a_model_of_points(layout, request):
     np.testing.assert_allclose(images.mean, [expected_image(one), expected_image(other)], atol=1e-5)
     np.testing.assert_allclose(texts.mean, [expected_text(text, layout == "immich") for text in TEXTS], atol=1e-5)
     for tower in (model.model.image, model.model.text):
-        assert (tower.dim, tower.variances, tower.takes_vectors, tower.normalize) == (D, False, True, True)
+        assert (tower.dim, tower.variances, tower.has_offset, tower.normalize) == (D, False, False, True)
     assert model.unfamiliar_texts(["red"]) == [False] and model.model.text.processor.pieces(["red", "a dog"]) == [1, 2]
     assert model_digest(model.model) == model_digest(load_model(folder, device="cuda").model)
     path, name = ("visual/model.onnx", "image") if layout == "immich" else ("onnx/vision_model.onnx", "pixel_values")

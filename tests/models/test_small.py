@@ -46,8 +46,8 @@ def test_a_head_averages_the_tokens_that_are_there(both, side):
     for given in (Inputs(values, mask), Inputs(values)):
         with torch.no_grad():
             close(graph.batch(given), module.batch(given))
-    assert (graph.dim, graph.variances, graph.takes_vectors) == (module.dim, True, False)
-    assert (graph.normalize, graph.takes_vectors) == (module.normalize, module.takes_vectors)
+    assert (graph.dim, graph.variances) == (module.dim, True)
+    assert (graph.normalize, graph.has_offset) == (module.normalize, module.has_offset)
 
 
 @pytest.mark.parametrize(("side", "name"), HEADS.items())

@@ -115,6 +115,6 @@ def test_a_lost_process_is_told_from_memory_that_ran_out():
         raise error
 
     with pytest.raises(PeerLostError, match="another process of this run has ended"):
-        _answered(lambda: fail(RuntimeError("")))
+        _answered(lambda dist: fail(RuntimeError("")))
     with pytest.raises(torch.OutOfMemoryError):
-        _answered(lambda: fail(torch.OutOfMemoryError("CUDA out of memory")))
+        _answered(lambda dist: fail(torch.OutOfMemoryError("CUDA out of memory")))

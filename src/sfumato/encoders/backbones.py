@@ -83,31 +83,19 @@ def _efficientnet(name: str, size: int | None, grid: int | None, precision: Prec
     if side < 32:
         raise UserError(f"the size of images for {name} must be at least 32 pixels, got {side}")
     check_grid(grid, math.ceil(side / 32))
-    maps: Callable[[np.ndarray], np.ndarray]
-    if packaged:
-        maps = partial(_packaged_maps, packaged_network(name, threads=1))
-    else:
-        from sfumato.encoders.convolutional import efficientnet_maps
-
-        maps = efficientnet_maps(name, precision)
 
     def compute(items: Sequence[np.ndarray]) -> np.ndarray:
-        return map_tokens(maps((np.stack(items).astype(np.float32) - 127) / 128), grid)
+        pixels = (np.stack(items).astype(np.float32) - 127) / 128
+        if packaged:
+            return map_tokens(packaged_network(name, 1).run(None, {"pixels": pixels})[0], grid)
+        from sfumato.encoders.convolutional import efficientnet_maps
 
-    known = efficientnet_fingerprint(name, size, grid, precision)
+        return map_tokens(efficientnet_maps(name, precision, pixels), grid)
+
+    number = named_format("float32" if packaged else precision)
+    known = f"{name} {WEIGHTS[name]} size={side} squash (x-127)/128 tokens={grid or 'last-map'}{number}"
     decode = partial(decode_image, size=side, reduced=True)
     return Backbone(known, compute, channels=CHANNELS, decode=decode, one_thread=packaged)
-
-
-def _packaged_maps(network: Any, pixels: np.ndarray) -> np.ndarray:
-    found: np.ndarray = network.run(None, {"pixels": pixels})[0]
-    return found
-
-
-def efficientnet_fingerprint(name: str, size: int | None, grid: int | None, precision: Precision) -> str:
-    """The fingerprint of its features; the network is not built."""
-    number = named_format(precision if IMAGE_BACKBONES[name] else "float32")
-    return f"{name} {WEIGHTS[name]} size={size or SIZES[name]} squash (x-127)/128 tokens={grid or 'last-map'}{number}"
 
 
 def text_backbone(
@@ -142,7 +130,7 @@ def text_backbone(
 
     options = (" pooled" if pooled else "") + (f" layers={','.join(map(str, layers))}" if layers else "")
     known = f"transformers text {network.known} max_tokens={max_tokens}{options}{named_format(precision)}"
-    return Backbone(known, compute, pieces=network.pieces)
+    return Backbone(known, compute, channels=getattr(network, "width", 0) * len(chosen), pieces=network.pieces)
 
 
 class OnnxTower(BaseTower):
@@ -176,11 +164,6 @@ class OnnxTower(BaseTower):
     def variances(self) -> bool:  # type: ignore[override]
         """Whether the embeddings are not points."""
         return len(self._outputs) > 1
-
-    @property
-    def takes_vectors(self) -> bool:  # type: ignore[override]
-        """Whether a vector of any model can stand for an embedding."""
-        return not self.variances
 
     @cached_property
     def dim(self) -> int:  # type: ignore[override]

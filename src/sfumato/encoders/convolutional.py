@@ -4,7 +4,8 @@ The weights of EfficientNet are an installed package (extra ``offline``); the la
 transformers, and the description in a run folder has their shapes and the standardisation of pixels.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -70,17 +71,17 @@ def fold_batch_norms(network: Any) -> Any:
     return network.to(memory_format=torch.channels_last)
 
 
-def efficientnet_maps(name: str, precision: Precision) -> Callable[[np.ndarray], np.ndarray]:
-    """A frozen network in a number format: standardised pixels -> the last map."""
+@functools.cache
+def _frozen_network(name: str, dtype: torch.dtype) -> Any:
+    return fold_batch_norms(efficientnet_lite(name).eval()).to(dtype)
+
+
+@torch.inference_mode()
+def efficientnet_maps(name: str, precision: Precision, pixels: np.ndarray) -> np.ndarray:
+    """Standardised pixels -> the last map, by a frozen network in a number format."""
     dtype = number_format(precision)
-    network = fold_batch_norms(efficientnet_lite(name).eval()).to(dtype)
-
-    @torch.inference_mode()
-    def maps(pixels: np.ndarray) -> np.ndarray:
-        given = torch.from_numpy(pixels).to(dtype).contiguous(memory_format=torch.channels_last)
-        return as_numpy(network.extract_features(given).float())
-
-    return maps
+    given = torch.from_numpy(pixels).to(dtype).contiguous(memory_format=torch.channels_last)
+    return as_numpy(_frozen_network(name, dtype).extract_features(given).float())
 
 
 class EfficientNetEncoder(Encoder):

@@ -217,7 +217,7 @@ class BaseTower:
     processor: Processor
     dim: int  # d of the embeddings
     variances: bool  # whether the embeddings are not points
-    takes_vectors: bool  # whether a vector of any model can stand for an embedding
+    has_offset: bool = False  # whether embeddings have two dimensions more, of offsets
     normalize: bool  # whether means have unit length
 
     def batch(self, inputs: Inputs) -> GaussianEmbedding:

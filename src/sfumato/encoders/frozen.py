@@ -7,10 +7,8 @@ its rows) and append-only: a killed process leaves at most an incomplete tail, w
 
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,7 +20,6 @@ from sfumato.data.image_decoding import check_image
 from sfumato.encoders.backbones import (
     IMAGE_BACKBONES,
     TEXT_BACKBONES,
-    efficientnet_fingerprint,
     image_backbone,
     text_backbone,
 )
@@ -39,9 +36,8 @@ from sfumato.encoders.encoder_protocol import (
     TextEncoderConfig,
     Whiten,
 )
-from sfumato.encoders.package_weights import CHANNELS, MiniLM, Precision, is_open_clip
+from sfumato.encoders.package_weights import Precision, is_open_clip
 from sfumato.files import read_json, write_atomically, write_json
-from sfumato.ids import Side
 
 ComputesIn = Annotated[
     Precision,
@@ -134,55 +130,17 @@ class FrozenProcessor(Processor):
         return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
 
 
-class Deferred:
-    """A backbone that is loaded when it is first needed: a search by text never needs that of images."""
-
-    def __init__(
-        self, load: Callable[[], FrozenBackbone], channels: int, known: Callable[[], str] | None = None
-    ) -> None:
-        self.channels, self._load, self._lock, self._known = channels, load, threading.Lock(), known
-
-    @cached_property
-    def _loaded(self) -> FrozenBackbone:
-        return self._load()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Such as a copy asks for, before there is a lock.
-            raise AttributeError(name)
-        if name == "fingerprint" and self._known is not None:
-            return self._known()
-        with self._lock:
-            return getattr(self._loaded, name)
-
-    def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
-        with self._lock:
-            loaded = self._loaded
-        return loaded(items)
-
-
-def frozen_processor(
-    config: FrozenImageConfig | FrozenTextConfig, cache: Path, *, trained: bool = False
-) -> FrozenProcessor:
-    """The processor of a side of kind "frozen"; of a trained model the backbone is loaded when it is first needed."""
-    side: Side = "image" if isinstance(config, FrozenImageConfig) else "text"
-    names, known = config.backbone.split("+"), None
+def frozen_processor(config: FrozenImageConfig | FrozenTextConfig, cache: Path) -> FrozenProcessor:
+    """The processor of a side of kind "frozen"; networks of the package are loaded when they are first needed."""
     options: Any = config.model_dump(include={"size", "grid", "max_tokens", "pooled", "layers", "precision"})
+    of_images = isinstance(config, FrozenImageConfig)
     if config.projected:
-        load, channels = partial(_joint, config.backbone, side, config.precision), 0
-    elif isinstance(config, FrozenImageConfig):
-        load = partial(image_backbone, config.backbone, **options)
-        channels = CHANNELS * len(names) if set(names) <= set(IMAGE_BACKBONES) else 0
-        known = partial(efficientnet_fingerprint, names[0], **options) if channels == CHANNELS else None
+        from sfumato.encoders.joint import joint_backbone
+
+        backbone = joint_backbone(config.backbone, "image" if of_images else "text", precision=config.precision)
     else:
-        load = partial(text_backbone, config.backbone, **options)
-        channels = MiniLM.width * max(1, len(config.layers)) if config.backbone in TEXT_BACKBONES else 0
-    return FrozenProcessor(Deferred(load, channels, known) if trained and channels else load(), cache)
-
-
-def _joint(name: str, side: Side, precision: Precision) -> FrozenBackbone:
-    from sfumato.encoders.joint import joint_backbone
-
-    return joint_backbone(name, side, precision=precision)
+        backbone = (image_backbone if of_images else text_backbone)(config.backbone, **options)
+    return FrozenProcessor(backbone, cache)
 
 
 _RECORD = np.dtype([("digest", "V32"), ("offset", "<i8"), ("length", "<i8")])

@@ -202,6 +202,8 @@ def named_format(precision: Precision) -> str:
 PACKAGED = Path(__file__).parent / "packaged"
 """Folder of the networks that come with the package; scripts/make_encoders.py writes them."""
 
+_TOKENS = PACKAGED / "minilm-l6-v2.json"
+
 WIDTH, LAYERS = 384, 6
 """Channels and layers of MiniLM."""
 
@@ -232,8 +234,9 @@ def onnx_session(path: Path, threads: int) -> Any:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
+@functools.cache
 def packaged_network(name: str, threads: int) -> Any:
-    """A network of the package."""
+    """A network of the package, loaded once in a process."""
     return onnx_session(PACKAGED / f"{name}.onnx", threads)
 
 
@@ -318,13 +321,25 @@ class MiniLM:
     known = "35521e69cefafc299d7c157dd8f2bbd4832894227c9c8b8e717846c2ba17dfb4"  # model_hash() of transformers' model
 
     def __init__(self) -> None:
-        # Two of them: their settings must not change while another thread uses them.
-        self._cut, self._whole = (Tokenizer.from_file(str(PACKAGED / "minilm-l6-v2.json")) for _ in range(2))
-        self._whole.no_truncation()
-        self._cut.enable_padding()
-        self._network = packaged_network("minilm-l6-v2", n_threads())
         self._sentences = OrderedDict[bytes, np.ndarray]()  # by token ids
         self._lock, self._cutting = threading.Lock(), threading.Lock()
+
+    @functools.cached_property
+    def _network(self) -> Any:
+        return packaged_network("minilm-l6-v2", n_threads())
+
+    # Two tokenizers: their settings must not change while another thread uses them.
+    @functools.cached_property
+    def _cut(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_file(str(_TOKENS))
+        tokenizer.enable_padding()
+        return tokenizer
+
+    @functools.cached_property
+    def _whole(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_file(str(_TOKENS))
+        tokenizer.no_truncation()
+        return tokenizer
 
     def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, np.ndarray]:
         with self._cutting:

@@ -36,7 +36,7 @@ def build_frozen(
     config: FrozenImageConfig | FrozenTextConfig, context: BuildContext
 ) -> tuple[FrozenProcessor, feature_rows.FeatureInput]:
     """Build a side of kind "frozen". Returns (processor, encoder)."""
-    processor = frozen_processor(config, context.cache, trained=context.trained)
+    processor = frozen_processor(config, context.cache)
     channels = processor.backbone.channels
     return processor, feature_rows.FeatureInput(channels, context.feature_dropout, whiten=config.whiten)
 
@@ -151,8 +151,7 @@ class Tower(nn.Module, BaseTower):
         super().__init__()
         self.processor, self.encoder, self.head = processor, encoder, head
         self.token_dropout, self.dim = token_dropout, head.dim
-        self.variances = head.log_var is not None
-        self.takes_vectors = not self.variances and head.offset is None
+        self.variances, self.has_offset = head.log_var is not None, head.offset is not None
 
     @property
     def normalize(self) -> bool:  # type: ignore[override]

@@ -60,10 +60,8 @@ class ProcessGroup:
         """The sum of a tensor over the processes, without gradient."""
         if self.size == 1:
             return value.detach()
-        import torch.distributed as dist
-
         result = value.detach().to(self.device).clone()
-        _answered(lambda: dist.all_reduce(result))
+        _answered(lambda dist: dist.all_reduce(result))
         return result.to(value.device)
 
     def counts(self, own: int) -> list[int]:
@@ -81,13 +79,12 @@ class ProcessGroup:
         if self.size == 1:
             return value.detach() if is_tensor(value) else value
         import torch
-        import torch.distributed as dist
 
         own = as_tensor(value, "value", "ProcessGroup.gather").detach().to(self.device)
         padded = own.new_zeros(max(counts), *own.shape[1:])
         padded[: len(own)] = own
         parts = [torch.empty_like(padded) for _ in counts]
-        _answered(lambda: dist.all_gather(parts, padded))
+        _answered(lambda dist: dist.all_gather(parts, padded))
         found = torch.cat([part[:k] for part, k in zip(parts, counts, strict=True)])
         return found.to(value.device) if is_tensor(value) else as_numpy(found)
 
@@ -119,7 +116,6 @@ class ProcessGroup:
         if self.size == 1:
             return
         import torch
-        import torch.distributed as dist
 
         bucket: list[Tensor] = []
         for parameter in (trained := [p for p in parameters if p.requires_grad]):
@@ -129,7 +125,7 @@ class ProcessGroup:
             if sum(g.numel() for g in bucket) < _BUCKET and parameter is not trained[-1]:
                 continue
             flat = torch.cat([g.flatten() for g in bucket])
-            _answered(lambda flat=flat: dist.all_reduce(flat))  # type: ignore[misc]
+            _answered(lambda dist, flat=flat: dist.all_reduce(flat))  # type: ignore[misc]
             for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
             bucket = []
@@ -138,10 +134,8 @@ class ProcessGroup:
         """Replace weights and buffers by those of the first process."""
         if self.size == 1:
             return
-        import torch.distributed as dist
-
         for value in model.state_dict().values():
-            _answered(lambda value=value: dist.broadcast(value, 0))  # type: ignore[misc]
+            _answered(lambda dist, value=value: dist.broadcast(value, 0))  # type: ignore[misc]
 
     def average_buffers(self, model: "nn.Module") -> None:
         """Replace running statistics by their mean over the processes; other buffers are equal already."""
@@ -188,11 +182,12 @@ def join_process_group(
         dist.destroy_process_group()
 
 
-def _answered(operation: Callable[[], Result]) -> Result:
+def _answered(operation: Callable[[Any], Result]) -> Result:
     import torch
+    import torch.distributed as dist
 
     try:
-        return operation()
+        return operation(dist)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # gloo has no separate class for this error.

@@ -275,7 +275,7 @@ def _of_graphs(folder: Path, source: str) -> Model:
     kinds = {"image": FrozenImageConfig, "text": FrozenTextConfig}
     towers = {
         side: OnnxTower(
-            frozen_processor(kinds[side](**config["model"][side]), cache_folder(), trained=True),
+            frozen_processor(kinds[side](**config["model"][side]), cache_folder()),
             folder / graph,
             threads=1,
         )

@@ -342,7 +342,7 @@ def vector_sides(model: TwoTowers, d: int) -> dict[Modality, VectorSide]:
 def _side(tower: BaseTower, modality: Modality, d: int) -> VectorSide:
     if isinstance(tower.processor, EmbeddingProcessor):
         return VectorSide(modality, tower.processor.channels, reads=True)
-    if tower.takes_vectors and tower.dim == d:
+    if not (tower.variances or tower.has_offset) and tower.dim == d:
         return VectorSide(modality, d, normalize=tower.normalize)
     more = "with a variance, which a vector has not" if tower.variances else "as more than one vector"
     reason = f"this model embeds each {modality} {more}; search by the {modality} itself, or by an item"
