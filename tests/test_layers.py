@@ -45,9 +45,8 @@ def imports_of(path: Path) -> set[str]:
             names = [alias.name for alias in node.names]
         else:
             continue
-        for name in names:
-            inside = name.removeprefix("sfumato.")
-            if inside == name or inside == "__version__":
+        for inside in (name.removeprefix("sfumato.") for name in names if name.startswith("sfumato.")):
+            if inside == "__version__":
                 continue
             known = inside if inside in MODULES else inside.rpartition(".")[0]
             assert known in MODULES, f"{path}:{node.lineno}: there is no module sfumato.{inside}"
@@ -81,16 +80,10 @@ def part_of(name: str) -> str:
 
 
 def test_parts_import_the_parts_before_them():
-    assert sorted({part_of(name) for name in MODULES}) == sorted(ORDER), (
-        "a part without a place in ORDER, or a place without a part"
-    )
+    assert {part_of(name) for name in MODULES} == {*ORDER}, "a part without a place in ORDER, or the reverse"
     place = {part: k for k, part in enumerate(ORDER)}
-    upward = {
-        name: sorted(up)
-        for name, imported in imports().items()
-        if (up := {o for o in imported - {"__init__"} if place[part_of(o)] > place[part_of(name)]})
-    }
-    assert not upward
+    every = ((name, other) for name, imported in imports().items() for other in imported - {"__init__"})
+    assert not [(name, other) for name, other in every if place[part_of(other)] > place[part_of(name)]]
 
 
 def test_no_module_imports_itself_through_others():

@@ -185,14 +185,9 @@ def released_factor(recipe):
 def test_what_stands_beside_a_loss_is_converted_by_the_batch_and_the_dimensions_of_the_run():
     """Limit of the norm, epsilon and the weights of the other terms, from the released 2, 1e-8, 1e-3 and so on."""
     close = functools.partial(pytest.approx, rel=1e-5, abs=0)
-    runs = {
-        f"{run} {variant}".strip()
-        for item in paper_items().values()
-        for run in item.runs.values()
-        for variant in item.variants or ("",)
-        if run.startswith(("coco-", "cub-"))
-    }
-    for run in sorted(runs):
+    items = paper_items().values()
+    runs = {f"{run} {more}".strip() for one in items for run in one.runs.values() for more in one.variants or ("",)}
+    for run in sorted(run for run in runs if run.startswith(("coco-", "cub-"))):
         name, *overrides = shlex.split(run)
         recipe = load_recipe(find_recipe(name), overrides)
         loss, n, d, c = recipe.loss, recipe.train.batch_size, recipe.model.dim, released_factor(recipe)
@@ -241,10 +236,10 @@ def test_the_point_row_of_equal_capacity_has_as_many_parameters_as_the_probabili
     """The papers' second row has twice the dimensions; the header's override has the number itself, within 0.1 %."""
     name = method.lower().replace("++", "pp")
     doubled = next(run for row, run in paper_items()["PVSE++ 1"].runs.items() if f"{method} (second row)" in row)
-    sizes = [
-        line for line in override_lines(f"coco-{name}") if re.fullmatch(r"model.dim=\d+ model.text.hidden=\d+", line)
-    ]
-    (equal,) = {*sizes} - {doubled.partition(" ")[2]}
+    sizes = r"model.dim=\d+ model.text.hidden=\d+"
+    (equal,) = {line for line in override_lines(f"coco-{name}") if re.fullmatch(sizes, line)} - {
+        doubled.partition(" ")[2]
+    }
     probabilistic = n_parameters(f"coco-probabilistic-{name}")
     assert n_parameters(f"coco-{name}", *equal.split()) == pytest.approx(probabilistic, rel=1e-3)
     found = (n_parameters(f"coco-{name}"), probabilistic, n_parameters(*doubled.split()))

@@ -139,7 +139,11 @@ def test_files_are_evaluated_and_runs_of_other_engines_scored(shell):
 def test_what_needs_torch_says_how_to_get_it(shell):
     if "torch" not in {path.stem for path in (shell.folder / "modules").iterdir()}:
         pytest.skip("torch is there")
-    for arguments in (("demo",), ("train", "emoji-pixels", "--out", "run")):
+    (shell.folder / "run").mkdir()
+    (shell.folder / "run" / "recipe.toml").touch()
+    index = "--images", "pictures", "--out", "other"
+    trained = (("index", model, *index) for model in ("run", "someone/model"))
+    for arguments in (("demo",), ("train", "emoji-pixels", "--out", "new"), *trained):
         assert re.search(r"pip install 'sfumato\[train\]'", shell(*arguments, status=2)), arguments
     (shell.folder / "loss.py").write_text("import sfumato\nsfumato.PCMEPPLoss\n")
     process = shell.start("loss.py", stderr=subprocess.PIPE)

@@ -266,11 +266,8 @@ def test_threshold_by_hand():
     # Below limit k/20 with k > 10 the mean precision is (10 + (k - 10) / 2) / k, but for the item at the limit: 0.8 at
     # k = 16.7. What can be certified is stricter.
     right = np.where(np.arange(600) < 300, 1, 0.5)
-    limit = next(
-        k / 20
-        for k in range(20, 0, -1)
-        if mean_loss_p_value(1 - float(right[: 30 * k - 1].mean()), 30 * k - 1, 0.2) <= 0.1 / 20
-    )
+    p_value = lambda k: mean_loss_p_value(1 - float(right[: 30 * k - 1].mean()), 30 * k - 1, 0.2)
+    limit = next(k / 20 for k in range(20, 0, -1) if p_value(k) <= 0.1 / 20)
     expected = float(calibration.pairs.probability(torch.tensor((600 * limit - 1) / 600)))
     assert calibration.threshold(0.8) == pytest.approx(expected, rel=1e-5)
     last = float(calibration.pairs.probability(torch.tensor(599 / 600)))

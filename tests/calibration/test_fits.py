@@ -71,10 +71,8 @@ def test_a_hit_of_a_better_list_and_nothing():
     pair = np.array([[3.0, 1.0, 0.0]])
     has = np.array([[True, True, False]])
     hit = of.of_hits(pair, has, listed[:1])
-    by_hand = [
-        w.slope * float(z) + w.bias(listed[0], 5).item()
-        for z, w in zip(pair[0], [of.hit_with] * 2 + [of.hit_without], strict=True)
-    ]
+    weights = of.hit_with, of.hit_with, of.hit_without
+    by_hand = [w.slope * float(z) + w.bias(listed[0], 5).item() for z, w in zip(pair[0], weights, strict=True)]
     assert hit[0].tolist() == pytest.approx(by_hand)
 
 

@@ -56,10 +56,8 @@ def test_an_image_without_texts_has_nothing_to_share():
 @pytest.mark.parametrize("positives", ["listed", "sampled"])
 def test_a_batch_keeps_its_matches_and_grades_the_rest_below_a_half(positives):
     data = captioned()
-    plain, graded = (
-        next(iter(PairSampler(data, 4, 3, positives=positives, grades=grades).batches(0)))
-        for grades in (None, Grades(data))
-    )
+    samplers = [PairSampler(data, 4, 3, positives=positives, grades=grades) for grades in (None, Grades(data))]
+    plain, graded = (next(iter(sampler.batches(0))) for sampler in samplers)
     assert np.array_equal(plain.image_index, graded.image_index)
     assert np.array_equal(graded.match >= 0.5, plain.match == 1)
     rest = graded.match[plain.match == 0]

@@ -268,9 +268,6 @@ def test_folder_with_undecodable_captions_and_names(pictures):
     assert ("caf\\udce9.png", "the name is not valid UTF-8") in found
 
 
-# Texts by id ----------------------------------------------------------------------------------------------------------
-
-
 def many_to_many(path):
     problems = Problems()
     (data,) = read_manifest(path, problems, val_fraction=0, test_fraction=0).values()

@@ -197,9 +197,6 @@ def test_problems_are_listed_counted_and_fatal_beyond_their_share(tmp_path):
     assert problems.items[-1] == Problem("caf\\udce9\\n.png", "looks \\x1b[31mred")
 
 
-# Equal texts ----------------------------------------------------------------------------------------------------------
-
-
 def test_equally_worded_texts_become_one_that_matches_all_their_images():
     texts = [["A red Dog", "one"], ["two", " a  red dog", "two"], ["a red dog.", "ONE"]]
     data = make_pair_data("abc", [FileImage(x) for x in "abc"], texts)

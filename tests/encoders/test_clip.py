@@ -87,9 +87,6 @@ def before_last_norm(backbone, values):
 IDS = torch.randint(1, 30, (4, 7), generator=torch.Generator().manual_seed(2))
 
 
-# What the blocks compute ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("side", "case"), CASES)
 def test_features_are_those_of_the_whole_tower_and_the_log_variance_has_its_own_last_blocks_and_no_norm(side, case):
     """As a whole tower with these blocks in place of its own last ones, before its last norm."""
@@ -163,9 +160,6 @@ def test_each_side_saved_alone_and_in_half_precision_learns_in_float32(tmp_path)
         assert torch.equal(encoder.mean_blocks[0].mlp.fc1.weight.to(stored), stored)
 
 
-# Blocks of the log variance, and their numbers ------------------------------------------------------------------------
-
-
 def test_a_random_start_is_that_of_the_whole_tower():
     """CLIP's own start, not torch's for a bare layer: biases 0, norms 1, the stated deviations of its weights."""
     width, layers = 64, 3
@@ -191,9 +185,6 @@ def test_a_random_start_is_that_of_the_whole_tower():
         assert layer.weight.std().item() == pytest.approx(expected, rel=0.06)
 
 
-# Size of the pictures -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [16, 24, 40])
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_position_codes_are_interpolated_to_another_size(kind, size, tmp_path):
@@ -216,9 +207,6 @@ def test_position_codes_are_interpolated_to_another_size(kind, size, tmp_path):
         whole = backbone(encoder.pixels(values), interpolate_pos_encoding=True).last_hidden_state
         ours = encoder(Inputs(values)).mean
     torch.testing.assert_close(ours, backbone.post_layernorm(whole) if kind == "clip" else whole, rtol=1e-5, atol=1e-5)
-
-
-# Descriptions ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("side", "case", "size"), [*((*case, None) for case in CASES), ("image", "clip 8/24", 40)])
@@ -259,9 +247,6 @@ def test_towers_without_weights_have_clips_shapes():
     assert large.embeddings.position_embedding.weight.shape == (24 * 24 + 1, 1024)
     activations = [type(one.shared_blocks[0].mlp.activation_fn) for one in (image, large)]
     assert activations[0] is type(whole.encoder.layers[0].mlp.activation_fn) is not activations[1]
-
-
-# Checkpointing and padding --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["image", "text"])

@@ -27,8 +27,6 @@ from sfumato.models.run import load_model, load_run
 from sfumato.training.loop import fit
 from sfumato.workflows.export import export_run
 
-# A toy encoder for each side, from outside of the package -------------------------------------------------------------
-
 
 class ToyImageConfig(ImageEncoderConfig):
     """Rows of pixels, mixed linearly."""
@@ -150,9 +148,6 @@ def test_registrations_that_do_not_fit_are_refused(registered):
     for arguments, message in cases:
         raises(ValueError, message, register_encoder, *arguments, build_toy_image)
     assert "new" not in ENCODERS["image"] | ENCODERS["text"]
-
-
-# All kinds ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_section_of_the_wrong_kind_or_side_is_refused():

@@ -26,8 +26,6 @@ def test_the_vocabulary_is_the_words_by_frequency_then_by_letters():
         word_tokenizer(TEXTS, min_count=0)
 
 
-# Vectors from files ---------------------------------------------------------------------------------------------------
-
 GLOVE = "the 0.5 1 -2\ndog 1e-1 2 3\n. . . 7 8 9\ndog 9 9 9\nzebra 4 5 6\n, 1 1 1\n"
 
 
@@ -71,9 +69,6 @@ def test_vectors_of_known_words_are_read_and_the_first_of_a_word_counts(tmp_path
 def test_files_that_are_no_vectors_of_that_width_are_refused(tmp_path, content, message):
     with pytest.raises(UserError, match=message):
         read_word_vectors(written(tmp_path, content), word_tokenizer(TEXTS), 3)
-
-
-# The GRU --------------------------------------------------------------------------------------------------------------
 
 
 def state(gru, vectors, suffix):

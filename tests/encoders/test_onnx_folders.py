@@ -34,29 +34,22 @@ def graph(path, nodes, inputs, output, **weights):
 
 
 def of_images(path, name, output, batch, uint8=False):
-    shape = [batch, SIZE, SIZE, 3] if uint8 else [batch, 3, SIZE, SIZE]
-    nodes = [
-        ("Cast", [name], ["x"], {"to": TensorProto.FLOAT}),
-        ("Flatten", ["x"], ["flat"], {}),
-        ("MatMul", ["flat", "w"], [output], {}),
-    ]
-    graph(path, nodes, {name: (TensorProto.UINT8 if uint8 else TensorProto.FLOAT, shape)}, output, w=OF_PIXELS)
+    given = (TensorProto.UINT8, [batch, SIZE, SIZE, 3]) if uint8 else (TensorProto.FLOAT, [batch, 3, SIZE, SIZE])
+    cast = "Cast", [name], ["x"], {"to": TensorProto.FLOAT}
+    nodes = [cast, ("Flatten", ["x"], ["flat"], {}), ("MatMul", ["flat", "w"], [output], {})]
+    graph(path, nodes, {name: given}, output, w=OF_PIXELS)
 
 
 def of_texts(path, output, inputs):
     """The sum of the words' vectors, those of padding too unless there is a mask."""
     ids, *mask = inputs
-    summed = [
-        ("Unsqueeze", [*mask, "two"], ["m"], {}),
-        ("Cast", ["m"], ["f"], {"to": TensorProto.FLOAT}),
-        ("Mul", ["v", "f"], ["p"], {}),
-    ]
-    nodes = [
-        ("Gather", ["w", ids], ["v"], {}),
-        *(summed if mask else []),
-        ("ReduceSum", ["p" if mask else "v", "one"], [output], {"keepdims": 0}),
-    ]
-    graph(path, nodes, inputs, output, w=OF_WORDS, one=np.array([1]), **({"two": np.array([2])} if mask else {}))
+    weights, nodes = {"w": OF_WORDS, "one": np.array([1])}, [("Gather", ["w", ids], ["v"], {})]
+    if mask:
+        nodes += [("Unsqueeze", [*mask, "two"], ["m"], {}), ("Cast", ["m"], ["f"], {"to": TensorProto.FLOAT})]
+        nodes.append(("Mul", ["v", "f"], ["p"], {}))
+        weights["two"] = np.array([2])
+    nodes.append(("ReduceSum", ["p" if mask else "v", "one"], [output], {"keepdims": 0}))
+    graph(path, nodes, inputs, output, **weights)
 
 
 def tokenizer(folder):
@@ -75,14 +68,8 @@ def immich(tmp_path):
     """A graph takes one item at a time, and texts of one length."""
     of_images(tmp_path / "visual" / "model.onnx", "image", "embedding", 1)
     of_texts(tmp_path / "textual" / "model.onnx", "embedding", {"text": (TensorProto.INT32, [1, LENGTH])})
-    dump(
-        tmp_path / "config.json",
-        {
-            "embed_dim": D,
-            "vision_cfg": {},
-            "text_cfg": {"context_length": LENGTH, "tokenizer_kwargs": {"clean": "lower"}},
-        },
-    )
+    text = {"context_length": LENGTH, "tokenizer_kwargs": {"clean": "lower"}}
+    dump(tmp_path / "config.json", {"embed_dim": D, "vision_cfg": {}, "text_cfg": text})
     settings = {"size": [SIZE, SIZE], "mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}
     dump(tmp_path / "visual" / "preprocess_cfg.json", settings)
     tokenizer(tmp_path / "textual")
@@ -113,10 +100,9 @@ def unit(values):
 
 
 def expected_image(image, squash=False):
-    wide = (SIZE if squash else 2 * SIZE, SIZE)
-    pixels = np.asarray(
-        image.resize(wide, Image.Resampling.BICUBIC).crop(((wide[0] - SIZE) // 2, 0, (wide[0] + SIZE) // 2, SIZE))
-    )
+    wide = SIZE if squash else 2 * SIZE
+    resized = image.resize((wide, SIZE), Image.Resampling.BICUBIC)
+    pixels = np.asarray(resized.crop(((wide - SIZE) // 2, 0, (wide + SIZE) // 2, SIZE)))
     return unit(((pixels / 255 - MEAN) / STD).transpose(2, 0, 1).reshape(-1) @ OF_PIXELS)
 
 
@@ -143,9 +129,8 @@ def test_a_folder_of_graphs_is_a_model_of_points(layout, request):
 
 
 def test_cases_and_sizes_are_as_the_settings_say(immich):
-    np.testing.assert_allclose(
-        load_model(immich).embed_texts(["A RED dog"]).mean[0], expected_text("a red dog", True), atol=1e-5
-    )
+    found = load_model(immich).embed_texts(["A RED dog"])
+    np.testing.assert_allclose(found.mean, [expected_text("a red dog", True)], atol=1e-5)
     path = immich / "visual" / "preprocess_cfg.json"
     settings, (data, image) = json.loads(path.read_text()), picture()
     dump(path, settings | {"resize_mode": "squash"})

@@ -42,11 +42,8 @@ def folder(tmp_path):
     order = random.permutation(M)
     np.save(tmp_path / "shuffled.npy", np.float32(text)[order])
     (tmp_path / "shuffled.txt").write_text("".join(f"{texts[j]}\n" for j in order))
-    save_embeddings(
-        tmp_path / "ours.safetensors",
-        GaussianEmbedding(torch.from_numpy(text[order]), torch.from_numpy(log_var[order])),
-        [texts[j] for j in order],
-    )
+    ours = GaussianEmbedding(text[order], log_var[order])
+    save_embeddings(tmp_path / "ours.safetensors", ours, [texts[j] for j in order])
     return tmp_path
 
 
@@ -153,10 +150,8 @@ def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
     measured, embedded = measure_files(Files(**wanted))
     assert embedded is None and measured.score == "distance matrix"
     truth, both = {"ground_truth": folder / "truth.json"}, {"images": "a.npy", "texts": "b.npy"}
-    own, nothing = (
-        {"images": f"{folder}/i.npy", "texts": f"{folder}/t.npy"},
-        "give a model, or --images and --texts, or --ranked",
-    )
+    own = {"images": f"{folder}/i.npy", "texts": f"{folder}/t.npy"}
+    nothing = "give a model, or --images and --texts, or --ranked"
     lists = {"ranked": folder / "l.json"}
     for files, score, message in (
         (wanted, "csd", "ranked as it is; leave out --score"),

@@ -64,14 +64,8 @@ def test_every_estimator_is_its_loop():
         assert estimator.kind in ("aleatoric", "epistemic", "both") and estimator.formula and estimator.cost
 
 
-TOY = Estimator(
-    "largest_variance",
-    "largest variance of the query",
-    "aleatoric",
-    "n d",
-    lambda block: block.queries.var.amax(1),
-    False,
-)
+LARGEST = lambda block: block.queries.var.amax(1)
+TOY = Estimator("largest_variance", "largest variance of the query", "aleatoric", "n d", LARGEST, False)
 
 
 @pytest.fixture

@@ -88,11 +88,8 @@ def test_qrels_are_four_columns_and_come_back(tmp_path):
 def lists(n_queries=30, k=12, seed=0):
     """Hits with falling probabilities, and verdicts that are drawn from other ones."""
     draw = random.Random(seed)
-    hits = [
-        ShownHit(f"q{q}", f"i{i}", i + 1, round(draw.uniform(0.2, 1) * 0.85**i, 6))
-        for q in range(n_queries)
-        for i in range(k)
-    ]
+    shown = lambda q, i: ShownHit(f"q{q}", f"i{i}", i + 1, round(draw.uniform(0.2, 1) * 0.85**i, 6))
+    hits = [shown(q, i) for q in range(n_queries) for i in range(k)]
     return hits, {hit.pair: int(draw.random() < 0.8 * hit.probability) for hit in hits}
 
 

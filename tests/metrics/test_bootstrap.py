@@ -188,11 +188,8 @@ def test_recall_by_uncertainty_worked_by_hand():
     hit = np.array([0, 1, 0, 1, 1, 0, np.nan])
     result = RecallByUncertainty.of(torch.from_numpy(uncertainty), hit, n_bins=3)
     # Without the NaN: in order 1 2 | 3 4 | 5 9, hits 1 1 | 0 1 | 0 0.
-    assert result.bins == [
-        {"uncertainty": 1.5, "recall": 1.0, "count": 2},
-        {"uncertainty": 3.5, "recall": 0.5, "count": 2},
-        {"uncertainty": 7.0, "recall": 0.0, "count": 2},
-    ]
+    bins = (1.5, 1.0), (3.5, 0.5), (7.0, 0.0)
+    assert result.bins == [{"uncertainty": u, "recall": recall, "count": 2} for u, recall in bins]
     assert result.correlation == pytest.approx(-1)
     assert result.spearman == pytest.approx(scipy.stats.spearmanr(uncertainty[:6], hit[:6]).statistic)
     assert result == RecallByUncertainty(**vars(result)) and "6 queries in 3 groups" in repr(result)
@@ -220,9 +217,8 @@ def test_balanced_spearman_hears_the_rare_ambiguous_items():
 def test_balanced_spearman_is_exact_when_every_bin_is_taken_whole_and_seeded_otherwise():
     random = np.random.default_rng(4)
     multiplicity, x = random.integers(1, 40, 60), random.normal(size=60)
-    assert balanced_spearman(x, multiplicity, per_bin=60, n_sets=3) == pytest.approx(
-        scipy.stats.spearmanr(x, multiplicity).statistic
-    )
+    whole = balanced_spearman(x, multiplicity, per_bin=60, n_sets=3)
+    assert whole == pytest.approx(scipy.stats.spearmanr(x, multiplicity).statistic)
     draws = [balanced_spearman(x, multiplicity, per_bin=3, n_sets=7, seed=s) for s in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
     assert np.isnan(balanced_spearman(x, np.ones(60)))

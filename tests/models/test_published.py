@@ -89,9 +89,6 @@ def built(layout, dtype=torch.float32):
     return layout.model.eval()
 
 
-# PCME++ of the hub ----------------------------------------------------------------------------------------------------
-
-
 def stored(folder):
     """(folder, config, tensors, inputs and outputs) of a model as the hub has it."""
     config = json.loads((folder / "config.json").read_text())
@@ -126,9 +123,6 @@ def test_parity_pcmepp_hub_with_the_other_activation_and_the_longer_config(pcmep
     quick = built(pcmepp_hub({**longer, "quick_gelu": True}, tensors, no_tokenizer, "x"))
     assert_released(quick, values, "quick_gelu")
     assert (plain["image_mean"] - values["quick_gelu/image_mean"]).abs().max() > 1e-4
-
-
-# ProLIP ---------------------------------------------------------------------------------------------------------------
 
 
 def whole(values):
@@ -177,9 +171,6 @@ def test_logits_of_prolip_are_read_as_logits_of_csd(prolip):
     published = load_pretrained(folder)
     scale, bias = (outputs[f"out64/logit_{name}"].item() for name in ("scale", "bias"))
     assert (published.logit_scale, published.logit_bias) == pytest.approx((scale / 2, bias + scale), rel=1e-12)
-
-
-# PCME++ of the training code ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -256,9 +247,6 @@ def test_the_deterministic_baselines_are_points(towers):
     torch.testing.assert_close(ours["text_mean"], values["out/text_mean"], **SINGLE)
 
 
-# Full size ------------------------------------------------------------------------------------------------------------
-
-
 def fits_whole(layout, config, shapes):
     """Build the full-size model without memory, from the official names and shapes; its number of parameters."""
     with torch.device("meta"):
@@ -301,9 +289,6 @@ def test_full_size_pcmepp_training(parity):
     for name, official in shapes.items():
         assert len(official) == about["n_tensors"][name]
         assert fits_whole(pcmepp_training, {}, official) == about["n_parameters"][name] - 2
-
-
-# Files of the training code -------------------------------------------------------------------------------------------
 
 
 def same_weights(a, b):
@@ -363,9 +348,6 @@ def test_the_training_code_has_pictures_of_its_own(towers):
     assert type(model.image.processor).__name__ == "BilinearProcessor"
 
 
-# What does not fit ----------------------------------------------------------------------------------------------------
-
-
 def test_wrong_tensors_are_counted_and_the_first_ones_named(state, tmp_path, pcmepp, prolip):
     del state["txt_enc.linear.bias"]
     state["img_enc.extra"] = torch.ones(1)
@@ -410,9 +392,6 @@ def test_configurations_that_cannot_be_loaded(pcmepp, prolip):
     ):
         with pytest.raises(UserError, match=message):
             layout({**config, section: {**config[section], **change}}, tensors, no_tokenizer, "x")
-
-
-# From pictures and words ----------------------------------------------------------------------------------------------
 
 
 def words_tokenizer(vocabulary, special):

@@ -1,7 +1,4 @@
-"""The model of the package by onnxruntime against its heads in torch, and without torch at all."""
-
-import subprocess
-import sys
+"""The model of the package by onnxruntime against its heads in torch; without torch: tests/test_without_torch.py."""
 
 import make_small
 import numpy as np
@@ -56,33 +53,3 @@ def test_the_graphs_are_those_of_the_script(side, name, tmp_path):
     (tmp_path / weights.name).write_bytes(weights.read_bytes())
     make_small.write_head(tmp_path / name, side)
     assert (tmp_path / name).read_bytes() == (PACKAGED / SMALL / name).read_bytes()
-
-
-def test_it_needs_no_torch_and_other_models_say_that_they_do(tmp_path):
-    """In a process that cannot import torch."""
-    (tmp_path / "dog.png").write_bytes(load_emoji()["val"].images[0].read_bytes())
-    (tmp_path / "recipe.toml").touch()
-    code = f"""
-import sys
-class Without:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ImportError(name)
-sys.meta_path.insert(0, Without())
-from sfumato.errors import UserError
-from sfumato.models.run import default_model, load_model
-model = load_model(default_model()[0])
-found = model.probability(["a dog"], [{str(tmp_path / "dog.png")!r}])
-print(*found.shape, model.unfamiliar_texts(["qwxz"]), "torch" in sys.modules)
-for other in ({str(tmp_path)!r}, "someone/model"):
-    try:
-        load_model(other)
-    except UserError as error:
-        print(error)
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert found == [
-        "1 1 [False] False",
-        *(line for line in found[1:] if line.endswith("pip install 'sfumato[train]'")),
-    ]
-    assert len(found) == 3

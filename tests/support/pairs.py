@@ -9,9 +9,8 @@ from sfumato.data.pairs import PairData, make_pair_data
 def many_to_many(n=23, m=17, n_pairs=60, seed=0):
     """Images with several texts and texts with several images; all images have one at least."""
     random = np.random.default_rng(seed)
-    pairs = np.stack(
-        [np.concatenate([np.arange(n), random.integers(0, n, n_pairs)]), random.integers(0, m, n + n_pairs)], 1
-    )
+    images = np.concatenate([np.arange(n), random.integers(0, n, n_pairs)])
+    pairs = np.stack([images, random.integers(0, m, n + n_pairs)], 1)
     return PairData(
         tuple(f"i{k}" for k in range(n)),
         tuple(FileImage(f"{k}.png") for k in range(n)),
@@ -23,8 +22,5 @@ def many_to_many(n=23, m=17, n_pairs=60, seed=0):
 
 
 def captions(n, each):
-    return make_pair_data(
-        [f"i{k}" for k in range(n)],
-        [FileImage(f"{k}.png") for k in range(n)],
-        [[f"{k} {c}" for c in range(each)] for k in range(n)],
-    )
+    texts = [[f"{k} {c}" for c in range(each)] for k in range(n)]
+    return make_pair_data([f"i{k}" for k in range(n)], [FileImage(f"{k}.png") for k in range(n)], texts)

@@ -125,9 +125,6 @@ def test_an_anchor_keeps_a_fraction_of_the_start():
     assert "start" not in "".join(average.state_dict()), "a resumed run takes it from its model again"
 
 
-# Runs -----------------------------------------------------------------------------------------------------------------
-
-
 def spied_run(recipe, folder):
     """A run, with the weights after each epoch and those that each validation saw."""
     after, validated = [], []

@@ -76,9 +76,6 @@ def plan_tensors(plan):
     return [] if plan is None else [plan.partner, plan.own_fraction, plan.box]
 
 
-# Labels ---------------------------------------------------------------------------------------------------------------
-
-
 def fixed_plan(n, **_):
     """Mixup of the first picture with three tenths of the last, and of the last with a quarter of the first."""
     partner, share, box = torch.arange(n), torch.ones(n), torch.zeros(n, 4, dtype=torch.int64)
@@ -137,9 +134,6 @@ def test_labels_by_hand_with_duplicate_captions(augment, expected, monkeypatch):
     if batch.mix is not None:
         # The pixels are left to the mix that the labels know of: 0.7 of picture 0 and 0.3 of picture 3.
         torch.testing.assert_close(batch.mix.apply(batch.images.values)[0, 0, 0, 0], torch.tensor(0.9 / 255))
-
-
-# Random numbers -------------------------------------------------------------------------------------------------------
 
 
 def test_seeds_of_different_streams_differ_and_fit_a_generator():
@@ -218,9 +212,6 @@ def test_masking_needs_a_token_that_stands_for_a_hidden_word():
     words = Inputs(torch.ones(40, 5, dtype=torch.int64), torch.ones(40, 5, dtype=torch.bool))
     left = Augmentation(recipe(drop_words=0.5), model(tokenizer), alone()).texts(words, torch.Generator())
     assert left.mask.sum() < 150 and set(left.values[left.mask].tolist()) == {1}
-
-
-# Several processes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -37,15 +37,11 @@ def clip_model(image_blocks=3, text_blocks=2, *, variance_blocks=1):
     of_image = {"model_type": "clip_vision_model", "patch_size": 4, "image_size": 8}
     of_text = {"model_type": "clip_text_model", "vocab_size": 20, "max_position_embeddings": 6, "pad_token_id": 0}
     of_text |= {"bos_token_id": None, "eos_token_id": None}
-    pixels = {"pixel_mean": (0.5,) * 3, "pixel_std": (0.5,) * 3}
-    image = clip_image_encoder(
-        ClipImageConfig(variance_blocks=variance_blocks),
-        description=pixels | {"backbone": of_image | shape | {"num_hidden_layers": image_blocks}},
-    )
-    text = clip_text_encoder(
-        ClipTextConfig(variance_blocks=variance_blocks),
-        description={"backbone": of_text | shape | {"num_hidden_layers": text_blocks}},
-    )
+    described = {"backbone": of_image | shape | {"num_hidden_layers": image_blocks}}
+    described |= {"pixel_mean": (0.5,) * 3, "pixel_std": (0.5,) * 3}
+    image = clip_image_encoder(ClipImageConfig(variance_blocks=variance_blocks), description=described)
+    described = {"backbone": of_text | shape | {"num_hidden_layers": text_blocks}}
+    text = clip_text_encoder(ClipTextConfig(variance_blocks=variance_blocks), description=described)
     return DualEncoder(Tower(None, image, GaussianHead(8, 5)), Tower(None, text, GaussianHead(8, 5)))
 
 
@@ -100,9 +96,8 @@ TABLE = [
 
 
 def test_learning_rates_are_counted_from_the_top_whatever_the_depth():
-    config = OptimConfig(
-        lr=1.0, layer_decay=0.7, image_lr_multiplier=0.5, text_lr_multiplier=0.1, logits_lr_multiplier=20
-    )
+    multipliers = {"image_lr_multiplier": 0.5, "text_lr_multiplier": 0.1, "logits_lr_multiplier": 20}
+    config = OptimConfig(lr=1.0, layer_decay=0.7, **multipliers)
     for (depths, table), kind in itertools.product(TABLE, ("adamw", "adamp")):
         model, loss = clip_model(*depths[:2], variance_blocks=depths[2]), LOSSES["pcmepp"]()
         optimiser = build_optimiser(model, loss, config.model_copy(update={"name": kind}))
@@ -153,9 +148,6 @@ def test_a_step_of_adamw_moves_every_parameter_as_far_as_its_rate_and_the_schedu
     for parameter, (rate, decay), start in zip(everything, rates, before, strict=True):
         expected = start * (1 - 0.25 * rate * decay) - 0.25 * rate * parameter.grad.sign()
         torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-6)
-
-
-# Freezing -------------------------------------------------------------------------------------------------------------
 
 
 def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
@@ -239,8 +231,6 @@ def test_running_statistics_rest_with_their_network_and_go_on_where_layers_learn
     assert any(n.endswith("running_mean") for n in changed(small, pixels, frozen=True))
 
 
-# Schedule -------------------------------------------------------------------------------------------------------------
-
 # Options, epochs, {epochs done: factor}.
 COSINE, CONSTANT, STEP = ({"schedule": name, "warmup_epochs": 0} for name in ("cosine", "constant", "step"))
 LATE = {"warmup_epochs": 2, "freeze_image_epochs": 2}
@@ -284,9 +274,6 @@ def test_the_schedule_is_the_table():
         config = OptimConfig(**options)
         got = {progress: learning_rate_factor(progress, config, epochs=epochs) for progress in table}
         assert got == pytest.approx(table, abs=1e-12), options
-
-
-# Clipping -------------------------------------------------------------------------------------------------------------
 
 
 def with_gradients(*gradients):

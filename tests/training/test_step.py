@@ -142,9 +142,6 @@ def test_mixed_images_are_mixed_before_they_are_encoded():
     assert (unmixed["image.encoder.patches.weight"] - expected["image.encoder.patches.weight"]).abs().max() > 1e-4
 
 
-# Pieces ---------------------------------------------------------------------------------------------------------------
-
-
 def random_case():
     return build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]().double()
 
@@ -215,9 +212,6 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16():
     assert error("image.encoder.patches.weight", lost) > 0.5
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("micro_batch", [0, 3])
 def test_nan_is_told_by_its_term_and_leaves_no_gradient(value, micro_batch):
@@ -262,9 +256,6 @@ def test_a_run_that_diverges_takes_no_half_step_and_keeps_its_last_epoch(tmp_pat
     named = dict(parts[0].named_parameters())
     for name, value in zip(named, after[2], strict=False):
         assert torch.equal(saved[f"model/{name}"], value), name
-
-
-# Compilation ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_encoders_are_compiled_when_asked_and_the_result_is_used(tmp_path, monkeypatch):

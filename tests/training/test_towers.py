@@ -54,9 +54,6 @@ def test_several_processes_average_running_statistics_and_no_word_vectors(monkey
     assert "words.words.weight" in before and changed == {"norm.running_mean", "norm.running_var"}
 
 
-# Two stages -----------------------------------------------------------------------------------------------------------
-
-
 def pcme(folder, *overrides):
     """A small PCME: residual network, two-way GRU from files, local attention, and two stages, the first one epoch."""
     tiny_resnet(folder / "resnet")
