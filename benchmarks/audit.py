@@ -139,15 +139,13 @@ def estimates(log_odds: np.ndarray, wrong: np.ndarray) -> dict[str, float]:
 
 def log_odds(run: Run, distance: np.ndarray) -> np.ndarray:
     assert run.calibration is not None
-    found: np.ndarray = run.calibration.logit(distance, match_fraction=0.5)
-    return found
+    return np.asarray(run.calibration.logit(distance, match_fraction=0.5))
 
 
 def is_wrong(clean: PairData, image: np.ndarray, text: np.ndarray) -> np.ndarray:
     """(p,) bool, whether pairs are not among those of the clean data."""
     m = len(clean.text_ids)
-    wrong: np.ndarray = ~np.isin(image * m + text, clean.pairs[:, 0] * m + clean.pairs[:, 1])
-    return wrong
+    return ~np.isin(image * m + text, clean.pairs[:, 0] * m + clean.pairs[:, 1])
 
 
 def injected(folder: Path, split: str, rates: Sequence[float], resamples: int) -> dict[str, Any]:

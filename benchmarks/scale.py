@@ -98,8 +98,7 @@ class World:
             wide = best.unsqueeze(2).expand(-1, -1, D + 1)
             vectors = torch.cat([vectors, own[row]], 1).gather(1, wide)
         exact = (vectors.double() - self.queries.double().unsqueeze(1)).square().sum(2)
-        found: list[list[int]] = place.gather(1, exact.topk(K, largest=False).indices).tolist()
-        return found
+        return place.gather(1, exact.topk(K, largest=False).indices).tolist()
 
 
 def peak() -> float:

@@ -155,22 +155,19 @@ def ours(prior: str | None = None, **options: Any) -> Any:
         made = ScoreCalibrator(prior=prior, **options)
         if fit.match.any():
             made.fit(fit.score, fit.match, groups=fit.query)
-        p: np.ndarray = made.predict_proba(ask.score, groups=ask.query)[:, 1]
-        return p
+        return made.predict_proba(ask.score, groups=ask.query)[:, 1]
 
     return predict
 
 
 def sigmoid(fit: Lists, ask: Lists) -> np.ndarray:
     made = LogisticRegression(C=1e3).fit(fit.score[:, None], fit.match)
-    p: np.ndarray = made.predict_proba(ask.score[:, None])[:, 1]
-    return p
+    return np.asarray(made.predict_proba(ask.score[:, None])[:, 1])
 
 
 def isotonic(fit: Lists, ask: Lists) -> np.ndarray:
     made = IsotonicRegression(out_of_bounds="clip").fit(fit.score, fit.match)
-    p: np.ndarray = np.clip(made.predict(ask.score), 1e-6, 1 - 1e-6)
-    return p
+    return np.asarray(np.clip(made.predict(ask.score), 1e-6, 1 - 1e-6))
 
 
 def isotonic_of_first(fit: Lists, ask: Lists) -> np.ndarray:
@@ -184,8 +181,7 @@ def min_max(fit: Lists, ask: Lists) -> np.ndarray:
     np.minimum.at(low, ask.query, ask.score)
     np.maximum.at(high, ask.query, ask.score)
     span = np.maximum(high - low, 1e-12)[ask.query]
-    p: np.ndarray = np.clip((ask.score - low[ask.query]) / span, 1e-6, 1 - 1e-6)
-    return p
+    return np.asarray(np.clip((ask.score - low[ask.query]) / span, 1e-6, 1 - 1e-6))
 
 
 def bayesian(kind: str) -> Any:
@@ -195,15 +191,13 @@ def bayesian(kind: str) -> Any:
         if kind == "bm25":
             made = BayesianProbabilityTransform()
             made.fit(fit.score, fit.match, mode="prior_free", max_iterations=3000)
-            likely: np.ndarray = np.clip(np.asarray(made.likelihood(ask.score)), 1e-6, 1 - 1e-6)
-            return likely
+            return np.asarray(np.clip(np.asarray(made.likelihood(ask.score)), 1e-6, 1 - 1e-6))
         background = VectorProbabilityTransform.fit_background(-fit.score, base_rate=float(fit.match.mean()))
         found = np.empty(len(ask.score))
         for q in np.unique(ask.query):
             inside = ask.query == q
             found[inside] = background.calibrate(-ask.score[inside])
-        p: np.ndarray = np.clip(np.nan_to_num(found, nan=0.5), 1e-6, 1 - 1e-6)
-        return p
+        return np.clip(np.nan_to_num(found, nan=0.5), 1e-6, 1 - 1e-6)
 
     return predict
 

@@ -86,14 +86,12 @@ class Verdicts:
     @property
     def own(self) -> np.ndarray:
         """(n,) whether the candidate was written for the image."""
-        own: np.ndarray = self.image == self.candidate[:, 0]
-        return own
+        return np.asarray(self.image == self.candidate[:, 0])
 
     @property
     def yes(self) -> np.ndarray:
         """(n,) fraction of people who said yes."""
-        fraction: np.ndarray = self.said[:, 0] / self.said.sum(1)
-        return fraction
+        return np.asarray(self.said[:, 0] / self.said.sum(1))
 
     def pairs(self, captions: list[list[str]], n_texts: int | None, seed: int = 0) -> list[Pair]:
         """The pairs with all references, or with some drawn ones."""

@@ -100,8 +100,7 @@ def _equal_captions(data: PairData) -> Sequence[Sequence[int]] | None:
     counts = np.bincount(data.pairs[:, 0], minlength=len(data.image_ids))
     if len(set(counts.tolist())) != 1 or len(data.pairs) != len(data.texts):
         return None
-    texts: list[list[int]] = data.pairs[:, 1].reshape(len(data.image_ids), -1).tolist()
-    return texts
+    return data.pairs[:, 1].reshape(len(data.image_ids), -1).tolist()
 
 
 def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple[int, int, int]:

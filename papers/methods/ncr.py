@@ -49,8 +49,7 @@ class NCROptions(LossOptions):
 
 def soft_margin(label: Tensor, margin: float, base: float) -> Tensor:
     """Margins of pairs by their labels in [0, 1]: 0 of label 0, the whole margin of label 1."""
-    margins: Tensor = ((label * math.log(base)).exp() - 1) / (base - 1) * margin
-    return margins
+    return ((label * math.log(base)).exp() - 1) / (base - 1) * margin
 
 
 def fit_mixture(values: Tensor, *, n_steps: int = 30) -> Tensor:

@@ -182,5 +182,4 @@ def answerable_without(split: FrozenSplit, side: Side) -> np.ndarray:
 
 
 def _array(x: Tensor) -> np.ndarray:
-    found: np.ndarray = x.detach().double().cpu().numpy()
-    return found
+    return x.detach().double().cpu().numpy()

@@ -137,8 +137,7 @@ def overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     common = sides.clip(min=0).prod(1)
     union = (box[2:] - box[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(1) - common
-    fractions: np.ndarray = common / union
-    return fractions
+    return np.asarray(common / union)
 
 
 def measure_crops(
@@ -185,8 +184,7 @@ def measure_crops(
 
 def _above(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """(n,) 1 where one is larger, one half where they are equal, else 0."""
-    above: np.ndarray = (one > other) + (one == other) / 2
-    return above
+    return np.asarray((one > other) + (one == other) / 2)
 
 
 @dataclass(frozen=True)

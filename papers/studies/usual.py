@@ -320,8 +320,7 @@ def _tsne(mean: Tensor, seed: int) -> np.ndarray:
     with need("analysis", "t-SNE needs scikit-learn", ", or use --method pca"):
         from sklearn.manifold import TSNE
     perplexity = min(30.0, (len(mean) - 1) / 3)
-    positions: np.ndarray = TSNE(2, perplexity=perplexity, init="pca", random_state=seed).fit_transform(mean.numpy())
-    return positions
+    return np.asarray(TSNE(2, perplexity=perplexity, init="pca", random_state=seed).fit_transform(mean.numpy()))
 
 
 def _discs(positions: np.ndarray, total_variance: Sequence[float]) -> list[dict[str, float]]:

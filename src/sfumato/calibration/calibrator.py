@@ -441,8 +441,7 @@ class Scorer:
         n, found = max(1, n_gallery), np.isfinite(context.nearest[:, 0])
         some, abstained = context[found], np.ones(len(found), bool)
         abstained[found] = calibration.abstains(some.nearest, max_risk, n_gallery=n, reference=some.reference)
-        result: list[bool] = abstained.tolist()
-        return result
+        return abstained.tolist()
 
     def _calibration_for(self, wanted: str) -> DirectionCalibration:
         if self.calibration is None:

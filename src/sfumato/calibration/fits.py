@@ -65,8 +65,7 @@ class Evidence:
     @property
     def has_texts(self) -> np.ndarray:
         """(q, c) whether an item has texts."""
-        found: np.ndarray = ~np.isnan(self.agreement)
-        return found
+        return np.asarray(~np.isnan(self.agreement))
 
     def features(self) -> Floats:
         """(q, c, 6) PAIR_FEATURES."""
@@ -247,8 +246,7 @@ class FitsCalibration:
 
     def query_prior(self, vectors: Array) -> Floats:
         """(q,) log of the fraction of images that queries fit, as their words say. vectors (q, 384)."""
-        found: Floats = as_numpy(vectors) @ np.array(self.prior[:-1]) + self.prior[-1]
-        return found
+        return np.asarray(as_numpy(vectors) @ np.array(self.prior[:-1]) + self.prior[-1])
 
     def corrections(self, hits: JudgedHits, *, seed: int = 0) -> dict[str, Correction]:
         """What verdicts change about the logits of hits: by field of FitsLogits, only where it is better.
@@ -289,8 +287,7 @@ class FitsCalibration:
         logits = [getattr(of, name) for of in self.lengths]
         limits = np.array([(one.low[_WORDS], one.high[_WORDS]) for one in logits])
         low, high = limits[n_words.astype(np.int64).clip(1, LENGTHS[-1]) - 1].T
-        found: Floats = (1 / np.maximum(n_words, 1)).clip(low, high)
-        return found
+        return np.asarray((1 / np.maximum(n_words, 1)).clip(low, high))
 
 
 def _kinds(hits: JudgedHits) -> dict[str, np.ndarray]:

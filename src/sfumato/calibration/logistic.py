@@ -175,8 +175,7 @@ class ScoreFormula:
 
     def logit(self, lists: HitLists) -> Floats:
         """(n,) logits of hits, in the order of the lists."""
-        found: Floats = self.intercept + lists.features(self.knots) @ np.array(list(self.weights.values()))
-        return found
+        return np.asarray(self.intercept + lists.features(self.knots) @ np.array(list(self.weights.values())))
 
     def nothing_matches(self, lists: HitLists, logit: Floats) -> Floats:
         """(q,) probabilities that no hit of a list matches. logit (n,)."""

@@ -128,8 +128,7 @@ def knots_logit(distance: Floats, knots: Knots, slope: float) -> Floats:
     """The logit of an isotonic fit: linear between the knots, and falling with a constant slope outside of them."""
     x, y = (np.array(values) for values in zip(*knots, strict=True))
     inside = distance.clip(x[0], x[-1])
-    found: Floats = np.interp(inside, x, y) - slope * (distance - inside)
-    return found
+    return np.asarray(np.interp(inside, x, y) - slope * (distance - inside))
 
 
 def log_odds(p: float) -> float:

@@ -142,10 +142,7 @@ class QueryScores:
     @cached_property
     def groups(self) -> np.ndarray:
         """(q,) number of the group of each query, from 0 on; each its own if all queries are independent."""
-        found: np.ndarray = (
-            np.unique(self.group, return_inverse=True)[1] if self.group else np.arange(len(self.nearest))
-        )
-        return found
+        return np.unique(self.group, return_inverse=True)[1] if self.group else np.arange(len(self.nearest))
 
     @cached_property
     def limits(self) -> np.ndarray:
@@ -207,8 +204,7 @@ def growth_by_halving(n_matches: np.ndarray, n_gallery: int) -> float:
 def limits_of(nearest: np.ndarray) -> np.ndarray:
     """The distances that are tested as limits. nearest (q,) -> (N_STEPS,)."""
     ranks = -(-np.arange(1, N_STEPS + 1) * len(nearest) // N_STEPS)
-    limits: np.ndarray = np.sort(nearest)[ranks - 1]
-    return limits
+    return np.sort(nearest)[ranks - 1]
 
 
 def _checked(distance: Array, match: Array) -> tuple[np.ndarray, np.ndarray]:

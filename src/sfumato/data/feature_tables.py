@@ -204,8 +204,7 @@ def vectors_of(chunks: Sequence[Any], what: str) -> np.ndarray:
     if len(lengths) != 1 or None in lengths:
         raise ValueError(f"{what} differ in length, or some are missing")
     values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
-    found: np.ndarray = np.concatenate(values).reshape(sum(map(len, chunks)), -1)
-    return found
+    return np.concatenate(values).reshape(sum(map(len, chunks)), -1)
 
 
 def _is_list_of_floats(kind: Any) -> bool:

@@ -71,8 +71,7 @@ class PairData:
     @cached_property
     def _keys(self) -> np.ndarray:
         """(p,) sorted keys of the pairs, for look-up."""
-        keys: np.ndarray = self.pairs[:, 0] * len(self.text_ids) + self.pairs[:, 1]
-        return keys
+        return np.asarray(self.pairs[:, 0] * len(self.text_ids) + self.pairs[:, 1])
 
     def relevance(self) -> Relevance:
         """The matches as a relevance.
@@ -236,23 +235,20 @@ class PairSampler:
         low, high = self._cumulated[self._starts[images]], self._cumulated[self._starts[images + 1]]
         # Rounding up to `high` would land on the next image's first pair.
         drawn = np.minimum(low + random.random(len(images)) * (high - low), np.nextafter(high, low))
-        texts: np.ndarray = self.data.pairs[np.searchsorted(self._cumulated, drawn, side="right") - 1, 1]
-        return texts
+        return np.asarray(self.data.pairs[np.searchsorted(self._cumulated, drawn, side="right") - 1, 1])
 
     def _one_of_each_group(self, random: np.random.Generator, size: int) -> np.ndarray:
         """One image of each of some groups at random."""
         groups = random.permutation(len(self._group_starts))[:size]
         ends = np.append(self._group_starts[1:], len(self._by_group))
-        chosen: np.ndarray = self._by_group[random.integers(self._group_starts[groups], ends[groups])]
-        return chosen
+        return self._by_group[random.integers(self._group_starts[groups], ends[groups])]
 
     def _labels(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Of a batch (images and texts, b each) the labels at some rows and columns."""
         labels = self._matches(images, texts, rows, columns)
         if self.grades is None:
             return labels
-        graded: np.ndarray = np.maximum(labels, np.minimum(self.grades(images[rows], texts[columns]) / 2, _BELOW_HALF))
-        return graded
+        return np.asarray(np.maximum(labels, np.minimum(self.grades(images[rows], texts[columns]) / 2, _BELOW_HALF)))
 
     def _matches(self, images: np.ndarray, texts: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         if self.positives == "listed":
@@ -276,8 +272,7 @@ class PairSampler:
         kind_number = np.unique(kinds, return_inverse=True)[1][self.data.pairs[:, 1]]
         key = self.data.pairs[:, 0] * (kind_number.max() + 1) + kind_number
         _, which, counts = np.unique(key, return_inverse=True, return_counts=True)
-        shared: np.ndarray = weight / counts[which]
-        return shared
+        return np.asarray(weight / counts[which])
 
 
 @dataclass(frozen=True)
@@ -375,8 +370,7 @@ class Grades:
         seen = column >= 0
         of_images = np.zeros((len(images), len(used)))
         np.add.at(of_images, (row[seen], column[seen]), self._images.weight[entry[seen]])
-        grades: np.ndarray = (of_images @ of_texts.T).clip(max=1).astype(np.float32)
-        return grades
+        return (of_images @ of_texts.T).clip(max=1).astype(np.float32)
 
 
 class _Rows:

@@ -168,8 +168,7 @@ def _in_text_order(data: PairData) -> tuple[np.ndarray, np.ndarray]:
 
 def _key(image: np.ndarray, text: np.ndarray, data: PairData) -> np.ndarray:
     """One number for each pair."""
-    key: np.ndarray = image * len(data.text_ids) + text
-    return key
+    return np.asarray(image * len(data.text_ids) + text)
 
 
 def _wrong_images(

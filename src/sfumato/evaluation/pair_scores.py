@@ -215,8 +215,7 @@ def _among_unlisted(rank: np.ndarray, ground_truth: Relevance) -> np.ndarray:
     order = np.lexsort((rank, ground_truth.query_of_item))
     own = np.empty_like(rank)
     own[order] = np.arange(len(rank)) - np.repeat(ground_truth.indptr[:-1], ground_truth.counts)
-    unlisted: np.ndarray = rank - own
-    return unlisted
+    return np.asarray(rank - own)
 
 
 def _missing(of_images: _Side, of_texts: _Side, listed: Relevance, wording: Sequence[str] | None) -> MissingScores:

@@ -281,8 +281,7 @@ class SimilarityMatrix:
         a, b = (xp.astype(x, xp.result_type(a, b)) for x in (a, b))
         if self.kind == "cosine":
             a, b = (x / xp.clip(xp.linalg.vector_norm(x, axis=1, keepdims=True), 1e-12, None) for x in (a, b))
-        found: Array = a @ b.T
-        return found
+        return a @ b.T
 
 
 def ranked_by(score: str | Distance, images: GaussianEmbedding, texts: GaussianEmbedding) -> Source:

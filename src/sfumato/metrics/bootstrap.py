@@ -129,8 +129,7 @@ def average_ranks(x: np.ndarray) -> np.ndarray:
     """Ranks from 0; equal values get the mean of their ranks. x (n,) -> (n,)."""
     _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    ranks: np.ndarray = (ends - (counts + 1) / 2)[which]
-    return ranks
+    return (ends - (counts + 1) / 2)[which]
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:

@@ -178,8 +178,7 @@ def _count_true(flags: np.ndarray) -> np.ndarray:
     # The eight bytes of a word add up side by side; a byte holds up to 255.
     words = flags.view(np.uint64)
     lanes = np.add.reduceat(words, np.arange(0, words.shape[-1], 255), axis=-1)
-    total: np.ndarray = lanes.view(np.uint8).sum(-1, dtype=np.int64)
-    return total
+    return np.asarray(lanes.view(np.uint8).sum(-1, dtype=np.int64))
 
 
 def _ranks_from_sorted(row: np.ndarray, items: np.ndarray) -> np.ndarray:

@@ -73,8 +73,7 @@ class DirectionResult:
     def true_items(self, query: int) -> np.ndarray:
         """The true items of a query, the best-ranked first."""
         start, stop = self.ground_truth.indptr[query : query + 2]
-        items: np.ndarray = self.ground_truth.indices[start:stop][np.argsort(self.ranks[start:stop], kind="stable")]
-        return items
+        return self.ground_truth.indices[start:stop][np.argsort(self.ranks[start:stop], kind="stable")]
 
     def best_rank(self, query: int) -> int:
         """The rank of a query's best-ranked true item."""
