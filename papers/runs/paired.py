@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, need_pyarrow
 from sfumato.evaluation.benchmarks import (
     COMPARED,
     KEYS,
+    NEEDS_PYARROW,
     BenchmarkRanks,
     check_per_query_path,
-    need_pyarrow,
     per_query_table,
     strings,
 )
@@ -154,12 +154,11 @@ def read_per_query(path: str | Path) -> PerQuery:
 
 
 def _read_parquet(path: Path) -> dict[str, list[Any]]:
-    arrow, parquet = need_pyarrow()
+    arrow = need_pyarrow(*NEEDS_PYARROW)
     try:
-        columns: dict[str, list[Any]] = parquet.read_table(io.BytesIO(path.read_bytes())).to_pydict()
+        return dict(arrow.parquet.read_table(io.BytesIO(path.read_bytes())).to_pydict())
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a complete Parquet file ({error})") from error
-    return columns
 
 
 def _read_csv(path: Path) -> dict[str, list[Any]]:

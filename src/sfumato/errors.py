@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 _CAUSES = {
     errno.ENOSPC: "the disk is full; free some space, then run the same command again",
@@ -121,6 +122,14 @@ def need(extra: str, what: str, instead: str = "") -> Iterator[None]:
         yield
     except ImportError as error:
         raise UserError(f"{what}: pip install 'sfumato[{extra}]'{instead}") from error
+
+
+def need_pyarrow(what: str, instead: str = "") -> Any:
+    """The package pyarrow with its module parquet, for what needs it."""
+    with need("parquet", what, instead):
+        import pyarrow
+        import pyarrow.parquet
+    return pyarrow
 
 
 _PLAIN_SECONDS = 15.0

@@ -124,13 +124,6 @@ Knots = tuple[tuple[float, float], ...]
 """(distance, logit) by ascending distance, falling logits: of an isotonic fit of an earlier version."""
 
 
-def knots_logit(distance: Floats, knots: Knots, slope: float) -> Floats:
-    """The logit of an isotonic fit: linear between the knots, and falling with a constant slope outside of them."""
-    x, y = (np.array(values) for values in zip(*knots, strict=True))
-    inside = distance.clip(x[0], x[-1])
-    return np.asarray(np.interp(inside, x, y) - slope * (distance - inside))
-
-
 def log_odds(p: float) -> float:
     """Logarithm of the odds of a probability."""
     return math.log(p) - math.log1p(-p)
@@ -163,7 +156,10 @@ class PairLogits:
         d = as_numpy(distance, "distance", "Calibration").astype(np.float64)
         if self.knots is None:
             return like(match_logit(d, self.logit_scale, self.logit_bias + shift), distance)
-        return like(knots_logit(d, self.knots, self.logit_scale) + shift, distance)
+        # Linear between the knots, and falling with a constant slope outside of them.
+        x, y = (np.array(values) for values in zip(*self.knots, strict=True))
+        inside = d.clip(x[0], x[-1])
+        return like(np.interp(inside, x, y) - self.logit_scale * (d - inside) + shift, distance)
 
     def probability(self, distance: Array, *, match_fraction: float | None = None) -> Array:
         """Probability that a random pair at this distance matches. Returns (...)."""

@@ -156,7 +156,9 @@ class QueryScores:
             JSON values; infinite distances become null.
         """
         values = {name: getattr(self, name) for name in (*_PLAIN, "group")}
-        return values | {name: [_shortest(x) for x in getattr(self, name)] for name in _PER_QUERY}
+        for name in _PER_QUERY:  # Each a float32, with the fewest digits that distinguish it from all others.
+            values[name] = [None if math.isinf(x) else float(str(np.float32(x))) for x in getattr(self, name)]
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "QueryScores":
@@ -254,11 +256,6 @@ def _mean_of_groups(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
         total = np.bincount(groups[known], column[known], minlength=n)
         means.append((total[count > 0] / count[count > 0]).mean() if known.any() else 0.0)
     return np.array(means)
-
-
-def _shortest(x: float) -> float | None:
-    """A float32 with the fewest digits that distinguish it from all others."""
-    return None if math.isinf(x) else float(str(np.float32(x)))
 
 
 # ---------------------------------------------------------------- guarantees

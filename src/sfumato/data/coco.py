@@ -98,21 +98,17 @@ class CocoOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    year: str = Field(
-        "", coerce_numbers_to_str=True, description="2014 or 2017, where a folder has the captions of several years"
-    )
+    year: str = Field("", coerce_numbers_to_str=True)
+    """2014 or 2017, where a folder has the captions of several years"""
 
 
-@dataclass(frozen=True)
-class CocoCaptions:
-    """What a captions file of COCO says, as it stands there."""
+def coco_captions(
+    path: str | Path, problems: Problems | None = None
+) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
+    """Read a captions file of COCO; malformed entries are recorded, or an error without a place for them.
 
-    files: dict[str, str]  # file name of each image by its number
-    captions: list[tuple[str, str, str]]  # (annotation id, image number, caption)
-
-
-def coco_captions(path: str | Path, problems: Problems | None = None) -> CocoCaptions:
-    """Read a captions file of COCO; malformed entries are recorded, or an error without a place for them."""
+    Returns (file name of each image by its number, (annotation id, image number, caption) of each caption).
+    """
     path, problems = Path(path), Problems() if problems is None else problems
     loaded = read_json(path)
     kind = json_kind(loaded)
@@ -147,7 +143,7 @@ def coco_captions(path: str | Path, problems: Problems | None = None) -> CocoCap
         else:
             seen.add(str(entry["id"]))
             captions.append((str(entry["id"]), str(entry["image_id"]), text))
-    return CocoCaptions(files, captions)
+    return files, captions
 
 
 def _is_number(value: Any) -> bool:
@@ -226,11 +222,11 @@ def _caption_files(folder: Path, year: str) -> dict[str, Path]:
 def _items(
     file: Path, split: str, images: Path, archive: TarArchive | None, problems: Problems
 ) -> Iterator[SourceItem]:
-    listed = coco_captions(file, problems)
+    files, captions = coco_captions(file, problems)
     texts: dict[str, list[tuple[str, str]]] = {}
-    for identity, image, text in listed.captions:
+    for identity, image, text in captions:
         texts.setdefault(image, []).append((identity, text))
-    for image, name in listed.files.items():
+    for image, name in files.items():
         if image not in texts:
             problems.add(f"{file} image {image}", "no usable caption")
         elif (source := find_image(images, archive, "", name)) is None:

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, Literal, get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from sfumato.data.images import ZipImage
 from sfumato.data.pairs import PairData, normal_wording
@@ -50,12 +50,10 @@ class EmojiOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    held_out_wordings: str = Field(
-        "", description="I/K, e.g. 0/5: train without part I of K of the wordings; split wordings has these alone"
-    )
-    held_out_concepts: str = Field(
-        "", description="I/K, e.g. 0/10: train without part I of K of the concepts; split concepts has these alone"
-    )
+    held_out_wordings: str = ""
+    """I/K, e.g. 0/5: train without part I of K of the wordings; split wordings has these alone"""
+    held_out_concepts: str = ""
+    """I/K, e.g. 0/10: train without part I of K of the concepts; split concepts has these alone"""
 
     @field_validator("held_out_wordings", "held_out_concepts")
     @classmethod
@@ -206,10 +204,7 @@ def _dealt(n: int, order: Callable[[int], Any], part: int, of: int) -> np.ndarra
 
 @cache
 def _concepts() -> list[dict[str, Any]]:
-    concepts: list[dict[str, Any]] = json.loads(
-        (resources.files("sfumato.data") / "emoji_set" / "concepts.json").read_text("utf-8")
-    )
-    return concepts
+    return list(json.loads((resources.files("sfumato.data") / "emoji_set" / "concepts.json").read_text("utf-8")))
 
 
 @cache

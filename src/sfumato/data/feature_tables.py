@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from sfumato.arrays import as_numpy
 from sfumato.data.image_inputs import FLOATS, load_array, regions_to_bytes
-from sfumato.errors import UserError, first_line, need
+from sfumato.errors import UserError, first_line, need, need_pyarrow
 from sfumato.gaussian import GaussianEmbedding, check_finite, is_embeddings_file, load_embeddings
 from sfumato.ids import natural_key
 
@@ -179,9 +179,7 @@ def _read_tensors(path: Path, name: str | None) -> tuple[np.ndarray, np.ndarray 
 
 def _read_column(path: Path, name: str | None) -> np.ndarray:
     """The vectors in a column of a Parquet file."""
-    with need("parquet", f"{path}: Parquet files need pyarrow"):
-        import pyarrow
-        import pyarrow.parquet
+    pyarrow = need_pyarrow(f"{path}: Parquet files need pyarrow")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             lists = [c.name for c in file.schema_arrow if _is_list_of_floats(c.type)]
@@ -419,11 +417,8 @@ def _metadata(folder: Path) -> tuple[list[str] | None, list[str] | None]:
     files = sorted(folder.glob("*.parquet"), key=lambda file: natural_key(file.name))
     if not files:
         return None, None
-    with need(
-        "parquet", f"{folder}: Parquet metadata need pyarrow", ", or move the folder away: ids are then row numbers"
-    ):
-        import pyarrow
-        import pyarrow.parquet
+    instead = ", or move the folder away: ids are then row numbers"
+    pyarrow = need_pyarrow(f"{folder}: Parquet metadata need pyarrow", instead)
     columns: dict[str, list[str]] = {"image_path": [], "caption": []}
     try:
         for file in files:

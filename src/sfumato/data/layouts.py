@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from sfumato.data.coco import karpathy_entries
 from sfumato.data.feature_tables import EmbeddingRow, FeatureRow, NamedTable, RegionFile, open_table
@@ -33,26 +33,18 @@ class CubOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lists: str = Field(
-        "splits",
-        description="folder of trainvalclasses.txt, testclasses.txt, trainclasses1.txt to valclasses3.txt and"
-        " seen_test_images.txt; relative to data.path, or absolute",
-    )
-    fold: Literal[0, 1, 2, 3] = Field(
-        0,
-        description="0: train on the 150 classes of the benchmark; 1, 2, 3: train on 100 of them and validate on the"
-        " other 50, to choose hyper-parameters",
-    )
-    classes: tuple[str, ...] = Field(
-        (),
-        description="read these classes alone, e.g. 192.Downy_Woodpecker, and divide their images into train, val and"
-        " test by a hash of their ids; lists and fold have no effect",
-    )
-    train_pairs: TrainPairs = Field(
-        "class",
-        description="training pairs. class: every image with every caption of its class; own: every image with its own"
-        " captions, for data.positives=sampled, which makes all pairs of a class in a batch matches",
-    )
+    lists: str = "splits"
+    """folder of trainvalclasses.txt, testclasses.txt, trainclasses1.txt to valclasses3.txt and seen_test_images.txt;
+    relative to data.path, or absolute"""
+    fold: Literal[0, 1, 2, 3] = 0
+    """0: train on the 150 classes of the benchmark; 1, 2, 3: train on 100 of them and validate on the other 50, to
+    choose hyper-parameters"""
+    classes: tuple[str, ...] = ()
+    """read these classes alone, e.g. 192.Downy_Woodpecker, and divide their images into train, val and test by a hash
+    of their ids; lists and fold have no effect"""
+    train_pairs: TrainPairs = "class"
+    """training pairs. class: every image with every caption of its class; own: every image with its own captions, for
+    data.positives=sampled, which makes all pairs of a class in a batch matches"""
 
 
 def read_cub(
@@ -238,11 +230,8 @@ def _ids(path: Path, rows: int, of_line: np.ndarray) -> list[str] | None:
 
 def _first_of_equal(file: RegionFile) -> np.ndarray:
     """(n,) position of the first row in each row's run of consecutive equal rows."""
-    first = np.arange(file.n)
-    for row in range(1, file.n):
-        if file.same(row, row - 1):
-            first[row] = first[row - 1]
-    return first
+    is_new = [row == 0 or not file.same(row, row - 1) for row in range(file.n)]
+    return np.maximum.accumulate(np.where(is_new, np.arange(file.n), 0))
 
 
 _SIDES = ("image", "text")

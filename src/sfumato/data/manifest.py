@@ -24,7 +24,7 @@ from sfumato.data.image_decoding import IMAGE_ENDINGS, spelt
 from sfumato.data.images import FileImage, Problems, image_files
 from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.data.photographs import MAX_SIDECAR, names_in, sidecars
-from sfumato.errors import UserError, expected_columns, first_line, need
+from sfumato.errors import UserError, expected_columns, first_line, need_pyarrow
 from sfumato.files import read_regular
 from sfumato.ids import is_text, uniform_hash
 
@@ -160,9 +160,7 @@ def _json_list(text: str | None) -> str | list[Any] | None:
 
 
 def _parquet_rows(path: Path, needed: Sequence[str]) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    with need("parquet", "Parquet manifests need pyarrow"):
-        import pyarrow
-        import pyarrow.parquet
+    pyarrow = need_pyarrow("Parquet manifests need pyarrow")
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

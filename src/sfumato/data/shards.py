@@ -135,17 +135,6 @@ def _groups(file: IO[bytes], bad: Callable[[str], None]) -> Iterator[tuple[str, 
         yield key, [(ending, member) for _, ending, member in group]
 
 
-def _image(group: _Group) -> tarfile.TarInfo:
-    """The member of a sample that is its image; a ValueError says why there is none."""
-    endings = [ending for ending, _ in group]
-    image = next((ending for ending in SHARD_IMAGE_ENDINGS if ending in endings), None)
-    if image is None:
-        raise ValueError(f"no image: there is only .{', .'.join(endings)}")
-    if endings.count(image) > 1:
-        raise ValueError(f".{image} occurs twice")
-    return group[endings.index(image)][1]
-
-
 def _sample(file: IO[bytes], location: str, group: _Group) -> ShardSample:
     """Read image and caption of a group; a ValueError names what is missing."""
     members = dict(group)
@@ -157,7 +146,8 @@ def _sample(file: IO[bytes], location: str, group: _Group) -> ShardSample:
         file.seek(member.offset_data)
         return file.read(member.size)
 
-    image = _image(group)
+    if (image := next((ending for ending in SHARD_IMAGE_ENDINGS if ending in members), None)) is None:
+        raise ValueError(f"no image: there is only .{', .'.join(members)}")
     if "txt" in members:
         text = _decoded(read(members["txt"]))
     elif "json" in members:
@@ -166,7 +156,7 @@ def _sample(file: IO[bytes], location: str, group: _Group) -> ShardSample:
         raise ValueError("no caption: there is neither .txt nor .json")
     if not text.strip():
         raise ValueError("the caption is empty")
-    return ShardSample(location, read(image), text.strip())
+    return ShardSample(location, read(members[image]), text.strip())
 
 
 def _decoded(data: bytes) -> str:

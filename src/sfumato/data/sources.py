@@ -275,9 +275,8 @@ class DataConfig(BaseModel):
     max_problem_fraction: float = Field(0.01, ge=0, le=1)
     """stop if a larger fraction of the training and validation images is unusable; up to three unusable images never
     stop a run"""
-    options: dict[str, Any] = Field(
-        default={}, description="options of emoji, coco, cub, datasets, or a source from outside"
-    )
+    options: dict[str, Any] = Field(default={})
+    """options of emoji, coco, cub, datasets, or a source from outside"""
 
     @model_validator(mode="before")
     @classmethod

@@ -166,17 +166,12 @@ def _in_text_order(data: PairData) -> tuple[np.ndarray, np.ndarray]:
     return data.pairs[order, 0], data.pairs[order, 1]
 
 
-def _key(image: np.ndarray, text: np.ndarray, data: PairData) -> np.ndarray:
-    """One number for each pair."""
-    return np.asarray(image * len(data.text_ids) + text)
-
-
 def _wrong_images(
     image: np.ndarray, text: np.ndarray, data: PairData, random: np.random.Generator
 ) -> np.ndarray | None:
     """The (k,) images permuted so that no pair is a true one and none occurs twice; None if that fails."""
     image, m = image[random.permutation(len(image))], len(data.text_ids)
-    true, keys = _key(*_in_text_order(data), data), _key(image, text, data)
+    true, keys = data.pairs[:, 0] * m + data.pairs[:, 1], image * m + text  # One number for each pair.
     bad = np.isin(keys, true)
     bad[np.setdiff1d(np.arange(len(keys)), np.unique(keys, return_index=True)[1])] = True
     if not bad.any():

@@ -17,7 +17,7 @@ import numpy as np
 
 from sfumato.arrays import Array, like
 from sfumato.data.coco import coco_image_id
-from sfumato.errors import UserError, need
+from sfumato.errors import UserError, need_pyarrow
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.files import write_atomically
 from sfumato.ids import DIRECTIONS, Direction
@@ -296,6 +296,9 @@ COMPARED = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
 PER_QUERY_ENDINGS = (".parquet", ".csv")
 """Endings of the files of single queries."""
 
+NEEDS_PYARROW = "Parquet files need pyarrow", ", or use a name that ends in .csv"
+"""What :func:`~sfumato.errors.need_pyarrow` says for these files."""
+
 KEYS = ("truth", "direction", "query", "group")
 """Columns of texts: ground truth, direction and query are the key of a row."""
 _METRICS = (*COMPARED, "best_rank")
@@ -354,7 +357,7 @@ def write_per_query(path: str | Path, columns: Mapping[str, np.ndarray]) -> None
     path = Path(path)
     check_per_query_path(path)
     if path.suffix == ".parquet":
-        arrow, parquet = need_pyarrow()
+        arrow = need_pyarrow(*NEEDS_PYARROW)
         arrays = {
             name: arrow.array(values.tolist(), arrow.string())
             if name in KEYS
@@ -362,7 +365,7 @@ def write_per_query(path: str | Path, columns: Mapping[str, np.ndarray]) -> None
             for name, values in columns.items()
         }
         sink = io.BytesIO()
-        parquet.write_table(arrow.table(arrays), sink)
+        arrow.parquet.write_table(arrow.table(arrays), sink)
         write_atomically(path, sink.getvalue())
         return
     text = io.StringIO()
@@ -384,12 +387,4 @@ def check_per_query_path(path: Path) -> None:
             f"{path}: results of single queries must be a .parquet or .csv file, got {path.suffix or 'no ending'}"
         )
     if path.suffix == ".parquet":
-        need_pyarrow()
-
-
-def need_pyarrow() -> tuple[Any, Any]:
-    """The packages pyarrow and pyarrow.parquet."""
-    with need("parquet", "Parquet files need pyarrow", ", or use a name that ends in .csv"):
-        import pyarrow
-        import pyarrow.parquet
-    return pyarrow, pyarrow.parquet
+        need_pyarrow(*NEEDS_PYARROW)

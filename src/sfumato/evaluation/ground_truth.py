@@ -257,11 +257,11 @@ def _read_pairs(path: Path) -> _Ids:
 
 def _of_coco(path: Path) -> _Ids:
     problems = Problems()
-    listed = coco_captions(path, problems)
+    files, captions = coco_captions(path, problems)
     if problems:
         raise UserError(f"{path}: some entries cannot be used:\n{problems.summary()}")
-    pairs = [(image, text) for text, image, _ in listed.captions]
-    return list(listed.files), [text for _, text in pairs], pairs
+    pairs = [(image, text) for text, image, _ in captions]
+    return list(files), [text for _, text in pairs], pairs
 
 
 def _read_csv(path: Path) -> _Ids:

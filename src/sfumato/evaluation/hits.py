@@ -98,7 +98,7 @@ def measure_hits(
     n = len(distance)
     directions: tuple[Direction, ...] = ("t2i", "i2t")
     for direction in directions:
-        seen = [_Seen.by(fold.calibration, embedded, direction) for fold in folds]
+        seen = [_seen_by(fold.calibration, embedded, direction) for fold in folds]
         for size in [*sorted({size for size in sizes if size < n}), n]:
             n_drawn = n_galleries if size < n else 1
             parts = [
@@ -141,7 +141,7 @@ def first_hits(
     population: str = "planted",
 ) -> FirstHits:
     """The probabilities of first hits in the whole of a split."""
-    seen = _Seen.by(calibration, embedded, direction)
+    seen = _seen_by(calibration, embedded, direction)
     (asked,) = _galleries(as_numpy(distance), as_numpy(match), direction, len(distance), 1, np.random.default_rng(0))
     p, y = _hits(calibration, asked, direction, population, seen)
     queries = asked.queries[asked.match.any(1)] if population == "planted" else asked.queries
@@ -183,27 +183,20 @@ class _Asked:
         return replace(self, distance=self.distance[kept], match=self.match[kept], queries=self.queries[kept])
 
 
-@dataclass(frozen=True, eq=False)
-class _Seen:
-    """All queries and items of a direction as reference queries see them."""
+_Seen = tuple[np.ndarray, np.ndarray] | None
+"""(n,) hub of each item and (m,) isolation of each query, as reference queries see them; None without these."""
 
-    isolation: np.ndarray
-    hub: np.ndarray
 
-    @classmethod
-    def by(
-        cls,
-        calibration: Calibration,
-        embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None,
-        direction: Direction,
-    ) -> "_Seen | None":
-        """None for a calibration without reference queries."""
-        if (reference := calibration.of(direction).reference) is None:
-            return None
-        if embedded is None:
-            raise no_reference_error("measure_hits(..., embedded=...)")
-        items, queries = embedded if direction == "t2i" else embedded[::-1]
-        return cls(reference.isolation(queries), reference.hub(items))
+def _seen_by(
+    calibration: Calibration, embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None, direction: Direction
+) -> _Seen:
+    """All queries and items of a direction."""
+    if (reference := calibration.of(direction).reference) is None:
+        return None
+    if embedded is None:
+        raise no_reference_error("measure_hits(..., embedded=...)")
+    items, queries = embedded if direction == "t2i" else embedded[::-1]
+    return reference.hub(items), reference.isolation(queries)
 
 
 def _galleries(
@@ -220,7 +213,7 @@ def _galleries(
 
 
 def _hits(
-    calibration: Calibration, asked: _Asked, direction: Direction, population: str, seen: _Seen | None
+    calibration: Calibration, asked: _Asked, direction: Direction, population: str, seen: _Seen
 ) -> tuple[np.ndarray, np.ndarray]:
     """((q, 10) probabilities, (q, 10) matches) of the first hits."""
     distance, match, queries = asked.distance, asked.match, asked.queries
@@ -230,7 +223,8 @@ def _hits(
     nearest, place = smallest(distance, N_NEAREST)
     reference = None
     if seen is not None:
-        reference = np.stack([seen.hub[asked.items[place[:, 0]]], seen.isolation[queries]], axis=1)
+        hub, isolation = seen
+        reference = np.stack([hub[asked.items[place[:, 0]]], isolation[queries]], axis=1)
     fit = calibration.of(direction)
     p = fit.hit_probability(nearest[:, :10], nearest, n_gallery=distance.shape[1], reference=reference)
     return p.astype(np.float64), np.take_along_axis(match, place[:, :10], 1).astype(np.float64)

@@ -222,10 +222,9 @@ class ShownHit:
 
 def _rank_name(rank: int) -> str:
     """The name of the interval of ranks that holds a rank."""
-    low, high = 1, [str(last) for last in RANKS if rank <= last][:1]
-    for last in RANKS:
-        low = last + 1 if rank > last else low
-    return f"rank {low}" if high == [str(low)] else f"rank {low}-{''.join(high)}"
+    low = 1 + max((last for last in RANKS if last < rank), default=0)
+    high = next((str(last) for last in RANKS if rank <= last), "")
+    return f"rank {low}" if high == str(low) else f"rank {low}-{high}"
 
 
 def _probability_name(p: float | None) -> str:

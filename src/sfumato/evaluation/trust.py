@@ -4,7 +4,8 @@ The inputs are embeddings of any model and their ground truth. Labels are used t
 an input of an estimator.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -47,12 +48,7 @@ def caption_distance(texts: GaussianEmbedding, relevance: Relevance) -> np.ndarr
     texts (m, d) -> (n,).
     """
     mean = as_numpy(texts.mean).astype(np.float64)
-    result = np.full(relevance.n_queries, np.nan)
-    for i, count in enumerate(relevance.counts):
-        if count > 1:
-            own = mean[relevance.indices[relevance.indptr[i] : relevance.indptr[i + 1]]]
-            result[i] = 2 * count / (count - 1) * np.square(own - own.mean(0)).sum(1).mean()
-    return result
+    return _of_captions(relevance, lambda own: float(2 * mean[own].var(0, ddof=1).sum()))
 
 
 def caption_words(texts: Sequence[str], relevance: Relevance) -> np.ndarray:
@@ -63,13 +59,18 @@ def caption_words(texts: Sequence[str], relevance: Relevance) -> np.ndarray:
     Returns (n,).
     """
     words = [set(words_of(text)) for text in texts]
-    result = np.full(relevance.n_queries, np.nan)
-    for i, count in enumerate(relevance.counts):
-        if count > 1:
-            own = [words[t] for t in relevance.indices[relevance.indptr[i] : relevance.indptr[i + 1]]]
-            overlaps = [len(a & b) / max(len(a | b), 1) for k, a in enumerate(own) for b in own[:k]]
-            result[i] = 1 - sum(overlaps) / len(overlaps)
-    return result
+
+    def spread(own: np.ndarray) -> float:
+        pairs = itertools.combinations([words[t] for t in own], 2)
+        return 1 - float(np.mean([len(a & b) / max(len(a | b), 1) for a, b in pairs]))
+
+    return _of_captions(relevance, spread)
+
+
+def _of_captions(relevance: Relevance, spread: Callable[[np.ndarray], float]) -> np.ndarray:
+    """(n,) a number of the positions of each image's captions; NaN where there are fewer than two."""
+    parts = (relevance.indices[start:stop] for start, stop in itertools.pairwise(relevance.indptr))
+    return np.array([spread(own) if len(own) > 1 else np.nan for own in parts])
 
 
 def words_of(text: str) -> list[str]:

@@ -172,11 +172,8 @@ def balanced_spearman(
     if len(members) < 2:
         return float("nan")
     random = np.random.default_rng(seed)
-    values = []
-    for _ in range(n_sets):
-        chosen = np.concatenate([random.permutation(m)[:per_bin] for m in members])
-        values.append(spearman(x[chosen], multiplicity[chosen]))
-    return float(np.mean(values))
+    sets = (np.concatenate([random.permutation(m)[:per_bin] for m in members]) for _ in range(n_sets))
+    return float(np.mean([spearman(x[chosen], multiplicity[chosen]) for chosen in sets]))
 
 
 def resampled_balanced_spearman(

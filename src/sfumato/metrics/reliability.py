@@ -113,11 +113,8 @@ def simulated_calibration_errors(probability: Array, true_probability: Array, *,
     """The ECE over sets of outcomes that are drawn from other probabilities. probability (k,) -> (n_samples,)."""
     p, q = _predictions("simulated_calibration_errors", probability, true_probability)
     random, bins = np.random.default_rng(0), _which_bin(p, N_BINS, "count")
-    errors = []
-    for _ in range(n_samples):
-        gaps = p - (random.random(len(p)) < q)
-        errors.append(np.abs(np.bincount(bins, gaps)).sum() / len(p))
-    return np.array(errors)
+    gaps = (p - (random.random(len(p)) < q) for _ in range(n_samples))
+    return np.array([np.abs(np.bincount(bins, of_sample)).sum() / len(p) for of_sample in gaps])
 
 
 def calibration_error_by_chance(probability: Array) -> float:

@@ -189,8 +189,7 @@ def _ranks_from_sorted(row: np.ndarray, items: np.ndarray) -> np.ndarray:
     if len(tied) > _COUNT_AT_MOST:
         rank = np.empty(len(row), np.int64)
         rank[np.argsort(row, kind="stable")] = np.arange(len(row))
-        ranks = rank[items]
-        return ranks
+        return np.asarray(rank[items])
     for t in tied:
         ranks[t] += np.count_nonzero(row[: items[t]] == own[t])
     return ranks
@@ -259,13 +258,10 @@ def chance_metrics(relevance: Relevance, ks: Sequence[int] = (1, 5, 10)) -> dict
     if not has.any():
         raise ValueError("chance_metrics: no query has a relevant item")
     found = relevance.counts[has]
-    result = {}
-    for k in ks:
-        missed = np.ones(len(found))
-        for j in range(min(k, m)):
-            missed *= np.clip(m - found - j, 0, None) / (m - j)
-        result[f"recall@{k}"] = float((1 - missed).mean())
-    return result | {"r_precision": float((found / m).mean())}
+    before = np.arange(min(max(ks), m))
+    missed = np.cumprod(np.clip(m - found[:, None] - before, 0, None) / (m - before), axis=1)
+    recalls = {f"recall@{k}": float((1 - missed[:, min(k, m) - 1]).mean()) for k in ks}
+    return recalls | {"r_precision": float((found / m).mean())}
 
 
 _BY_CHANCE = 0.001

@@ -292,14 +292,18 @@ def uncertain_queries(
 
 def _expected_matches(data: ReportData, direction: DirectionResult, chosen: np.ndarray) -> list[float]:
     """Sum of the match probabilities of some queries over the gallery."""
-    queries = direction.queries[chosen]
-    distance = get_distance(data.distance).for_direction(direction.key)
-    block = np.concatenate([as_numpy(part) for _, part in distance_blocks(queries, direction.gallery, distance)])
-    context = direction.context[chosen]
+    block, context = _distances(data, direction, chosen), direction.context[chosen]
     found: list[float] = (
         data.scorer(direction.key).match_probability(block, direction.gallery.n, context).sum(1).tolist()
     )
     return found
+
+
+def _distances(data: ReportData, direction: DirectionResult, chosen: np.ndarray) -> np.ndarray:
+    """(q, m) distances of some queries from the gallery."""
+    distance = get_distance(data.distance).for_direction(direction.key)
+    blocks = distance_blocks(direction.queries[chosen], direction.gallery, distance)
+    return np.concatenate([as_numpy(block) for _, block in blocks])
 
 
 def _query(
@@ -360,13 +364,8 @@ def _wrong_result(
 ) -> dict[str, Any]:
     """A query, its wrong first result, and its best-ranked true item with rank, distance and probability."""
     true = int(direction.true_items(query)[0])
-    blocks = distance_blocks(
-        direction.queries[query : query + 1],
-        direction.gallery,
-        get_distance(data.distance).for_direction(direction.key),
-    )
-    distance = float(next(block for _, block in blocks)[0, true])
-    context = direction.context[np.array([query])]
+    chosen = np.array([query])
+    distance, context = float(_distances(data, direction, chosen)[0, true]), direction.context[chosen]
     p = data.scorer(direction.key).match_probability(np.array([[distance]]), direction.gallery.n, context)
     best = _match(float(p[0, 0]), distance)
     values: dict[str, Any] = {f"true_{key}": value for key, value in best.items()}
