@@ -33,7 +33,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from sfumato.arrays import as_numpy, sigmoid
+from sfumato.arrays import Array, as_numpy, sigmoid
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
 from sfumato.calibration.logits import LinearLogit, Rows, fit_linear_logit
@@ -344,13 +344,12 @@ def others(data: Data, lists: Lists, own: Tensor) -> dict[str, dict[str, float]]
     return found
 
 
-def listed_probability(data: Data, own: Tensor) -> Tensor:
+def listed_probability(data: Data, own: Tensor) -> Array:
     """(q, n) probabilities of target "listed", as a gallery without texts says them."""
     queries = data.split.model.embed_texts([data.split.captions[i][2] for i in own.tolist()]).tensors()
     distance = get_distance("csd").matrix(queries, data.split.images)
     context = data.scorer.context(distance, queries, lambda column: data.split.images[column])
-    found: Tensor = data.scorer.match_probability(distance, len(data.split.images.mean), context)
-    return found
+    return data.scorer.match_probability(distance, len(data.split.images.mean), context)
 
 
 def main() -> None:

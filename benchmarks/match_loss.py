@@ -113,8 +113,7 @@ def apart(form: str, b: int, d: int, repeats: int) -> dict[str, float]:
     """:func:`measure` in a process of its own."""
     numbers = ["--b", str(b), "--d", str(d), "--repeats", str(repeats)]
     command = [sys.executable, __file__, "--form", form, *numbers]
-    result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return result
+    return dict(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
 
 
 def compare(b: int, d: int, repeats: int, rounds: int) -> dict[str, dict[str, float]]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from sfumato import load
+from sfumato.arrays import Array
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import RaggedStore
 from sfumato.models.model import Model
@@ -73,13 +74,11 @@ class Bench:
         fit(load_recipe(find_recipe(recipe), [*EMBEDDINGS, *paths, "train.threads=1", *changes]), folder)
         return folder
 
-    def distance(self, model: Model, queries: np.ndarray, items: np.ndarray, texts: str = "layers") -> Tensor:
+    def distance(self, model: Model, queries: np.ndarray, items: np.ndarray, texts: str = "layers") -> Array:
         """From the fifth captions of some photographs to others."""
         text = model.model.text.embed(_store(self.rows[texts][5 * queries + 4]))
-        found: Tensor = get_distance(model.distance).matrix(
-            text, model.model.image.embed(_store(self.rows["images"][items]))
-        )
-        return found
+        image = model.model.image.embed(_store(self.rows["images"][items]))
+        return get_distance(model.distance).matrix(text, image)
 
     def captions(self, queries: np.ndarray, items: np.ndarray) -> Tensor:
         """Minus the maximum and the mean of the cosines of MiniLM with the four captions."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from own_folder import Split, split_arguments
 
+from sfumato.arrays import Array
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import QueryInfo, TextQuery
@@ -52,15 +53,12 @@ def main() -> None:
     captions = [[caption.strip().rstrip(" .") for caption in own] for own in data.captions]
     model, photographs = data.model, data.images
 
-    def by_texts(texts: list[str]) -> torch.Tensor:
-        found: torch.Tensor = csd(model.embed_texts(texts), photographs)
-        return found
+    def by_texts(texts: list[str]) -> Array:
+        return csd(model.embed_texts(texts), photographs)
 
-    def by(queries: list[TextQuery]) -> torch.Tensor:
-        found: torch.Tensor = csd(
-            combined(queries, model.embed_texts([part for one in queries for part in one.parts])), photographs
-        )
-        return found
+    def by(queries: list[TextQuery]) -> Array:
+        parts = model.embed_texts([part for one in queries for part in one.parts])
+        return csd(combined(queries, parts), photographs)
 
     ending = "(s|es|ning|ping|ming|ing|ting)?"
     shows = {

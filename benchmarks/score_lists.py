@@ -143,10 +143,8 @@ def emoji() -> dict[str, Lists]:
     queries = [queries[i] for i in np.sort(random.permutation(len(queries))[:1000])]
     items = [f"{one['label']}, {', '.join(own)}" for one, own in zip(concepts, shown, strict=True)]
     truth = [{i for i, own in enumerate(tags) if query in own} for query in queries]
-    words, meaning = (
-        by_bm25(items, queries),
-        by_score(torch.from_numpy(sentence_vectors(queries) @ sentence_vectors(items).T)),
-    )
+    words = by_bm25(items, queries)
+    meaning = by_score(torch.from_numpy(sentence_vectors(queries) @ sentence_vectors(items).T))
     return {"emoji bm25": lists(words, truth), "emoji minilm": lists(meaning, truth)}
 
 
@@ -167,7 +165,7 @@ def sigmoid(fit: Lists, ask: Lists) -> np.ndarray:
 
 def isotonic(fit: Lists, ask: Lists) -> np.ndarray:
     made = IsotonicRegression(out_of_bounds="clip").fit(fit.score, fit.match)
-    return np.asarray(np.clip(made.predict(ask.score), 1e-6, 1 - 1e-6))
+    return np.asarray(made.predict(ask.score)).clip(1e-6, 1 - 1e-6)
 
 
 def isotonic_of_first(fit: Lists, ask: Lists) -> np.ndarray:
@@ -191,7 +189,7 @@ def bayesian(kind: str) -> Any:
         if kind == "bm25":
             made = BayesianProbabilityTransform()
             made.fit(fit.score, fit.match, mode="prior_free", max_iterations=3000)
-            return np.asarray(np.clip(np.asarray(made.likelihood(ask.score)), 1e-6, 1 - 1e-6))
+            return np.asarray(made.likelihood(ask.score)).clip(1e-6, 1 - 1e-6)
         background = VectorProbabilityTransform.fit_background(-fit.score, base_rate=float(fit.match.mean()))
         found = np.empty(len(ask.score))
         for q in np.unique(ask.query):

@@ -303,8 +303,7 @@ def _figures(command: list[str]) -> dict[str, Any]:
         return {"failed": f"not done in {SECONDS} s"}
     if done.returncode:
         return {"failed": f"exit status {done.returncode}"}
-    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return figures
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def _about(options: argparse.Namespace) -> dict[str, Any]:
