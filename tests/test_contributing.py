@@ -62,9 +62,8 @@ def enter(entry, registry, path, example, module):
     source = f"{source[: at.start()]}{at[1]}{entry},\n{source[at.start() :]}"
     names = [n.name for n in ast.parse(example).body if hasattr(n, "name") and re.search(rf"\b{n.name}\b", entry)]
     if names:
-        source = re.sub(
-            r"^from sfumato", f"from {module} import {', '.join(names)}\nfrom sfumato", source, count=1, flags=re.M
-        )
+        imported = f"from {module} import {', '.join(names)}\nfrom sfumato"
+        source = re.sub(r"^from sfumato", imported, source, count=1, flags=re.M)
     path.write_text(source)
 
 
@@ -97,9 +96,8 @@ def made(tmp_path_factory):
 
 def run(top, *words):
     path = os.pathsep.join([str(top), str(top / "src"), str(top / "tests")])
-    return subprocess.run(
-        [sys.executable, *words], cwd=top, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
+    told = {"cwd": top, "env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *words], **told)
 
 
 @pytest.mark.slow

@@ -29,10 +29,8 @@ OUR_DISTANCE = {"csd": "csd", "wdist": "wasserstein2"}
 
 def run_case(case, tensors, dtype):
     """The loss of a case; (output, its inputs as leaves, scale, bias)."""
-    leaves = {
-        key: tensors[f"inputs/{case['group']}/{key}"].to(dtype).clone().requires_grad_()
-        for key in ("img_mean", "img_log_var", "txt_mean", "txt_log_var")
-    }
+    names, inputs = ("img_mean", "img_log_var", "txt_mean", "txt_log_var"), f"inputs/{case['group']}"
+    leaves = {name: tensors[f"{inputs}/{name}"].to(dtype).clone().requires_grad_() for name in names}
     scale = torch.tensor(case["negative_scale"], dtype=dtype, requires_grad=True)
     bias = torch.tensor(case["shift"], dtype=dtype, requires_grad=True)
     image = GaussianEmbedding(leaves["img_mean"], leaves["img_log_var"])

@@ -6,6 +6,7 @@ torch is imported only where a tensor is given or asked for.
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import array_api_compat
@@ -136,12 +137,18 @@ def log_sum_exp(values: np.ndarray) -> np.ndarray:
         return np.asarray(np.log(np.exp(values - largest).sum(-1)) + largest[..., 0])
 
 
-def some_rows(columns: Columns, rows: np.ndarray) -> Columns:
-    """Some rows of a dataclass of arrays that are equally long."""
-    return replace(columns, **{one.name: getattr(columns, one.name)[rows] for one in fields(columns)})
+def some_rows(columns: Columns, rows: np.ndarray | Sequence[int]) -> Columns:
+    """Some rows of a dataclass of columns, arrays or tuples that are equally long."""
+
+    def taken(own: Any) -> Any:
+        return own[rows] if isinstance(own, np.ndarray) else tuple(own[i] for i in rows)
+
+    return replace(columns, **{one.name: taken(getattr(columns, one.name)) for one in fields(columns)})
 
 
 def joined_rows(parts: Sequence[Columns]) -> Columns:
     """The rows of several such dataclasses, one part after the other."""
-    names = [one.name for one in fields(parts[0])]
-    return replace(parts[0], **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+    every = {one.name: [getattr(part, one.name) for part in parts] for one in fields(parts[0])}
+    arrays = {name: np.concatenate(own) for name, own in every.items() if isinstance(own[0], np.ndarray)}
+    tuples = {name: tuple(chain(*own)) for name, own in every.items() if name not in arrays}
+    return replace(parts[0], **arrays, **tuples)

@@ -42,11 +42,9 @@ def coco(tmp_path):
         (tmp_path / f"{part}2017").mkdir()
         for number in numbers:
             (tmp_path / f"{part}2017" / padded(number)).write_bytes(png())
-        captions(
-            tmp_path / "annotations" / f"captions_{part}2017.json",
-            {number: padded(number) for number in numbers},
-            [(100 * n + k, n, f" image {n},\n said {k} ") for k in range(2) for n in numbers],
-        )
+        texts = [(100 * n + k, n, f" image {n},\n said {k} ") for k in range(2) for n in numbers]
+        file = tmp_path / "annotations" / f"captions_{part}2017.json"
+        captions(file, {number: padded(number) for number in numbers}, texts)
     return tmp_path
 
 

@@ -44,10 +44,9 @@ def some_pairs(n_pairs=90):
 
 def matches(data):
     """{(image id, text id)} of a split, and {id: its row of numbers} of each side."""
-    images, texts = (
-        {i: row.table.rows(np.array([row.row]))[0] for i, row in zip(ids, rows, strict=True)}
-        for ids, rows in ((data.image_ids, data.images), (data.text_ids, data.text_rows))
-    )
+    sides = (data.image_ids, data.images), (data.text_ids, data.text_rows)
+    read = lambda row: row.table.rows(np.array([row.row]))[0]
+    images, texts = ({i: read(row) for i, row in zip(*side, strict=True)} for side in sides)
     return {(data.image_ids[i], data.text_ids[t]) for i, t in data.pairs}, images, texts
 
 

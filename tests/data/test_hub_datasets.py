@@ -53,17 +53,14 @@ def test_images_with_captions_of_their_own_and_shared_ones(datasets, tmp_path):
 
 
 def test_a_row_for_each_caption_and_a_column_of_splits(datasets, tmp_path):
-    rows = [
-        {"image": {"bytes": png((i, 0, 0)), "path": f"{i}.png"}, "sentences": f"{i} {k}", "split": split}
-        for i, split in enumerate(["train", "train", "val", "test"])
-        for k in range(2)
-    ]
+    splits, image = ("train", "train", "val", "test"), lambda i: {"bytes": png((i, 0, 0)), "path": f"{i}.png"}
+    numbers = [(i, k) for i in range(4) for k in range(2)]
+    rows = [{"image": image(i), "sentences": f"{i} {k}", "split": splits[i]} for i, k in numbers]
     kinds = {"image": datasets.Image(), "sentences": datasets.Value("string"), "split": datasets.Value("string")}
     datasets.Dataset.from_list(rows, datasets.Features(kinds)).save_to_disk(str(tmp_path / "saved"))
     found, problems = read(tmp_path / "saved")
-    assert {name: data.image_ids for name, data in found.items()} == {
-        "train": ("0.png", "1.png"), "val": ("2.png",), "test": ("3.png",),
-    }  # fmt: skip
+    own = {name: data.image_ids for name, data in found.items()}
+    assert own == {"train": ("0.png", "1.png"), "val": ("2.png",), "test": ("3.png",)}
     assert found["train"].texts == ("0 0", "0 1", "1 0", "1 1") and not len(problems)
     config = DataConfig(source="datasets", path=str(tmp_path / "saved"), options={"captions": "sentences"})
     assert get_source("datasets").read(config, Problems())["test"].texts == ("3 0", "3 1")
@@ -71,10 +68,8 @@ def test_a_row_for_each_caption_and_a_column_of_splits(datasets, tmp_path):
 
 def test_equal_file_names_of_other_images_are_other_images(datasets, tmp_path):
     kinds = {"image": datasets.Image(), "caption": datasets.Value("string")}
-    made = lambda reds: datasets.Dataset.from_list(
-        [{"image": {"bytes": png((red, 0, 0)), "path": "1.png"}, "caption": f"{red}"} for red in reds],
-        datasets.Features(kinds),
-    )
+    row = lambda red: {"image": {"bytes": png((red, 0, 0)), "path": "1.png"}, "caption": f"{red}"}
+    made = lambda reds: datasets.Dataset.from_list([*map(row, reds)], datasets.Features(kinds))
     datasets.DatasetDict({"train": made([1, 2, 1]), "test": made([3])}).save_to_disk(str(tmp_path / "saved"))
     found, problems = read(tmp_path / "saved")
     assert found["train"].image_ids == ("1.png", "train-1") and found["test"].image_ids == ("test-0",)
@@ -83,11 +78,8 @@ def test_equal_file_names_of_other_images_are_other_images(datasets, tmp_path):
 
 
 def test_what_cannot_be_used_is_named(datasets, tmp_path):
-    rows = [
-        {"a": {"bytes": png((1, 0, 0)), "path": None}, "caption": "one"},
-        {"a": None, "caption": "two"},
-        {"a": {"bytes": png((3, 0, 0)), "path": None}, "caption": " "},
-    ]
+    images = {"bytes": png((1, 0, 0)), "path": None}, None, {"bytes": png((3, 0, 0)), "path": None}
+    rows = [{"a": image, "caption": text} for image, text in zip(images, ("one", "two", " "), strict=True)]
     kinds = {"a": datasets.Image(), "caption": datasets.Value("string")}
     datasets.Dataset.from_list(rows, datasets.Features(kinds)).save_to_disk(str(tmp_path / "saved"))
     found, problems = read(tmp_path / "saved", val_fraction=0, test_fraction=0)
@@ -100,8 +92,8 @@ def test_what_cannot_be_used_is_named(datasets, tmp_path):
     assert set(read(tmp_path / "both", image="b", val_fraction=0, test_fraction=0)[0]) == {"train"}
     raises(UserError, "column n has .*expected images", read, tmp_path / "both", image="n")
     raises(UserError, "expected.*words", read, tmp_path / "both", image="a", captions="words")
-    with pytest.raises(UserError, match="n has 1, expected a string or a list of strings"):
-        read(tmp_path / "both", image="a", captions="n")
+    told = "n has 1, expected a string or a list of strings"
+    raises(UserError, told, read, tmp_path / "both", image="a", captions="n")
     datasets.Dataset.from_dict({"n": [1]}).save_to_disk(str(tmp_path / "none"))
     raises(UserError, "no column of images, expected one, among n", read, tmp_path / "none")
     for missing in ("absent-folder", "nobody/nothing"):

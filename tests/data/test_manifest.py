@@ -24,9 +24,8 @@ def pictures(tmp_path):
 
 
 def captions_of(data):
-    return {
-        image: [data.texts[t] for t in data.pairs[data.pairs[:, 0] == i, 1]] for i, image in enumerate(data.image_ids)
-    }
+    texts = lambda i: [data.texts[t] for t in data.pairs[data.pairs[:, 0] == i, 1]]
+    return {image: texts(i) for i, image in enumerate(data.image_ids)}
 
 
 def read(path, **options):

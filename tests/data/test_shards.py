@@ -31,16 +31,14 @@ def make_shards(folder, sizes):
     """Shards of these sizes; the samples are numbered through."""
     folder.mkdir(exist_ok=True)
     first = itertools.accumulate(sizes, initial=0)
-    return [
-        pack(folder / f"{k:03d}.tar", itertools.chain.from_iterable(sample(i, 3) for i in range(a, a + n)))
-        for k, (a, n) in enumerate(zip(first, sizes, strict=False))
-    ]
+    members = lambda a, n: itertools.chain.from_iterable(sample(i, 3) for i in range(a, a + n))
+    parts = enumerate(zip(first, sizes, strict=False))
+    return [pack(folder / f"{k:03d}.tar", members(*part)) for k, part in parts]
 
 
 def stream(shards, **options):
-    return ShardStream(
-        shards, **{"batch_size": 4, "seed": 0, "samples_per_epoch": 8, "max_problem_fraction": 1} | options
-    )
+    usual = {"batch_size": 4, "seed": 0, "samples_per_epoch": 8, "max_problem_fraction": 1}
+    return ShardStream(shards, **usual | options)
 
 
 def one_pass(shards, **options):

@@ -87,10 +87,8 @@ def small_model():
     torch.manual_seed(0)
     tokenizer = train_tokenizer(["a red circle", "a blue square"], 100)
     image, text = SmallImageEncoder(4), SmallTextEncoder(tokenizer.get_vocab_size(), 8, 0.5)
-    return DualEncoder(
-        Tower(PixelProcessor(32), image, GaussianHead(image.channels, 6)),
-        Tower(TokenProcessor(tokenizer, 5), text, GaussianHead(text.channels, 6)),
-    )
+    sides = (PixelProcessor(32), image), (TokenProcessor(tokenizer, 5), text)
+    return DualEncoder(*(Tower(processor, one, GaussianHead(one.channels, 6)) for processor, one in sides))
 
 
 def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
@@ -134,9 +132,8 @@ def test_efficientnet_gives_the_features_of_its_whole_network():
 
 def test_local_transformers_models_of_both_kinds(tmp_path, transformers):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(
-        tmp_path / "vit"
-    )
+    config = transformers.ViTConfig(image_size=16, patch_size=8, **sizes)
+    transformers.ViTModel(config).save_pretrained(tmp_path / "vit")
     transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
     backbone = image_backbone(str(tmp_path / "vit"))
     assert backbone.channels == 8 and backbone([png(), png("blue")])[1].shape == (5, 8)
@@ -153,9 +150,8 @@ def test_local_transformers_models_of_both_kinds(tmp_path, transformers):
 @pytest.mark.parametrize(("resized", "size", "shorter"), [(32, 16, 16), (32, 48, 48), (36, 32, 36), (36, 64, 72)])
 def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, transformers, resized, size, shorter):
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.25]
-    processor = transformers.CLIPImageProcessor(
-        size={"shortest_edge": resized}, crop_size={"height": 32, "width": 32}, image_mean=mean, image_std=std
-    )
+    settings = {"size": {"shortest_edge": resized}, "crop_size": {"height": 32, "width": 32}}
+    processor = transformers.CLIPImageProcessor(**settings, image_mean=mean, image_std=std)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     torch.manual_seed(0)
     config = transformers.CLIPVisionConfig(image_size=32, patch_size=8, **sizes)

@@ -108,9 +108,8 @@ def test_backbones_side_by_side():
 def test_a_pooled_text_is_the_average_of_its_tokens_and_layers_stand_side_by_side():
     """The last layer is the usual one."""
     texts = ["a red fox", "dog"]
-    tokens, usual, both = (
-        text_backbone("minilm-l6-v2", **given) for given in ({}, {"pooled": True}, {"pooled": True, "layers": (0, 6)})
-    )
+    options = {}, {"pooled": True}, {"pooled": True, "layers": (0, 6)}
+    tokens, usual, both = (text_backbone("minilm-l6-v2", **given) for given in options)
     assert (usual.channels, both.channels) == (384, 768)
     assert len({one.fingerprint for one in (tokens, usual, both)}) == 3
     for of_tokens, alone, beside in zip(tokens(texts), usual(texts), both(texts), strict=True):
@@ -154,10 +153,8 @@ def test_the_packaged_image_network_is_that_of_its_package(size):
 
 def test_bfloat16_features_are_near_those_of_float32_and_have_a_cache_of_their_own():
     images = [image.read_bytes() for image in load_emoji()["val"].images[:4]]
-    exact, low, auto = (
-        image_backbone("efficientnet-lite2", size=128, grid=1, precision=precision)
-        for precision in ("float32", "bfloat16", "auto")
-    )
+    made = lambda precision: image_backbone("efficientnet-lite2", size=128, grid=1, precision=precision)
+    exact, low, auto = map(made, ("float32", "bfloat16", "auto"))
     one, other = (np.stack(backbone(images))[:, 0].astype(float) for backbone in (exact, low))
     assert 0 < np.linalg.norm(one - other) < 0.1 * np.linalg.norm(one)
     assert low.fingerprint == f"{exact.fingerprint} bfloat16"

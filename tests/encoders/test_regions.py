@@ -25,10 +25,8 @@ def loop(layer, regions, lengths, *, training):
     """Equation by equation: lists of regions, no mask, no matrix products of several regions."""
 
     def linear(module, vector):
-        return [
-            sum(w * v for w, v in zip(row, vector, strict=True)) + b
-            for row, b in zip(module.weight.tolist(), module.bias.tolist(), strict=True)
-        ]
+        rows = zip(module.weight.tolist(), module.bias.tolist(), strict=True)
+        return [sum(w * v for w, v in zip(row, vector, strict=True)) + b for row, b in rows]
 
     moved = []
     for n, length in enumerate(lengths):

@@ -103,25 +103,18 @@ def test_ids_are_those_of_transformers_clip_tokenizer():
     special = ["<|startoftext|>", "<|endoftext|>"]
     pieces = [*letters, *(f"{c}</w>" for c in letters), *("".join(m) for m in merges), *special]
     theirs = transformers.CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
-    ours = processor(
-        theirs.backend_tokenizer,
-        **{"vocabulary": len(pieces), "max_tokens": 12, "begin": special[0], "end": special[1]},
-        clean=CLEANINGS["lower"],
-    )
+    told = {"vocabulary": len(pieces), "max_tokens": 12, "begin": special[0], "end": special[1]}
+    ours = processor(theirs.backend_tokenizer, **told, clean=CLEANINGS["lower"])
     assert ids(ours, *TEXTS) == theirs(TEXTS, truncation=True, max_length=12)["input_ids"]
 
 
 def test_ids_are_those_of_transformers_t5_tokenizer():
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     pieces = ["<pad>", "</s>", "<unk>", "▁a", "▁dog", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789"]
-    theirs = transformers.T5Tokenizer(
-        vocab=[(piece, -float(i)) for i, piece in enumerate(pieces)], extra_ids=0, pad_token="</s>"
-    )
-    ours = processor(
-        theirs.backend_tokenizer,
-        **{"vocabulary": len(pieces), "max_tokens": 12, "begin": "", "end": "</s>", "pad_to_max": True},
-        clean=CLEANINGS["canonicalize"],
-    )
+    vocabulary = [(piece, -float(i)) for i, piece in enumerate(pieces)]
+    theirs = transformers.T5Tokenizer(vocab=vocabulary, extra_ids=0, pad_token="</s>")
+    told = {"vocabulary": len(pieces), "max_tokens": 12, "begin": "", "end": "</s>", "pad_to_max": True}
+    ours = processor(theirs.backend_tokenizer, **told, clean=CLEANINGS["canonicalize"])
     cleaned = [CLEANINGS["canonicalize"](text) for text in TEXTS]
     expected = theirs(cleaned, truncation=True, padding="max_length", max_length=12)["input_ids"]
     assert ids(ours, *TEXTS) == expected

@@ -125,10 +125,8 @@ def test_samples_at_test_time_are_chosen_with_their_seed(work, evaluate, flickr)
     scale, bias = (2 * x.item() for x in (logits.logit_scale, logits.logit_bias))
     a = seeded_samples(embedded.images, 5, seed=4, side="image")
     b = seeded_samples(embedded.texts, 5, seed=4, side="text")
-    scores = {
-        "match_probability": [[torch.sigmoid(bias - scale * torch.cdist(x, y)).mean() for y in b] for x in a],
-        "average_l2": [[-torch.cdist(x, y).mean() for y in b] for x in a],
-    }
+    scores = {"average_l2": [[-torch.cdist(x, y).mean() for y in b] for x in a]}
+    scores["match_probability"] = [[torch.sigmoid(bias - scale * torch.cdist(x, y)).mean() for y in b] for x in a]
     for name, table in scores.items():
         p = torch.tensor(table)
         hit = (p.argmax(1) // 2 == torch.arange(12)).double().mean()

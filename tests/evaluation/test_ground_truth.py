@@ -233,8 +233,7 @@ def test_the_installed_package_is_read_but_not_run(tmp_path, monkeypatch):
     ],
 )
 def test_damaged_files_are_named(tmp_path, changes, message):
-    with pytest.raises(UserError, match=message):
-        eccv_caption(small_eccv(tmp_path, **changes))
+    raises(UserError, message, eccv_caption, small_eccv(tmp_path, **changes))
     raises(UserError, r"coco_test_ids\.npy", eccv_caption, tmp_path / "elsewhere")
 
 

@@ -19,10 +19,8 @@ def partners(n=7, d=5, seed=0):
 def test_dispersion_is_the_loops():
     x = partners()
     dispersion, count = match_dispersion(x, ITEM, PARTNER, 5, whiten=False)
-    expected = [
-        references.match_dispersion([x[j].tolist() for i, j in zip(ITEM, PARTNER, strict=True) if i == k])
-        for k in range(5)
-    ]
+    own = [[x[j].tolist() for i, j in zip(ITEM, PARTNER, strict=True) if i == k] for k in range(5)]
+    expected = [*map(references.match_dispersion, own)]
     assert dispersion.tolist() == pytest.approx(expected, rel=1e-12) and count.tolist() == [3, 2, 0, 3, 0]
     assert dispersion[2] == dispersion[4] == 0
 

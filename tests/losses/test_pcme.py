@@ -1,6 +1,7 @@
 """PCME's loss against loops and the released numbers, where floats run out, and its random samples."""
 
 import dataclasses
+import itertools
 import json
 import math
 import zlib
@@ -100,12 +101,9 @@ def uniformity_by_loops(leaves, eps):
     """The logarithm of the mean over all pairs of two different samples, one pair after the other."""
     image_mean, image_log_var, text_mean, text_log_var = leaves
     sides = (image_mean, image_log_var, eps[0]), (text_mean, text_log_var, eps[1])
-    vectors = [
-        mean[i] + (log_var[i] / 2).exp() * noise[i, j]
-        for mean, log_var, noise in sides
-        for i in range(len(mean))
-        for j in range(noise.shape[1])
-    ]
+    vectors = []
+    for mean, log_var, noise in sides:
+        vectors += [m + (v / 2).exp() * one for m, v, own in zip(mean, log_var, noise, strict=True) for one in own]
     exponents = [-2 * (x - y).square().sum() for i, x in enumerate(vectors) for y in vectors[:i]]
     return torch.stack(exponents).logsumexp(0) - math.log(len(exponents))
 
@@ -190,11 +188,9 @@ def test_parity_of_the_original_in_all_terms_with_converted_weights(shared, name
     cases, tensors = parity(shared)
     name = f"pcme_case/{name}"
     case, group = cases[name], f"inputs/{cases[name]['group']}"
-    leaf = {
-        f"{ours}_{part}": tensors[f"{group}/{theirs}_{part}"].double().requires_grad_()
-        for ours, theirs in (("image", "img"), ("caption", "txt"))
-        for part in ("samples", "head")
-    }
+    leaf = {}
+    for (ours, theirs), part in itertools.product((("image", "img"), ("caption", "txt")), ("samples", "head")):
+        leaf[f"{ours}_{part}"] = tensors[f"{group}/{theirs}_{part}"].double().requires_grad_()
     a, b = (torch.tensor(float(case[f"init_{key}"]), dtype=torch.float64) for key in ("negative_scale", "shift"))
     leaf |= {"negative_scale": a.requires_grad_(), "shift": b.requires_grad_()}
     sides, noise = [], []

@@ -22,10 +22,8 @@ DIRECTIONS = ("i2t", "t2i")
 def ranks_both_ways(distance, relevance):
     """Ranks of i2t from rows and of t2i from columns."""
     other = relevance.transpose()
-    return {
-        "i2t": (relevant_ranks(distance, relevance), relevance),
-        "t2i": (relevant_ranks(distance.T.contiguous(), other), other),
-    }
+    sides = {"i2t": (distance, relevance), "t2i": (distance.T.contiguous(), other)}
+    return {name: (relevant_ranks(*side), side[1]) for name, side in sides.items()}
 
 
 @pytest.mark.parametrize("kind", ["csd_sims", "cosine_sims", "matching_prob_sims"])

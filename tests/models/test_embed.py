@@ -25,10 +25,8 @@ def tiny_model(seed=0, processor=None):
     torch.manual_seed(seed)
     image, text = SmallImageEncoder(4), SmallTextEncoder(2, 8, 0.0)
     tokens = TokenProcessor(Tokenizer(WordLevel({"[UNK]": 0, "red": 1}, unk_token="[UNK]")), 5)
-    return DualEncoder(
-        Tower(processor or PixelProcessor(16), image, GaussianHead(image.channels, 7)),
-        Tower(tokens, text, GaussianHead(text.channels, 7)),
-    ).eval()
+    sides = (processor or PixelProcessor(16), image), (tokens, text)
+    return DualEncoder(*(Tower(read, one, GaussianHead(one.channels, 7)) for read, one in sides)).eval()
 
 
 def numbered(number, size=(21, 17)):

@@ -33,10 +33,8 @@ CLEAR = verdict(1.6, 0.9)
 
 
 def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", found=CLEAR, **values):
-    hits = tuple(
-        Hit(f"<i>{i}.png", i + 1, 0.5 + i, 0.9 / (i + 1), 0.1, {"label": 'a "label" <x>'} if i else {})
-        for i in range(n)
-    )
+    labels = [{"label": 'a "label" <x>'} if i else {} for i in range(n)]
+    hits = tuple(Hit(f"<i>{i}.png", i + 1, 0.5 + i, 0.9 / (i + 1), 0.1, label) for i, label in enumerate(labels))
     said = found if calibrated or found.kind == "unfamiliar" else None
     total = 1.6 if calibrated else None
     return Answer(query, "csd", calibrated, 0.1, hits, expected_matches=total, verdict=said, **values)

@@ -53,9 +53,8 @@ def both(tmp_path, n=157, *, distance="csd", store="store", calibration=None):
     gallery = gaussians(n, 0)
     told = {"distance": distance, "calibration": calibration, "logit_scale": 0.7, "logit_bias": 2.0}
     index = GaussianIndex.build(gallery, ids_of(n), payload=payload_of(n), **told)
-    made = GaussianCollection.create(
-        tmp_path / "collection", store, d=D, centre=gallery_centre(gallery), metadata={"run": "r"}, **told
-    )
+    told |= {"d": D, "centre": gallery_centre(gallery), "metadata": {"run": "r"}}
+    made = GaussianCollection.create(tmp_path / "collection", store, **told)
     made.upsert(gallery.tensors(), ids_of(n), payload_of(n))
     return index, made
 
@@ -140,9 +139,7 @@ def test_promises_are_the_same(tmp_path, monkeypatch):
             {"filter": Filter(ranges={"colour": ("c", "r")})},
             {"filter": Filter(ranges={"place": ("", "")})},
         ):
-            assert_same(
-                made.search(queries, 7, SearchOptions(**asked)), index.search(queries, 7, SearchOptions(**asked))
-            )
+            assert_same(*(gallery.search(queries, 7, SearchOptions(**asked)) for gallery in (made, index)))
         cut = made.search(queries, 2, SearchOptions(coverage=0.9, max_set=1))
         assert any(r.conformal_set_cut for r in cut) and all(len(r.conformal_set) <= 1 for r in cut)
         whole = made.search(queries, 2, SearchOptions(coverage=0.9))
@@ -183,9 +180,8 @@ def test_items_come_and_go_and_probabilities_know_how_many_there_are(tmp_path):
         left = [i for i in range(157) if i not in (3, 150)]
         mean, log_var = gallery.mean.copy(), gallery.log_var.copy()
         mean[40:60], log_var[40:60] = moved.mean, moved.log_var
-        index = GaussianIndex.build(
-            GaussianEmbedding(mean[left], log_var[left]), [f"item {i}" for i in left], calibration=calibration
-        )
+        items = GaussianEmbedding(mean[left], log_var[left])
+        index = GaussianIndex.build(items, [f"item {i}" for i in left], calibration=calibration)
         found, expected = made.search(queries, 12), index.search(queries, 12)
         for a, b in zip(found, expected, strict=True):
             assert [h.id for h in a] == [h.id for h in b]
@@ -317,26 +313,23 @@ def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
 def test_folders_and_stores_that_do_not_belong_together(tmp_path):
     _, made = both(tmp_path)
     made.close()
-    with pytest.raises(UserError, match="exists already; give a new or empty folder"):
-        GaussianCollection.create(tmp_path / "collection", d=D)
-    with pytest.raises(ValueError, match=r"centre must have shape \(11,\)"):
-        GaussianCollection.create(tmp_path / "x", d=D, centre=np.zeros(3))
-    raises(ValueError, "not a Euclidean distance", GaussianCollection.create, tmp_path / "x", d=D, distance="kl")
+    create, folder = GaussianCollection.create, tmp_path / "collection"
+    raises(UserError, "exists already; give a new or empty folder", create, folder, d=D)
+    raises(ValueError, r"centre must have shape \(11,\)", create, tmp_path / "x", d=D, centre=np.zeros(3))
+    raises(ValueError, "not a Euclidean distance", create, tmp_path / "x", d=D, distance="kl")
     kl = GaussianIndex.build(gaussians(5, 0), ids_of(5), distance="kl")
     raises(ValueError, "kl.*not a Euclidean distance of lifted vectors", copy_gallery, kl, tmp_path / "x")
     assert not (tmp_path / "x").exists()
     create_store(str(tmp_path / "other"), D + 1, "of somebody else").close()
-    with pytest.raises(UserError, match="vectors of another collection"):
-        GaussianCollection.open(tmp_path / "collection", str(tmp_path / "other"))
-    with pytest.raises(FileNotFoundError):
-        GaussianCollection.open(tmp_path / "nowhere")
-    manifest = json.loads((tmp_path / "collection" / "manifest.json").read_text())
-    (tmp_path / "collection" / "manifest.json").write_text(json.dumps(manifest | {"kind": "other-1"}))
-    raises(ValueError, "expected 'sfumato-collection-1'", GaussianCollection.open, tmp_path / "collection")
-    (tmp_path / "collection" / "manifest.json").write_text(json.dumps(manifest | {"kind": "sfumato-index-1"}))
-    raises(
-        UserError, "index of an earlier version.*sfumato index RUN", GaussianCollection.open, tmp_path / "collection"
-    )
+    raises(UserError, "vectors of another collection", GaussianCollection.open, folder, str(tmp_path / "other"))
+    raises(FileNotFoundError, "there is no folder", GaussianCollection.open, tmp_path / "nowhere")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for kind, error, told in (
+        ("other-1", ValueError, "expected 'sfumato-collection-1'"),
+        ("sfumato-index-1", UserError, "index of an earlier version.*sfumato index RUN"),
+    ):
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"kind": kind}))
+        raises(error, told, GaussianCollection.open, folder)
 
 
 def test_filling_beside_another_writer_does_not_mark_the_collection(tmp_path):

@@ -169,10 +169,8 @@ def test_optimise_waits_for_the_index_of_a_server(milvus_server, monkeypatch):
     loaded = store._client.list_loaded_segments(store._place.name)
     assert sum(segment.num_rows for segment in loaded if segment.index_name) == 3000
     # A segment that the server merges into another during the call: it is asked again.
-    listed, merged = (
-        store._client.list_persistent_segments,
-        [milvus.driver().MilvusException(600, "segment not found[segment=7]")],
-    )
+    listed = store._client.list_persistent_segments
+    merged = [milvus.driver().MilvusException(600, "segment not found[segment=7]")]
 
     def list_segments(*args, **options):
         if merged:

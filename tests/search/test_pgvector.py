@@ -42,11 +42,8 @@ OTHERS = "backend_type = 'client backend' AND pid <> pg_backend_pid()"
 def server():
     with postgresql() as server:
         # Tables of tests are so small that the planner would leave their indexes aside.
-        server.execute(
-            "CREATE DATABASE indexed",
-            "ALTER DATABASE indexed SET enable_seqscan = off",
-            "CREATE ROLE guarded LOGIN SUPERUSER PASSWORD '" + PASSWORD + "'",
-        )
+        server.execute("CREATE DATABASE indexed", "ALTER DATABASE indexed SET enable_seqscan = off")
+        server.execute("CREATE ROLE guarded LOGIN SUPERUSER PASSWORD '" + PASSWORD + "'")
         yield server
 
 

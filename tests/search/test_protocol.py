@@ -124,8 +124,7 @@ def test_records_name_what_is_wrong():
             Records(("a",), np.zeros((1, 3), np.float32), np.zeros(1), (payload,))
     for most in (-1.0, float("nan")):
         raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
-    with pytest.raises(ValueError, match=r"\(n, e\) float32"):
-        Records(("a",), np.zeros((1, 3)), np.zeros(1), ({},))
+    raises(ValueError, r"\(n, e\) float32", Records, ("a",), np.zeros((1, 3)), np.zeros(1), ({},))
 
 
 DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "2024-06-13T12:01:09", "2025", "")

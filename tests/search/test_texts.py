@@ -114,10 +114,8 @@ def by_loops(collection, gallery, query, text, neutral=False):
     best = sorted(pairs, reverse=True)[:50]
     expected = math.log(sum(1 / (1 + math.exp(-z)) for z in best))
     listed = (min(best[0] - best[1], 5), expected, 1 / n_words, prior)
-    hits = [
-        linear(of["hit_with" if item_texts(p) else "hit_without"], z, (best[0], *listed))
-        for p, z in zip(own, pairs, strict=True)
-    ]
+    kinds = ["hit_with" if item_texts(payload) else "hit_without" for payload in own]
+    hits = [linear(of[kind], z, (best[0], *listed)) for kind, z in zip(kinds, pairs, strict=True)]
     found = sorted((-z, f"{i:02}.jpg") for i, z in enumerate(hits))
     return pairs, [(1 / (1 + math.exp(z)), i) for z, i in found], linear(of["nothing"], -best[0], listed)
 

@@ -231,10 +231,8 @@ def slowly(sources):
 
 
 def test_a_full_queue_sends_clients_away_and_recovers(slowly):
-    with (
-        served(slowly, batch_size=1, queue=3, max_batch=3, batch_window_ms=0) as client,
-        concurrent.futures.ThreadPoolExecutor(10) as pool,
-    ):
+    limits = {"batch_size": 1, "queue": 3, "max_batch": 3, "batch_window_ms": 0}
+    with served(slowly, **limits) as client, concurrent.futures.ThreadPoolExecutor(10) as pool:
         slowly.model.go.clear()
         asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(10)]
         until(lambda: 'sfumato_waiting{kind="text"} 3.0' in client.get("/metrics").text)
@@ -308,9 +306,8 @@ def test_not_ready_before_and_after(slowly):
             return before, while_it_runs, await client.get("/readyz")
 
     before, while_it_runs, after = asyncio.run(statuses())
-    assert (
-        while_it_runs.status_code == 200 and problem(before, 503)["code"] == problem(after, 503)["code"] == "not-ready"
-    )
+    assert while_it_runs.status_code == 200
+    assert problem(before, 503)["code"] == problem(after, 503)["code"] == "not-ready"
 
 
 def test_a_store_that_fails_is_503(writable, monkeypatch, caplog):

@@ -271,9 +271,8 @@ def test_what_is_said_of_an_answer(visit, service):
     answer |= {"suggestion": "a red circle", "warning": "The model reads English alone", "note": "A mix."}
     answer["hits"] = [{**first, "duplicates": [second["id"], third["id"]]}, *others]
     enter(page, "a red crcle")
-    expect(panel(page).locator(".guess")).to_have_text(
-        ["Did you mean a red circle?", "The model reads English alone.", "A mix."]
-    )
+    guesses = ["Did you mean a red circle?", "The model reads English alone.", "A mix."]
+    expect(panel(page).locator(".guess")).to_have_text(guesses)
     folded = panel(page).locator(".folded")
     expect(folded).to_have_text("+2 similar")
     expect(panel(page).locator("[data-count]")).to_contain_text("the 24 closest of")  # with the two
@@ -313,9 +312,8 @@ def test_search_by_file_drop_and_paste(visit, service):
         ("a.png", bytes(30_000), "Too large"),
         ("a.png", b"junk", "not an image in one of the formats"),
     ):
-        chooser.set_input_files(
-            {"name": name, "mimeType": "text/plain" if name == "a.txt" else "image/png", "buffer": data}
-        )
+        kind = "text/plain" if name == "a.txt" else "image/png"
+        chooser.set_input_files({"name": name, "mimeType": kind, "buffer": data})
         alerted(page, said)
     page.evaluate(DROP, [[name, list(picture())] for name in ("red.png", "blue.png")])
     expect(page.locator("#hint")).to_contain_text("the collection can only be searched")

@@ -91,10 +91,9 @@ CASES = [
 
 def library(sources, query, gallery="images", max_results=10, filter=None, abstain=None, **options):
     """What the library answers to the query of a request."""
-    wanted = filter and Filter(
-        {name: tuple(v) for name, v in filter.get("where", {}).items()}, None, filter.get("ranges", {})
-    )
-    options = SearchOptions(filter=wanted or None, max_risk=abstain, max_set=40, **options)
+    where = {name: tuple(values) for name, values in (filter or {}).get("where", {}).items()}
+    wanted = Filter(where, None, filter.get("ranges", {})) if filter else None
+    options = SearchOptions(filter=wanted, max_risk=abstain, max_set=40, **options)
     searcher = sources.searcher(gallery)
     if "id" in query:
         return searcher.search_items([query["id"]], max_results, options)[0]
@@ -113,12 +112,8 @@ def test_an_answer_is_that_of_the_library(client, sources, query, options):
 
 
 def test_kinds_may_be_mixed_and_keep_their_order(client, sources):
-    queries = (
-        {"image": in_base64(picture())},
-        {"text": "a bar"},
-        {"id": "110.png"},
-        {"image": in_base64(picture("blue"))},
-    )
+    red, blue = ({"image": in_base64(picture(colour))} for colour in ("red", "blue"))
+    queries = red, {"text": "a bar"}, {"id": "110.png"}, blue
     for answer, query in zip(search(client, *queries, max_results=3), queries, strict=True):
         same(answer, library(sources, query, max_results=3))
 
@@ -126,15 +121,12 @@ def test_kinds_may_be_mixed_and_keep_their_order(client, sources):
 def test_a_link_searches_as_json_does(client):
     several = {"also": ["circle"], "without": ["a circle"]}
     values = {"where": ["text:a red circle", "text:a blue cross", "text:nothing"]}
-    ends, ranges = (
-        {"where": ["text>=a blue cross", "text<a blue d"]},
-        {"ranges": {"text": ["a blue cross", "a blue d"]}},
-    )
+    ends, ranges = ["text>=a blue cross", "text<a blue d"], {"text": ["a blue cross", "a blue d"]}
     for words, query, options in (
         ({"max_results": 5}, {}, {"max_results": 5}),
         (several, several, {}),
         ({"gallery": "texts", **values}, {}, {"gallery": "texts", "filter": TWO}),
-        ({"gallery": "texts", **ends}, {}, {"gallery": "texts", "filter": ranges}),
+        ({"gallery": "texts", "where": ends}, {}, {"gallery": "texts", "filter": {"ranges": ranges}}),
         ({"max_total_variance": 3.0, "order": "distance"}, {}, {"filter": {"max_total_variance": 3.0}}),
     ):
         link = client.get("/v1/search", params={"q": RED["text"], **words})

@@ -149,11 +149,8 @@ class Command:
     def refused(self, *arguments: object) -> str:
         """What a command says about a bad input: status 2, nothing on standard output, and no traceback."""
         status, out, err = self(*arguments)
-        assert status == 2 and not out and err.startswith(f"{self._program}: ") and "Traceback" not in err, (
-            arguments,
-            out,
-            err,
-        )
+        assert status == 2 and not out, (arguments, out, err)
+        assert err.startswith(f"{self._program}: ") and "Traceback" not in err, (arguments, err)
         return err
 
 

@@ -56,10 +56,8 @@ class MilvusServer:
     def start(self):
         # Not by the package, which refuses a port on which a killed server has had connections.
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [self.folder / "bin" / "milvus", "run", "standalone"],
-                **{"cwd": self.folder, "stdout": log, "stderr": log, "env": os.environ | self.settings | QUICK},
-            )
+            told = {"cwd": self.folder, "stdout": log, "stderr": log, "env": os.environ | self.settings | QUICK}
+            self.process = subprocess.Popen([self.folder / "bin" / "milvus", "run", "standalone"], **told)
         for _ in range(600):
             if self.is_healthy():
                 return

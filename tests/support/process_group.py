@@ -22,11 +22,8 @@ from sfumato.training.step import TrainBatch, forward_backward
 def tiny_model(*, variance: bool = True) -> DualEncoder:
     """Two heads on token features of 6 channels, in float64."""
     torch.manual_seed(0)
-    towers = [
-        Tower(None, FeatureInput(6, 0.0), GaussianHead(6, 8, HeadOptions(variance=variance, init_total_variance=0.5)))
-        for _ in "it"
-    ]
-    return DualEncoder(*towers).double()
+    options = HeadOptions(variance=variance, init_total_variance=0.5)
+    return DualEncoder(*(Tower(None, FeatureInput(6, 0.0), GaussianHead(6, 8, options)) for _ in "it")).double()
 
 
 def tiny_batch(n: int, process_group: ProcessGroup, step: int) -> TrainBatch:
@@ -44,10 +41,8 @@ def plain_loss(image, text, match, options):
     """A loss as a function, with learnt logits and a term that crosses all pairs."""
     distance = get_distance(options.distance).matrix(image, text)
     logit = options.logit_bias - options.logit_scale * distance
-    return {
-        "match": functional.binary_cross_entropy_with_logits(logit, match),
-        "log_sum": 0.1 * distance.logsumexp((0, 1)),
-    }
+    cross_entropy = functional.binary_cross_entropy_with_logits(logit, match)
+    return {"match": cross_entropy, "log_sum": 0.1 * distance.logsumexp((0, 1))}
 
 
 def gradients_of_losses(out: Path, sizes: list[int]) -> None:
@@ -62,10 +57,8 @@ def gradients_of_losses(out: Path, sizes: list[int]) -> None:
             for step, n in enumerate(sizes):
                 model.zero_grad()
                 loss.zero_grad()
-                case = f"{loss_name}/{step}"
-                measured[case] = forward_backward(
-                    model, loss, tiny_batch(n, process_group, step), process_group, epoch=5
-                )
+                case, batch = f"{loss_name}/{step}", tiny_batch(n, process_group, step)
+                measured[case] = forward_backward(model, loss, batch, process_group, epoch=5)
                 for name, parameter in [*model.named_parameters(), *loss.named_parameters()]:
                     if parameter.grad is not None:
                         tensors[f"{case}/{name}"] = parameter.grad.clone()

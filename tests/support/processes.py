@@ -89,10 +89,8 @@ def process_group(
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size), **env}
-    return [
-        Started(function, *arguments, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(size)
-    ]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return [Started(function, *arguments, env=shared | own) for own in ranks]
 
 
 def _run(

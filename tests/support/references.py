@@ -40,17 +40,13 @@ def js(m1, v1, m2, v2):
 
 
 def elk(m1, v1, m2, v2):
-    return sum(
-        ((a - b) ** 2 / (s + t) + math.log(s + t) + math.log(2 * math.pi)) / 2
-        for a, s, b, t in zip(m1, v1, m2, v2, strict=True)
-    )
+    term = lambda a, s, b, t: ((a - b) ** 2 / (s + t) + math.log(s + t) + math.log(2 * math.pi)) / 2
+    return sum(map(term, m1, v1, m2, v2))
 
 
 def bhattacharyya(m1, v1, m2, v2):
-    return sum(
-        (a - b) ** 2 / (s + t) / 4 + math.log((s + t) / (2 * math.sqrt(s) * math.sqrt(t))) / 2
-        for a, s, b, t in zip(m1, v1, m2, v2, strict=True)
-    )
+    term = lambda a, s, b, t: (a - b) ** 2 / (s + t) / 4 + math.log((s + t) / (2 * math.sqrt(s * t))) / 2
+    return sum(map(term, m1, v1, m2, v2))
 
 
 def nearest(m1, v1, m2, v2, k):

@@ -175,10 +175,9 @@ def test_an_epoch_follows_from_its_number_and_the_seed_alone(style):
 def test_images_and_words_change_as_the_recipe_says():
     everything = [drawn(b) for b in indexed(recipe(), alone()).epoch(0)]
     assert sorted(i for images, _ in everything for i in images) == sorted(i for i, _ in shared_captions().pairs)
-    plain, styled, damaged, erased, shorter = (
-        next(iter(indexed(recipe(**changes), alone()).epoch(0)))
-        for changes in ({}, {"style": True}, {"text_tokens": 0.9}, {"erase": 1}, {"drop_words": 0.9})
-    )
+    first = lambda **changes: next(iter(indexed(recipe(**changes), alone()).epoch(0)))
+    plain, styled, erased = first(), first(style=True), first(erase=1)
+    damaged, shorter = first(text_tokens=0.9), first(drop_words=0.9)
     pixels = plain.images.values / 255
     assert plain.images.values.dtype == torch.uint8 and not torch.equal(styled.images.values.float(), pixels)
     assert erased.images.values.ne(pixels).flatten(1).any(1).all()
@@ -282,11 +281,8 @@ def test_processes_of_a_stream_match_equal_captions_across_each_other():
             skipped.append(key)
 
         def batches(self, epoch):
-            colours = [(10 * k + self.rank,) * 3 for k in range(4)]
-            pictures = [
-                b"" if c == "lost" else png(colour, (16, 16))
-                for colour, c in zip(colours, captions[self.rank], strict=True)
-            ]
+            drawn = [png((10 * k + self.rank,) * 3, (16, 16)) for k in range(4)]
+            pictures = [b"" if c == "lost" else one for one, c in zip(drawn, captions[self.rank], strict=True)]
             yield ShardBatch([f"{self.rank}{k}" for k in range(4)], pictures, captions[self.rank])
 
     shares = []

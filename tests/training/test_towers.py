@@ -148,10 +148,8 @@ def test_without_a_validation_split_a_run_states_probabilities_of_csd(tmp_path):
 
 
 def test_infonce_keeps_its_scale_below_the_largest_and_a_free_scale_that_crosses_zero_stops_the_run(tmp_path):
-    toy, given = (
-        make_toy(tmp_path),
-        ["loss.infonce_weight=1", "loss.infonce_scale=5", "loss.infonce_largest_scale=5.001"],
-    )
+    toy = make_toy(tmp_path)
+    given = ["loss.infonce_weight=1", "loss.infonce_scale=5", "loss.infonce_largest_scale=5.001"]
     fit(load_recipe(toy, [*given, "optim.logits_lr_multiplier=100", "train.epochs=2"]), tmp_path / "run")
     assert load_run(tmp_path / "run").loss.infonce.logits.logit_scale <= 5.0011
     recipe = load_recipe(toy, ["loss.free_scale=true", "optim.logits_lr_multiplier=1e4"])

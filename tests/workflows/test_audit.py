@@ -87,9 +87,8 @@ def test_scores_are_those_of_slow_loops(points, memory_mb):
     scores, missing = audit_pairs(images, texts, listed, memory_mb=memory_mb)
     distance = csd_loop(images, texts)
     expected = loop(distance, listed.to_dense())
-    found = np.stack(
-        [scores.image, scores.text, scores.distance, scores.excess, scores.text_rank, scores.image_rank], axis=1
-    )
+    names = "image", "text", "distance", "excess", "text_rank", "image_rank"
+    found = np.stack([getattr(scores, name) for name in names], axis=1)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
     rest = np.where(listed.to_dense(), np.inf, distance)
     np.testing.assert_array_equal(scores.better_text, rest.argmin(1)[scores.image])

@@ -66,10 +66,8 @@ def test_a_gallery_of_rows_answers_as_one_of_images(toy, embedded, sfumato, tmp_
     assert "48 images" in folded(sfumato.printed("index", run, *given, tmp_path / "rows"))
     half = ("--data", embedded / "0.parquet", "--store", "file:", "--out", tmp_path / "half")
     assert "30 images" in folded(sfumato.printed("index", run, *half))
-    plain, rows = (
-        {hit["id"]: hit["distance"] for hit in sfumato.json("search", tmp_path / folder, *asked)[0]["hits"]}
-        for folder in ("plain", "rows")
-    )
+    hits = lambda folder: sfumato.json("search", tmp_path / folder, *asked)[0]["hits"]
+    plain, rows = ({hit["id"]: hit["distance"] for hit in hits(folder)} for folder in ("plain", "rows"))
     assert list(rows) == list(plain) and rows == pytest.approx(plain, rel=1e-4)
     with GaussianCollection.open(tmp_path / "rows") as collection:
         assert collection.get(["000.png"]).payloads[0]["captions"] == "picture 000.png"

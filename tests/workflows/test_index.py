@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.raising import raises
 from support.serving import served
 from support.toy import make_toy
 
@@ -99,10 +100,10 @@ def test_a_run_starts_from_another_and_is_anchored_to_it(folder, run):
         moved += (kept[0][name] - start).abs().sum().item()
     assert moved > 1
     wrong = load_recipe(run / "recipe.toml", [f"train.start={run}", "model.dim=4"])
-    with pytest.raises(UserError, match=r"train.start=.*does not fit the model of this recipe.*train.start= train.anc"):
-        fit(wrong, folder / "wrong")
-    with pytest.raises(UserError, match=r"train.anchor=0.5 mixes averaged weights with those of train.start"):
-        load_recipe(run / "recipe.toml", ["train.anchor=0.5", "train.ema_decay=0.9"])
+    told = r"train.start=.*does not fit the model of this recipe.*train.start= train.anc"
+    raises(UserError, told, fit, wrong, folder / "wrong")
+    told, changes = "train.anchor=0.5 mixes averaged weights with those", ["train.anchor=0.5", "train.ema_decay=0.9"]
+    raises(UserError, told, load_recipe, run / "recipe.toml", changes)
 
 
 def test_evaluate_and_the_other_commands(folder, run, sfumato):
@@ -110,11 +111,9 @@ def test_evaluate_and_the_other_commands(folder, run, sfumato):
     model = load_run(run).model
     chosen = range(3, N, 6)
     own = [PER_IMAGE * i + k for i in chosen for k in range(PER_IMAGE)]
+    means = lambda tower, rows: torch.stack([tower.head(tower.encoder(inputs(row))).mean[0] for row in rows])
     with torch.no_grad():
-        a, b = (
-            torch.stack([tower.head(tower.encoder(inputs(row))).mean[0] for row in rows])
-            for tower, rows in ((model.image, images[chosen]), (model.text, texts[own]))
-        )
+        a, b = means(model.image, images[chosen]), means(model.text, texts[own])
     hits = np.mean([k == text // PER_IMAGE for text, k in enumerate(torch.cdist(b, a).argmin(1).tolist())])
     found = sfumato.json("evaluate", "run", run)
     assert found["t2i"]["recall@1"] == pytest.approx(hits) and hits > 5 / len(chosen)
@@ -258,8 +257,8 @@ def test_texts_of_both_halves_cannot_be_halved(run, seed):
     found, data, (images, texts) = embedded(run, "wordings")
     of_one_text = {name: getattr(data, name)[:1] for name in ("text_ids", "texts", "text_kinds", "text_rows")}
     two = replace(data, pairs=np.array([[0, 0], [images.n - 1, 0]]), **of_one_text)
-    with pytest.raises(ValueError, match="the split cannot be halved"):
-        cross_fitted((images, texts), two, found.distance, split="wordings", seed=seed)
+    halved = (images, texts), two, found.distance
+    raises(ValueError, "the split cannot be halved", cross_fitted, *halved, split="wordings", seed=seed)
 
 
 def test_each_half_has_the_fit_on_the_other(run):
@@ -272,10 +271,8 @@ def test_each_half_has_the_fit_on_the_other(run):
     for k, fold in enumerate(folds):
         assert {of_text[t] for t in fold.texts.tolist()} <= set(fold.images.tolist())
         kept = np.isin(np.arange(texts.n), folds[1 - k].texts)
-        by_hand = QueryScores.fit(
-            get_distance(found.distance).for_direction("t2i").matrix(texts[kept], images),
-            data.keep_texts(kept).relevance().to_dense().T,
-        )
+        distance = get_distance(found.distance).for_direction("t2i").matrix(texts[kept], images)
+        by_hand = QueryScores.fit(distance, data.keep_texts(kept).relevance().to_dense().T)
         assert fold.calibration.t2i.scores.n_gallery == by_hand.n_gallery == images.n
         np.testing.assert_allclose(fold.calibration.t2i.scores.nearest, by_hand.nearest, rtol=1e-4)
         np.testing.assert_allclose(fold.calibration.t2i.scores.closest_match, by_hand.closest_match, rtol=1e-4)

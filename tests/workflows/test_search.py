@@ -188,10 +188,8 @@ def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
     """By the mean of the wanted texts minus half of the unwanted one; few words are one text."""
     index = model.index(toy / "data")
     wanted, other = "a red circle on a plain white ground beside a", "small blue square that is filled with blue"
-    (a, b, c), items = (
-        (model.embed_texts([text]).numpy().mean[0].astype(float) for text in (wanted, other, "green")),
-        index.gallery,
-    )
+    a, b, c = model.embed_texts([wanted, other, "green"]).numpy().mean.astype(float)
+    items = index.gallery
     mean = a / 2 + b / 2 - c / 2
     mean *= np.linalg.norm(a) / np.linalg.norm(mean)
     order = ((items.embeddings.mean - mean) ** 2).sum(1) + items.embeddings.total_variance.astype(float)

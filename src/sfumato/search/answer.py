@@ -416,10 +416,9 @@ class Answer:
             ]
 
         plain = ("query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "nothing_probability")
-        return {name: getattr(self, name) for name in (*plain, "hidden", "abstained", "note")} | {
+        also = "hidden", "abstained", "note", "verdict", "suggestion", "warning"
+        return {name: getattr(self, name) for name in (*plain, *also)} | {
             "verdict": None if self.verdict is None else self.verdict.text,
-            "suggestion": self.suggestion,
-            "warning": self.warning,
             "hits": values(self.hits),
             "conformal_set": None if self.conformal_set is None else values(self.conformal_set),
         }

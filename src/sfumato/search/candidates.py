@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from sfumato.arrays import as_numpy, sigmoid
+from sfumato.arrays import as_numpy, joined_rows, sigmoid
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.encoders.package_weights import sentence_vectors
@@ -212,12 +212,7 @@ def even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Re
         if not (low := [i for i, digest in enumerate(new) if digest < last]):
             continue
         part = batch.take(low)
-        both = Records(
-            kept.ids + part.ids,
-            np.concatenate([kept.vectors, part.vectors]),
-            np.concatenate([kept.uncertainty, part.uncertainty]),
-            kept.payloads + part.payloads,
-        )
+        both = joined_rows([kept, part])
         digests += [new[i] for i in low]
         order = sorted(range(len(digests)), key=digests.__getitem__)[:n]
         kept, digests = both.take(order), [digests[i] for i in order]

@@ -302,12 +302,9 @@ class GaussianCollection(Gallery):
             return
         self.checked(embeddings)
         embeddings = embeddings.numpy()
-        records = Records(
-            tuple(ids),
-            lift_gallery(embeddings, self.distance, centre=self.centre),
-            embeddings.total_variance.astype(np.float32),
-            tuple(map(composed, payloads)),
-        )
+        lifted = lift_gallery(embeddings, self.distance, centre=self.centre)
+        uncertainty = embeddings.total_variance.astype(np.float32)
+        records = Records(tuple(ids), lifted, uncertainty, tuple(map(composed, payloads)))
         check_ids(ids, "GaussianCollection")
         for start in range(0, len(records), batch):
             part = records.take(range(start, min(start + batch, len(records))))

@@ -19,7 +19,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from sfumato.arrays import log_sigmoid
+from sfumato.arrays import log_sigmoid, some_rows
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.encoder_protocol import Pieces, TwoTowers, piece_counter
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
@@ -248,8 +248,7 @@ class ItemTexts:
 
     def take(self, positions: Sequence[int]) -> "ItemTexts":
         """Some of the items."""
-        words, stems = [self.words[i] for i in positions], [self.stems[i] for i in positions]
-        return ItemTexts(self.vectors[list(positions)], words, stems)
+        return some_rows(self, list(positions))
 
     def evidence(
         self,

@@ -362,14 +362,10 @@ def _calibrate(
     split: _Split, reference: Sides | None, distance: str, how: tuple[Population, int], method: str
 ) -> Calibration:
     """Fit the probabilities of a method; `how` has the population and the largest number of queries."""
+    (population, most), known = how, reference if method == "reference" else None
+    sides = split.images, split.texts
     fitted = calibrate_split(
-        (split.images, split.texts),
-        split.data,
-        distance,
-        split="val",
-        max_queries=how[1],
-        population=how[0],
-        reference=reference if method == "reference" else None,
+        sides, split.data, distance, split="val", max_queries=most, population=population, reference=known
     )
     return without_nearest(fitted) if method == "distance" else fitted
 

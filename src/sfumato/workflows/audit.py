@@ -211,14 +211,10 @@ def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) 
         raise UserError("the data lists no pair, so there is nothing to audit")
     images, texts = images[chosen], texts[kept]
     relevance = data.relevance().select_queries(chosen).select_gallery(kept)
+    wording = [data.texts[t] for t in kept]
     with progress_bar("comparing", len(chosen) + len(kept)) as advance:
         listed, missing = audit_pairs(
-            images,
-            texts,
-            relevance,
-            distance=retrieval_model.distance,
-            wording=[data.texts[t] for t in kept],
-            progress=advance,
+            images, texts, relevance, distance=retrieval_model.distance, wording=wording, progress=advance
         )
     recalls, n_independent = _recalls(listed, relevance), min(relevance.n_queries, relevance.n_gallery)
     fitted, log_odds, probability = retrieval_model.calibration, None, None

@@ -78,30 +78,15 @@ class GalleryPart:
 
 def build_index(model: Model, source: GalleryPart) -> GaussianIndex:
     """An index in memory with the model's distance, its calibration and the source of the model."""
-    return GaussianIndex.build(
-        source.embeddings,
-        source.ids,
-        distance=model.distance,
-        payload=source.payload,
-        direction=source.direction,
-        **_settings(model, source),
-    )
+    return GaussianIndex.build(source.embeddings, source.ids, payload=source.payload, **_settings(model, source))
 
 
 def create_collection(
     model: Model, like: GalleryPart, folder: str | Path, store: str = "store", *, texts: bool = False
 ) -> GaussianCollection:
     """Create an empty collection for the embeddings of a model; with texts these are evidence for its searches."""
-    return GaussianCollection.create(
-        folder,
-        store,
-        d=like.embeddings.d,
-        distance=model.distance,
-        centre=gallery_centre(like.embeddings),
-        direction=like.direction,
-        texts=texts,
-        **_settings(model, like),
-    )
+    settings, centre = _settings(model, like), gallery_centre(like.embeddings)
+    return GaussianCollection.create(folder, store, d=like.embeddings.d, centre=centre, texts=texts, **settings)
 
 
 def embed_source(
@@ -210,7 +195,7 @@ def check_new(folder: Path, distance: str, store: str) -> None:
 
 
 def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
-    """The probabilities of a gallery, and its metadata."""
+    """The distance and the direction of a gallery, its probabilities, and its metadata."""
     scale, bias = model.logit_scale, model.logit_bias
     calibration, n_trained = choose_calibration(model, source.ids, source.images)
     if calibration is not None:
@@ -222,7 +207,8 @@ def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
         "pictures": dict(source.images),
         "trained": n_trained,
     }
-    return {"logit_scale": scale, "logit_bias": bias, "calibration": calibration, "metadata": metadata}
+    told = {"distance": model.distance, "direction": source.direction, "metadata": metadata}
+    return told | {"logit_scale": scale, "logit_bias": bias, "calibration": calibration}
 
 
 def _folder_of(model: Model) -> Path | None:

@@ -211,11 +211,8 @@ def index_data(model: Model, data: str, out: Path, store: str = "file:") -> tupl
     with contextlib.ExitStack() as stack:
 
         def create(embeddings: GaussianEmbedding, ids: Sequence[str]) -> GaussianCollection:
-            like = GalleryPart(
-                embeddings,
-                [item.id for item in items],
-                images={"folder": source.root} if source.kind == "folder" else {},
-            )
+            images = {"folder": source.root} if source.kind == "folder" else {}
+            like = GalleryPart(embeddings, [item.id for item in items], images=images)
             collection = create_collection(model, like, out, own_or_anchored(store), texts=True)
             stack.callback(collection.close)
             collection.keep({"sources": [vars(source)]})

@@ -65,14 +65,9 @@ class LoadedModel(Model):
         data = data.keep_images(some_positions(len(data.image_ids), _MOST_MEASURING, 0))
         prepared = prepare_split(self.model, data, problems, split)
         embedded = embed_split(self.model, prepared)
-        hits = first_hits(
-            self.calibration,
-            get_distance(self.distance).matrix(*embedded),
-            prepared.data.relevance().to_dense(),
-            direction,
-            embedded=embedded,
-            population=self.calibration.metadata.get("queries", "planted"),
-        )
+        distance, match = get_distance(self.distance).matrix(*embedded), prepared.data.relevance().to_dense()
+        population = self.calibration.metadata.get("queries", "planted")
+        hits = first_hits(self.calibration, distance, match, direction, embedded=embedded, population=population)
         return Reliability.of(hits.probability, hits.match, n_bins=n_bins)
 
     def recall_by_uncertainty(

@@ -5,6 +5,7 @@ The benchmark uses no labels at test time for its estimates: the match logits ar
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -164,17 +165,6 @@ def cross_fitted(
     queries = [queries_of(data, half) for half in halves]
     if not all(len(texts) for _, texts in queries):
         raise ValueError("the split cannot be halved: all texts of one half have images in the other too")
-    folds = []
-    for fitting, measured in zip(halves, reversed(queries), strict=True):
-        fitted = calibrate_split(
-            embedded,
-            data,
-            distance,
-            split=split,
-            population=population,
-            reference=reference,
-            of_images=fitting,
-            seed=seed,
-        )
-        folds.append(Fold(fitted, *measured))
-    return folds
+    fit = partial(calibrate_split, split=split, population=population, reference=reference, seed=seed)
+    fitted = (fit(embedded, data, distance, of_images=half) for half in halves)
+    return [Fold(calibration, *other) for calibration, other in zip(fitted, reversed(queries), strict=True)]

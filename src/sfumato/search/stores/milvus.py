@@ -165,11 +165,8 @@ class MilvusStore(StoreBase):
         for key in records.ids:
             if len(_encoded(self.url, key)) > _LONGEST_ID:
                 raise self.error(f"an id may have {_LONGEST_ID:,} bytes, got {len(key.encode()):,}: {key[:40]!r}...")
-        columns = zip(records.ids, records.vectors, records.uncertainty.tolist(), records.payloads, strict=True)
-        rows = [
-            {"id": key, "vector": vector, "uncertainty": uncertainty, "payload": dict(payload)}
-            for key, vector, uncertainty, payload in columns
-        ]
+        columns = records.ids, records.vectors, records.uncertainty.tolist(), map(dict, records.payloads)
+        rows = [dict(zip(_COLUMNS, row, strict=True)) for row in zip(*columns, strict=True)]
         for row in rows:
             _encoded(self.url, json.dumps(row["payload"], ensure_ascii=False))
         for part in _parts(rows, self._rows_a_message()):
@@ -321,8 +318,7 @@ class MilvusStore(StoreBase):
             "search_params": {"metric_type": "L2", "params": thorough},
             "consistency_level": self._options["consistency"].capitalize(),
         }
-        found = self._call("search", arguments)
-        return [[hit["entity"] for hit in hits] for hits in found]
+        return [[hit["entity"] for hit in hits] for hits in self._call("search", arguments)]
 
     def _nearest_of_all(self, queries: np.ndarray, k: int, filter: Filter | None) -> list[Records]:
         """The nearest items of each query by a scan; only k ids and distances of each query are kept in memory."""

@@ -28,7 +28,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import numpy as np
 
-from sfumato.arrays import Array, as_numpy
+from sfumato.arrays import Array, as_numpy, some_rows
 from sfumato.errors import UserError
 from sfumato.ids import is_text
 
@@ -80,13 +80,7 @@ class Records:
 
     def take(self, positions: Sequence[int]) -> "Records":
         """Select some of the records."""
-        chosen = list(positions)
-        return Records(
-            tuple(self.ids[i] for i in chosen),
-            self.vectors[chosen],
-            self.uncertainty[chosen],
-            tuple(self.payloads[i] for i in chosen),
-        )
+        return some_rows(self, list(positions))
 
     @staticmethod
     def none(e: int) -> "Records":
