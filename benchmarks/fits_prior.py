@@ -191,10 +191,9 @@ def query_prior(folder: Path) -> tuple[Tensor, float]:
     y = torch.tensor([count[g] / len(captions) for g in asked], dtype=torch.float64).log()
     x = torch.from_numpy(np.c_[sentence_vectors(asked), np.ones(len(asked))]).double()
 
-    def fit(x: Tensor, y: Tensor) -> Tensor:
+    def fit(x: Tensor, y: Tensor) -> Array:
         ridge = torch.diag(torch.cat([torch.full((x.shape[1] - 1,), 1.0), torch.zeros(1)])).double()
-        found: Tensor = torch.linalg.solve(x.T @ x + ridge, x.T @ y)
-        return found
+        return torch.linalg.solve(x.T @ x + ridge, x.T @ y)
 
     fold = torch.from_numpy(np.random.default_rng(0).integers(0, 5, len(y)))
     guess = torch.empty_like(y)

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from fits_prior import N_HITS, Data, Lists, quality, said
-from torch import Tensor
 
 from sfumato.calibration.fits import FitsCalibration, FitsLogits, JudgedHits
 from sfumato.evaluation.judgements import ShownHit, sample_hits
@@ -102,12 +101,6 @@ def summary(found: list[dict[str, float]], before: list[dict[str, float]], chang
     return result
 
 
-def other_half(lists: Lists) -> Tensor:
-    """The queries that fits_prior.py did not fit on."""
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(lists.yes)))
-    return order[len(order) // 2 :]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("flickr8k", type=Path)
@@ -118,7 +111,8 @@ def main() -> None:
     packaged = FitsCalibration.packaged()
     data = Data(given.flickr8k, "test", torch.tensor(packaged.prior, dtype=torch.float64))
     lists, _ = data.sentences(given.judgements / "crowd.csv")
-    lists = lists.some(other_half(lists))
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(lists.yes)))
+    lists = lists.some(order[len(order) // 2 :])  # The queries that fits_prior.py did not fit on.
     result: dict[str, Any] = {"queries": len(lists.yes), "draws": given.draws}
     for prior_name, prior in (("packaged", packaged), ("shifted", shifted(packaged, SHIFT))):
         for texts, fraction in (("with texts", 0.0), ("without texts", 1.0)):

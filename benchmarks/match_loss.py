@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sfumato.arrays import Array
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions
 
@@ -48,24 +49,23 @@ def broadcast_loss(m1: Tensor, l1: Tensor, m2: Tensor, l2: Tensor, match: Tensor
     return 2 * torch.nn.functional.binary_cross_entropy_with_logits(5 - 5 * (mean_part + variance_part), match)
 
 
-def step(form: str, b: int, d: int) -> Callable[[], Tensor]:
+def step(form: str, b: int, d: int) -> Callable[[], Array]:
     """One forward and backward pass; returns the value."""
     m1, l1, m2, l2 = inputs(b, d)
     match = torch.sparse_coo_tensor(torch.arange(b).expand(2, -1), torch.ones(b), (b, b), check_invariants=True)
     if form != "large":
         match = match.to_dense()
 
-    def value() -> Tensor:
+    def value() -> Array:
         if form == "product":
             return (m1 @ m2.T).sum()
         if form == "broadcast":
             return broadcast_loss(m1, l1, m2, l2, match)
         image, text = GaussianEmbedding(m1, l1), GaussianEmbedding(m2, l2)
         options = PCMEPPOptions(alpha=0.0 if form == "loss" else 0.1, beta=0)
-        total: Tensor = PCMEPPLoss(options).requires_grad_(False)(image, text, match).total
-        return total
+        return PCMEPPLoss(options).requires_grad_(False)(image, text, match).total
 
-    def run() -> Tensor:
+    def run() -> Array:
         for leaf in (m1, l1, m2, l2):
             leaf.grad = None
         result = value()

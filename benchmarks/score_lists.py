@@ -107,10 +107,8 @@ def flickr8k(folder: Path, split: str) -> dict[str, Lists]:
     data = Split(folder, split)
     queries, truth = [own[4] for own in data.captions], [{i} for i in range(len(data.captions))]
     items = torch.nn.functional.normalize(data.vectors[:, :4].mean(1), dim=1)
-    words, meaning = (
-        by_bm25([" ".join(own[:4]) for own in data.captions], queries),
-        by_score(data.vectors[:, 4] @ items.T),
-    )
+    words = by_bm25([" ".join(own[:4]) for own in data.captions], queries)
+    meaning = by_score(data.vectors[:, 4] @ items.T)
     image = by_score(-csd_matrix(data.model.embed_texts(queries).tensors(), data.images))
     ranked = {"bm25": words, "minilm": meaning, "fusion": fused(words, meaning), "image": image}
     return {f"flickr8k {name}": lists(one, truth) for name, one in ranked.items()}

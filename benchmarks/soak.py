@@ -376,15 +376,11 @@ def of_memory(samples: list[tuple[float, float]]) -> dict[str, float]:
     return {"start_mb": start, "end_mb": end, "mb_per_minute": slope, "largest_mb": largest, "ratio": end / start}
 
 
-def picture_files(service: Service) -> list[Path]:
-    """Files of pictures that are served."""
-    return list((service.folder / "collection" / UPLOADED_IMAGES).glob("[0-9a-f][0-9a-f]/*"))
-
-
 def orphans(service: Service, seeds: int) -> int:
     """How many more picture files there are than items that were added; some by requests that are bad but valid."""
     info = httpx.get(f"{service.url}/v1/info", timeout=WAIT, trust_env=False).json()
-    return len(picture_files(service)) - (int(info["galleries"]["images"]["n"]) - seeds)
+    files = list((service.folder / "collection" / UPLOADED_IMAGES).glob("[0-9a-f][0-9a-f]/*"))
+    return len(files) - (int(info["galleries"]["images"]["n"]) - seeds)
 
 
 def check_seeds(service: Service, ledger: Ledger, n: int) -> None:
@@ -425,9 +421,8 @@ def soak(store: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
             check_seeds(service, ledger, options.items)
         figures["items_checked"] = len(ledger.allowed) + options.items
         _restart(service, clients, ledger)
-        figures["acknowledged_writes"] = sum(
-            ledger.statuses[kind][s] for kind in ("add", "delete") for s in ("200", "201")
-        )
+        writes = [ledger.statuses[kind][s] for kind in ("add", "delete") for s in ("200", "201")]
+        figures["acknowledged_writes"] = sum(writes)
         figures["exit_status"] = service.stop()
     finally:
         with contextlib.suppress(Exception):

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from match_loss import peak_mb
-from torch import Tensor, nn
+from torch import nn
 
+from sfumato.arrays import Array
 from sfumato.encoders.clip import ARCHITECTURES, ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.heads import GaussianHead, TokenFeatures
@@ -76,13 +77,10 @@ def runner(tower: nn.Module, batch: Inputs, what: str) -> Callable[[], None]:
     """One forward pass without gradients, or one forward and backward pass and an optimiser's step."""
     optimiser = torch.optim.AdamW(tower.parameters(), lr=1e-5)
 
-    def value() -> Tensor:
+    def value() -> Array:
         embedding: GaussianEmbedding = tower(batch)
-        gradient_of = embedding.mean[:, 0].sum()
-        found: Tensor = (
-            gradient_of if embedding.log_var.isneginf().any() else gradient_of + embedding.total_variance.sum()
-        )
-        return found
+        means = embedding.mean[:, 0].sum()
+        return means if embedding.log_var.isneginf().any() else means + embedding.total_variance.sum()
 
     def run() -> None:
         if what == "forward":

@@ -49,11 +49,9 @@ def test_evidence_is_that_of_loops():
     content = CaptionFits.packaged().content
     found = evidence_of([Pair(t, tuple(own), None) for t, own in BOTH_WAYS], torch.full((4,), torch.nan), content)
     for i, (text, texts) in enumerate(BOTH_WAYS):
-        query = torch.from_numpy(sentence_vectors([text]))[0]
-        cosines = [float(query.double() @ torch.from_numpy(sentence_vectors([one]))[0].double()) for one in texts]
-        meanings = [
-            float(content(query[None])[0] @ content(torch.from_numpy(sentence_vectors([one])))[0]) for one in texts
-        ]
+        query, *others = (torch.from_numpy(sentence_vectors([one])) for one in (text, *texts))
+        cosines = [float(query[0].double() @ one[0].double()) for one in others]
+        meanings = [float(content(query)[0] @ content(one)[0]) for one in others]
         assert float(found.mean[i]) == pytest.approx(sum(cosines) / len(cosines), abs=1e-4)
         assert float(found.first[i]) == pytest.approx(max(cosines), abs=1e-4)
         assert float(found.content[i]) == pytest.approx(max(meanings), abs=1e-4)

@@ -69,12 +69,11 @@ class DirectionCalibration:
 
     def hit_logit(self, distance: Array, nearest: Array, *, n_gallery: int, reference: Array | None = None) -> Array:
         """Logarithm of the odds of :meth:`hit_probability`, in float64."""
-        who = "Calibration"
-        logit = self.pairs.logit(as_numpy(distance, "distance", who))
+        logit = self.pairs.logit(as_numpy(distance, "distance", "Calibration"))
         if self.conditional is None:
             return like(logit + self.prior_shift(n_gallery), distance)
-        of_nearest = self.pairs.logit(as_numpy(nearest, "nearest", who))
-        seen = None if reference is None else as_numpy(reference, "reference", who)
+        of_nearest = self.pairs.logit(as_numpy(nearest, "nearest", "Calibration"))
+        seen = None if reference is None else as_numpy(reference, "reference", "Calibration")
         return like(self.conditional.logit(logit, of_nearest, n_gallery, seen), distance)
 
     def hit_probability(
@@ -214,8 +213,7 @@ class Calibration(PairLogits):
     @property
     def directions(self) -> dict[Direction, DirectionCalibration]:
         """The directions that have held-out queries."""
-        either: dict[Direction, DirectionCalibration | None] = {"i2t": self.i2t, "t2i": self.t2i}
-        return {name: found for name, found in either.items() if found is not None}
+        return {name: found for name in get_args(Direction) if (found := getattr(self, name)) is not None}
 
     def of(self, direction: Direction) -> DirectionCalibration:
         """The calibration for the queries of a direction.
@@ -284,6 +282,7 @@ class Calibration(PairLogits):
                     f"logit_scale must be positive and finite and logit_bias finite, got {scale} and {bias}"
                 )
             knots = None if knots is None else tuple((float(x), float(y)) for x, y in knots)
+            reference = values["reference"]
             pairs = PairLogits(scale, bias, float(values["share_of_matches"]), knots)
             directions: dict[str, Any] = {
                 d: DirectionCalibration(
@@ -291,9 +290,7 @@ class Calibration(PairLogits):
                     QueryScores.from_json(values[d]),
                     ConditionalLogits.from_json(values["conditional"][d]) if d in values["conditional"] else None,
                     QueryScores.from_json(values["hits"][d]) if d in values["hits"] else None,
-                    ReferenceQueries.of_tensors(tensors or {}, values["reference"][d], d)
-                    if d in values["reference"]
-                    else None,
+                    ReferenceQueries.of_tensors(tensors or {}, reference[d], d) if d in reference else None,
                 )
                 for d in get_args(Direction)
                 if values[d] is not None

@@ -143,9 +143,8 @@ def decode_image(
 def check_image(data: bytes) -> None:
     """Check quickly whether an image can be decoded; the whole file is read."""
     with opened_image(data) as image:
-        image.draft(
-            None, (1, 1)
-        )  # A JPEG is decoded at an eighth of its size: the stream is read to the end without all pixels.
+        # A JPEG is decoded at an eighth of its size: the stream is read to the end without all pixels.
+        image.draft(None, (1, 1))
         image.load()
         # One pixel is enough to detect a mode or a palette that cannot be converted.
         _on_ground(image.crop((0, 0, 1, 1)))

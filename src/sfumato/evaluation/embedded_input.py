@@ -197,9 +197,7 @@ class Measured:
     total_variance: dict[str, float] | None = None  # means of "image" and "text"; None for points and lists
     uncertainty_measure: ScalarUncertainty = "total_variance"  # the scalar uncertainty of "uncertainty"
     samples: dict[str, int] | None = None  # see :class:`~sfumato.evaluation.protocols.Evaluation`
-    ids: dict[str, str] | None = (
-        None  # of a matrix: where the ids of its "images" (rows) and "texts" (columns) are from
-    )
+    ids: dict[str, str] | None = None  # of a matrix: where the ids of "images" (rows) and "texts" (columns) are from
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""

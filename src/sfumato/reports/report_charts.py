@@ -223,9 +223,8 @@ def _judged_pairs(
         right = direction.first_is_right
         has = ~np.isnan(right)
         name = f"first results, {DIRECTIONS[direction.key]}"
-        sets[direction.key] = (
-            name, direction.distances[has, 0], direction.probabilities[has, 0], right[has]
-        )  # fmt: skip
+        first, p = direction.distances[has, 0], direction.probabilities[has, 0]
+        sets[direction.key] = (name, first, p, right[has])
     return sets
 
 
