@@ -113,9 +113,8 @@ class HitLists:
         before = np.cumsum(other) - other
         above = self.sums(match * (before - before[self.start][self.list_of]))
         pairs = self.sums(match.astype(np.float64)) * self.sums(other)
-        known = (pairs > 0) & (
-            np.maximum.reduceat(self.score, self.start) > np.minimum.reduceat(self.score, self.start)
-        )
+        differ = np.maximum.reduceat(self.score, self.start) > np.minimum.reduceat(self.score, self.start)
+        known = (pairs > 0) & differ
         if known.sum() < 2:
             return False
         share = above[known] / pairs[known]
@@ -267,10 +266,8 @@ def _regression(
     """
     mean, deviation = features.mean(0), deviations(features)
     columns = np.concatenate([(features - mean) / deviation, np.ones((len(features), 1))], axis=1)
-    start, ridge = (
-        np.append(centre * np.where(np.isfinite(deviation), deviation, 0.0), 0.0),
-        np.append(np.full(features.shape[1], penalty), 1e-9),
-    )
+    start = np.append(centre * np.where(np.isfinite(deviation), deviation, 0.0), 0.0)
+    ridge = np.append(np.full(features.shape[1], penalty), 1e-9)
     none = np.zeros(len(label))
     used = np.ones(len(start), bool)
     while True:

@@ -86,10 +86,8 @@ def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) ->
     Paper: Platt, "Probabilistic outputs for support vector machines", 1999.
     """
     who = "fit_logits"
-    distance, match = (
-        as_numpy(value, name, who).astype(np.float64).ravel()
-        for value, name in ((distance, "distance"), (match, "match"))
-    )
+    distance = as_numpy(distance, "distance", who).astype(np.float64).ravel()
+    match = as_numpy(match, "match", who).astype(np.float64).ravel()
     weight = np.ones_like(match) if weight is None else as_numpy(weight, "weight", who).astype(np.float64).ravel()
     if distance.shape != match.shape or weight.shape != match.shape:
         raise ValueError(

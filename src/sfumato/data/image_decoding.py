@@ -363,10 +363,8 @@ def _check_box(box: Box) -> None:
 def _pixels(box: Box, size: tuple[int, int]) -> tuple[int, int, int, int]:
     """A box in fractions -> (left, top, right, bottom) in pixels, at least one of each."""
     left, top = (min(round(start * side), side - 1) for start, side in zip(box[:2], size, strict=True))
-    right, bottom = (
-        min(round((start + fraction) * side), side)
-        for start, fraction, side in zip(box[:2], box[2:], size, strict=True)
-    )
+    ends = zip(box[:2], box[2:], size, strict=True)
+    right, bottom = (min(round((start + fraction) * side), side) for start, fraction, side in ends)
     return left, top, max(right, left + 1), max(bottom, top + 1)
 
 

@@ -38,11 +38,8 @@ def hold_out_wordings(
     held_out = _part_of_texts(both, part, of)
     if not held_out.any():
         return dict(splits)
-    return {
-        **splits,
-        "train": both.keep_texts(~held_out).keep_images(np.arange(n)),
-        WORDINGS: both.keep_texts(held_out),
-    }
+    train = both.keep_texts(~held_out).keep_images(np.arange(n))
+    return {**splits, "train": train, WORDINGS: both.keep_texts(held_out)}
 
 
 def joined(first: PairData, second: PairData) -> PairData:

@@ -56,9 +56,8 @@ def eccv_caption(folder: str | Path | None = None) -> dict[str, GroundTruth]:
         ground_truths[f"{name}_1k"] = in_folds_of(ground_truths["coco_1k"], ground_truths[name], name=f"{name}_1k")
     ground_truths["eccv"] = _from_lists(root, "eccv", five, ("map@r", "r_precision", *RECALLS))
     if (root / "pm_image_to_caption.json").is_file():
-        ground_truths["pmrp_eccv_caption"] = replace(
-            _from_lists(root, "pm", five, ("r_precision",)), name="pmrp_eccv_caption"
-        )
+        listed = _from_lists(root, "pm", five, ("r_precision",))
+        ground_truths["pmrp_eccv_caption"] = replace(listed, name="pmrp_eccv_caption")
     return ground_truths
 
 

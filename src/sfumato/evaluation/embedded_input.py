@@ -169,10 +169,7 @@ def read_embedded_set(
 
 def _ids_of_ground_truths(ground_truths: Sequence[GroundTruth], what: str, n: int | None = None) -> tuple[str, ...]:
     """The ids of one side, which all ground truths must share; n of them if n is given."""
-    lists = {
-        ground_truth.name: ground_truth.image_ids if what == "image" else ground_truth.text_ids
-        for ground_truth in ground_truths
-    }
+    lists = {one.name: one.image_ids if what == "image" else one.text_ids for one in ground_truths}
     first = next(iter(lists.values()))
     if any(own != first for own in lists.values()):
         raise UserError(f"the ground truths {', '.join(lists)} have different {what}s; give --{what}-ids")

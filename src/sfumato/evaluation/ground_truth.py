@@ -166,9 +166,8 @@ def in_folds_of(
 
     A query's relevant items outside of its fold do not count there.
     """
-    images, texts = (
-        {identity: i for i, identity in enumerate(ids)} for ids in (ground_truth.image_ids, ground_truth.text_ids)
-    )
+    images = {identity: i for i, identity in enumerate(ground_truth.image_ids)}
+    texts = {identity: i for i, identity in enumerate(ground_truth.text_ids)}
     folds = tuple(
         (_places(folded.image_ids, some_images, images), _places(folded.text_ids, some_texts, texts))
         for some_images, some_texts in folded.folds

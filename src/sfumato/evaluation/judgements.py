@@ -365,8 +365,6 @@ def _calibration(p: np.ndarray, yes: np.ndarray, weight: np.ndarray) -> tuple[St
     """The calibration error, and that of perfect probabilities; in bins of ten verdicts at least."""
     n_bins = max(1, min(N_BINS, len(p) // _VERDICTS_A_BIN))
     random = np.random.default_rng(0)
-    perfect = [
-        on_all(calibration_error_statistic(p, random.random(len(p)) < p, weight, n_bins=n_bins), len(p))
-        for _ in range(100)
-    ]
+    outcomes = (random.random(len(p)) < p for _ in range(100))
+    perfect = [on_all(calibration_error_statistic(p, one, weight, n_bins=n_bins), len(p)) for one in outcomes]
     return calibration_error_statistic(p, yes, weight, n_bins=n_bins), float(np.mean(perfect))

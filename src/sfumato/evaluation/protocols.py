@@ -123,10 +123,7 @@ class Evaluation:
         images and texts on the smaller side.
         """
         independent = min(self.n_images, self.n_texts)
-        return any(
-            beats_chance(metrics, self.chance[direction], independent)
-            for direction, metrics in (("i2t", self.i2t), ("t2i", self.t2i))
-        )
+        return any(beats_chance(getattr(self, name), self.chance[name], independent) for name in DIRECTIONS)
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values."""

@@ -321,9 +321,8 @@ def random_pairs(ground_truth: Relevance, random: np.random.Generator) -> np.nda
     """Choose a true and a wrong item of each query at random. Returns (p, 3)."""
     m, counts = ground_truth.n_gallery, ground_truth.counts
     usable = np.flatnonzero(counts < m)
-    right = ground_truth.indices[
-        ground_truth.indptr[usable] + (random.random(len(usable)) * counts[usable]).astype(np.int64)
-    ]
+    nth = (random.random(len(usable)) * counts[usable]).astype(np.int64)
+    right = ground_truth.indices[ground_truth.indptr[usable] + nth]
     keys = ground_truth.query_of_item * m + ground_truth.indices
     wrong = random.integers(m, size=len(usable))
     while (again := np.isin(usable * m + wrong, keys)).any():

@@ -45,11 +45,9 @@ def reliability_curve(
     bins = []
     for b in range(n_bins):
         if size := int(count[b]):
-            observed = float(sums[1][b]) / size
+            predicted, observed = (float(of[b]) / size for of in sums)
             low, high = wilson_interval(observed, size)
-            bins.append(
-                {"probability": float(sums[0][b]) / size, "observed": observed, "low": low, "high": high, "count": size}
-            )
+            bins.append({"probability": predicted, "observed": observed, "low": low, "high": high, "count": size})
     return bins
 
 

@@ -34,10 +34,8 @@ def write_audit(audit: Audit, folder: Path, top: int, version: str) -> dict[str,
 
 def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
     """Print the figures of an audit."""
-    sizes = [
-        counted(figures[f"n_{name}s"], noun)
-        for name, noun in (("image", "image"), ("text", "text"), ("pair", "listed pair"))
-    ]
+    nouns = {"images": "image", "texts": "text", "pairs": "listed pair"}
+    sizes = [counted(figures[f"n_{name}"], noun) for name, noun in nouns.items()]
     others = [f"--split {name} ({counted(n, 'image')})" for name, n in figures["other_splits"].items()]
     elsewhere = f". Others are checked with {' or '.join(others)}" if others else ""
     print_wrapped(
@@ -71,10 +69,8 @@ def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
             ["wrong", "image", "text", "closest unlisted text"], rows, left=2, running=(2, 3),
         )  # fmt: skip
     first = "closest" if all(row["match_probability"] is None for row in figures["missing"]) else "most probable"
-    rows = [
-        [probability(row["match_probability"]), row["image"], clipped(row["text"])]
-        for row in figures["missing"][:shown]
-    ]
+    missing = figures["missing"][:shown]
+    rows = [[probability(row["match_probability"]), row["image"], clipped(row["text"])] for row in missing]
     print()
     print_table(
         f"unlisted pairs that may match, the {first} of {counted(figures['candidates'], 'candidate')}",

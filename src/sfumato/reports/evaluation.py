@@ -85,9 +85,8 @@ def _print_uncertainty(directions: Mapping[str, Any], measure: str, prefix: str 
             " way round. Spearman: the same over single queries"
         )
     for direction, values in directions.items():
-        print_wrapped(
-            f"  {prefix}{ARROWS[direction]}: " + " ".join(f"{b['recall']:.0%}" for b in values["bins"]), indent=4
-        )
+        recalls = " ".join(f"{b['recall']:.0%}" for b in values["bins"])
+        print_wrapped(f"  {prefix}{ARROWS[direction]}: {recalls}", indent=4)
         print_wrapped(
             f"    correlation {signed(values['correlation'])}, Spearman {signed(values['spearman'])}", indent=4
         )
@@ -108,11 +107,8 @@ def print_measured(measured: Measured, title: str) -> None:
         for direction in ("i2t", "t2i")
     ]
     print_table(f"{title}, by {measured.score}", ["ground truth", "direction", *names, "queries"], rows, left=2)
-    sums = [
-        f"{ground_truth} RSUM {one['rsum'] * 100:.1f} of 600"
-        for ground_truth, one in measured.figures.items()
-        if "rsum" in one
-    ]
+    rsums = {name: one["rsum"] for name, one in measured.figures.items() if "rsum" in one}
+    sums = [f"{name} RSUM {rsum * 100:.1f} of 600" for name, rsum in rsums.items()]
     print_wrapped(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
     if measured.ids is not None:
         print_wrapped(f"rows: images, {measured.ids['images']}; columns: texts, {measured.ids['texts']}")
@@ -202,11 +198,8 @@ def _advice(served: HitFigures | None, report: TrustReport) -> str:
 
 def _best(direction: DirectionTrust, figure: str, by_chance: float) -> tuple[str, Interval, bool] | None:
     """The best estimator by a figure, the figure, and whether its interval lies above chance; None if unmeasured."""
-    found = {
-        name: values[figure]
-        for name, values in direction.estimators.items()
-        if figure in values and values[figure].value is not None
-    }
+    known = {name: values[figure] for name, values in direction.estimators.items() if figure in values}
+    found = {name: interval for name, interval in known.items() if interval.value is not None}
     if not found:
         return None
     name = max(found, key=lambda name: found[name].value or 0.0)

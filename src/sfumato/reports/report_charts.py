@@ -292,10 +292,8 @@ def uncertain_queries(
 def _expected_matches(data: ReportData, direction: DirectionResult, chosen: np.ndarray) -> list[float]:
     """Sum of the match probabilities of some queries over the gallery."""
     block, context = _distances(data, direction, chosen), direction.context[chosen]
-    found: list[float] = (
-        data.scorer(direction.key).match_probability(block, direction.gallery.n, context).sum(1).tolist()
-    )
-    return found
+    p = data.scorer(direction.key).match_probability(block, direction.gallery.n, context)
+    return list(p.sum(1).tolist())
 
 
 def _distances(data: ReportData, direction: DirectionResult, chosen: np.ndarray) -> np.ndarray:
