@@ -30,14 +30,8 @@ FAMILIES = ("#be185d", "#0f766e", "#7c3aed", "#a16207", "#4d7c0f")
 """Colours of highlighted items."""
 
 _VARIABLES = {
-    FIRST: "--sure",
-    SECOND: "--vague",
-    INK: "--ink",
-    SOFT: "--soft",
-    FAINT: "--faint",
-    GRID: "--grid",
-    CARD: "--card",
-}
+    FIRST: "--sure", SECOND: "--vague", INK: "--ink", SOFT: "--soft", FAINT: "--faint", GRID: "--grid", CARD: "--card",
+}  # fmt: skip
 _VARIABLES |= {colour: f"--f{k}" for k, colour in enumerate(FAMILIES)}
 
 STYLE: Any = {

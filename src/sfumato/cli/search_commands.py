@@ -259,12 +259,9 @@ class Asked:
 
         choices: dict[str, Any] = {"duplicates": self.duplicates, "order": self.order or "fits", "target": self.target}
         return SearchOptions(
-            min_probability=self.min_probability,
-            coverage=self.coverage,
-            max_risk=self.abstain,
-            filter=filter_of(self.where or []),
-            **choices,
-        )
+            min_probability=self.min_probability, coverage=self.coverage, max_risk=self.abstain,
+            filter=filter_of(self.where or []), **choices,
+        )  # fmt: skip
 
 
 @command()
