@@ -138,8 +138,7 @@ def evaluate(folder: Path, split: str) -> dict[str, Any]:
     """The evaluation of a finished run, from its folder if it is there already."""
     written = sorted(folder.glob(f"evaluation-{split}-*.json"))
     path = written[0] if written else evaluate_run(load_run(folder), split)[1]
-    loaded: dict[str, Any] = json.loads(path.read_text())
-    return loaded
+    return json.loads(path.read_text())
 
 
 def main() -> None:

@@ -73,8 +73,7 @@ def posterior(values: Tensor, mixture: Tensor) -> Tensor:
     """(n, 2) probabilities of the components of a (3, 2) mixture."""
     weight, mean, var = mixture
     density = weight.log() - var.log() / 2 - (values.unsqueeze(1) - mean).square() / (2 * var)
-    probability: Tensor = density.softmax(1)
-    return probability
+    return density.softmax(1)
 
 
 class Pairs:

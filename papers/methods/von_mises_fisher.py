@@ -50,8 +50,7 @@ def csd_vmf(x: Any, y: Any) -> Tensor:
     for side in (x, y):
         d, concentration = side.mean.shape[-1], (-side.log_var.double().mean(-1)).exp()
         lengths.append(_DENSITIES["bessel_ratio"](concentration, d).to(side.mean.dtype))
-    distance: Tensor = 2 - 2 * lengths[0] * lengths[1] * (x.mean * y.mean).sum(-1)
-    return distance
+    return 2 - 2 * lengths[0] * lengths[1] * (x.mean * y.mean).sum(-1)
 
 
 def vmf_loss(image: GaussianEmbedding, text: GaussianEmbedding, match: Tensor, options: Any) -> LossOutput:

@@ -158,8 +158,7 @@ class AsymVLM(AdapterMethod):
 
     def variance(self, side: Side, x: Tensor) -> Tensor:
         """See :meth:`AdapterMethod.variance`."""
-        found: Tensor = self.embed(side, x).var
-        return found
+        return self.embed(side, x).var
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
         """See :meth:`PosthocMethod.embed` and the class; variances in squared units of unit embeddings."""

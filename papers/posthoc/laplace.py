@@ -242,8 +242,7 @@ class LaplaceProjections(PosthocMethod):
         self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
     ) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`; the total variance of :meth:`embed`."""
-        found: Tensor = self.embed(side, queries, hidden=hidden).total_variance
-        return found
+        return self.embed(side, queries, hidden=hidden).total_variance
 
     def tensors(self) -> list[Tensor]:
         """See :meth:`PosthocMethod.tensors`."""

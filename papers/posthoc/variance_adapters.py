@@ -96,8 +96,7 @@ def pfe_loss(image: GaussianEmbedding, text: GaussianEmbedding) -> Tensor:
     image, text (n, d).
     """
     var = image.var + text.var
-    found: Tensor = ((image.mean - text.mean).square() / var + var.log()).sum(1).mean()
-    return found
+    return ((image.mean - text.mean).square() / var + var.log()).sum(1).mean()
 
 
 class PFEAdapter(VarianceAdapter):
@@ -299,8 +298,7 @@ class ProbVLM(AdapterMethod):
     def distribution(self, side: Side, x: Tensor) -> GeneralisedGaussian:
         """The generalised Gaussians of items, in the units of the networks: unit length times sqrt(d). x (n, d)."""
         x = self.inputs(side, x)
-        found: GeneralisedGaussian = self.networks[side](scaled_inputs(x))
-        return found
+        return self.networks[side](scaled_inputs(x))
 
     def variance(self, side: Side, x: Tensor) -> Tensor:
         """See :meth:`AdapterMethod.variance`."""

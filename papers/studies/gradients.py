@@ -65,5 +65,4 @@ def pair_gradients(
     loss(GaussianEmbedding.point(leaf), GaussianEmbedding.point(text)).backward()
     assert leaf.grad is not None
     system = 2 * (image.unsqueeze(2) - text.T)  # (n, d, m)
-    solved: Tensor = torch.linalg.solve(system, leaf.grad)
-    return solved
+    return torch.linalg.solve(system, leaf.grad)

@@ -135,8 +135,7 @@ def mixture_weights(
             step, weights[c] = (new / new.sum() - weights[c]).norm(), new / new.sum()
             if step < 1e-12:
                 break
-    found: Tensor = weights
-    return found
+    return weights
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,8 +38,7 @@ def sample_distances(block: Block) -> Tensor:
     generator = torch.Generator().manual_seed(block.seed)
     noise = torch.randn(N_SAMPLES, block.queries.d, generator=generator).to(block.queries.device)
     first, second = torch.triu_indices(N_SAMPLES, N_SAMPLES, 1, device=noise.device)
-    distance: Tensor = block.queries.var.float() @ (noise[first] - noise[second]).square().T
-    return distance
+    return block.queries.var.float() @ (noise[first] - noise[second]).square().T
 
 
 def mean_over_nearest(block: Block, function: Callable[[GaussianEmbedding, GaussianEmbedding], Tensor]) -> Tensor:
@@ -57,8 +56,7 @@ def _self_mismatch(block: Block) -> Tensor:
 
 
 def _match_entropy_top10(block: Block) -> Tensor:
-    found: Tensor = entropy(match_logit(block.nearest[0], block.matching.logit_scale, block.matching.logit_bias))
-    return found
+    return entropy(match_logit(block.nearest[0], block.matching.logit_scale, block.matching.logit_bias))
 
 
 MORE: dict[str, Estimator] = {

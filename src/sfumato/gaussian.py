@@ -275,8 +275,7 @@ class GaussianEmbedding:
 
 def reparametrised(x: GaussianEmbedding, noise: "Tensor") -> "Tensor":
     """The samples mean + sqrt(var) * noise, in the dtype of x. noise (n, s, d) -> (n, s, d)."""
-    samples: Tensor = x.mean[:, None].addcmul((x.log_var / 2).exp()[:, None], noise.to(x.device, x.dtype))
-    return samples
+    return x.mean[:, None].addcmul((x.log_var / 2).exp()[:, None], noise.to(x.device, x.dtype))
 
 
 def save_embeddings(path: str | Path, embeddings: GaussianEmbedding, ids: Sequence[str]) -> None:

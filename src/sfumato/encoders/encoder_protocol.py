@@ -308,8 +308,7 @@ Pieces = Callable[[Sequence[str]], list[int]]
 def piece_counter(model: TwoTowers) -> Pieces | None:
     """The function that counts the subword pieces of words as the text side of a model does."""
     processor = model.text.processor
-    counter: Pieces | None = getattr(getattr(processor, "backbone", processor), "pieces", None)
-    return counter
+    return getattr(getattr(processor, "backbone", processor), "pieces", None)
 
 
 AugmentMode = Annotated[
@@ -403,8 +402,7 @@ class ImageEncoderConfig(EncoderConfig):
     @property
     def augment_mode(self) -> AugmentMode:
         """The type of random augmentation of training images."""
-        mode: AugmentMode = dict(self).get("augment", "none")
-        return mode
+        return dict(self).get("augment", "none")
 
     @property
     def starts_pretrained(self) -> bool:

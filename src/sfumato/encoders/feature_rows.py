@@ -214,7 +214,7 @@ class GraphLayer(nn.Module):
     def _normalised(self, rows: Tensor) -> Tensor:
         norm = self.norm
         if len(rows) != 1:
-            return norm(rows)  # type: ignore[no-any-return]
+            return norm(rows)
         return functional.batch_norm(rows, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
 
 

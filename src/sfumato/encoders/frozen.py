@@ -115,8 +115,7 @@ class FrozenProcessor(Processor):
         """The pixels of an image where the backbone takes them; else the item itself, an image checked."""
         if isinstance(data, bytes):
             if decode := getattr(self.backbone, "decode", None):
-                pixels: np.ndarray = decode(data)
-                return pixels
+                return decode(data)
             check_image(data)
         return data
 

@@ -118,8 +118,7 @@ class GPO(Pooling):
         hidden, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True)
         scores = self.linear(hidden.unflatten(-1, (2, -1)).mean(-2)).squeeze(-1)
         beyond = torch.arange(scores.shape[1], device=scores.device) >= lengths.unsqueeze(1)
-        weights: Tensor = (scores / self.temperature).masked_fill(beyond, -torch.inf).softmax(1)
-        return weights
+        return (scores / self.temperature).masked_fill(beyond, -torch.inf).softmax(1)
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
         n, t, _ = features.shape

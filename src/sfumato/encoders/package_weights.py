@@ -155,8 +155,7 @@ def number_format(precision: TrainingPrecision, device: "torch.device | str" = "
     import torch
 
     if precision != "auto":
-        dtype: torch.dtype = getattr(torch, precision)
-        return dtype
+        return getattr(torch, precision)
     if torch.device(device).type == "cuda":
         has_it = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -358,8 +357,7 @@ class MiniLM:
 
     def _states(self, tokens: Mapping[str, np.ndarray], layers: Sequence[int]) -> list[np.ndarray]:
         given = {"ids": tokens["input_ids"], "mask": tokens["attention_mask"]}
-        found: list[np.ndarray] = self._network.run([f"state{k}" for k in layers], given)
-        return found
+        return self._network.run([f"state{k}" for k in layers], given)
 
     def sentences(self, texts: list[str]) -> list[np.ndarray]:
         """(384,) for each text, the mean of its tokens in the last layer; the latest texts are not computed again."""
@@ -393,8 +391,7 @@ class MiniLM:
 def means_of_tokens(states: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """The means of present tokens. states (n, t, c), mask (n, t) -> (n, c)."""
     weights = mask[:, :, None].astype(states.dtype)
-    found: np.ndarray = (states * weights).sum(1) / weights.sum(1)
-    return found
+    return (states * weights).sum(1) / weights.sum(1)
 
 
 def _keys(tokens: Mapping[str, np.ndarray]) -> list[bytes]:

@@ -372,10 +372,8 @@ class WordEncoder(Encoder):
         packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
         states, final = gru(packed)
         if self.states == "final":
-            ended: Tensor = final.transpose(0, 1).flatten(1).unsqueeze(1)
-            return ended
-        every: Tensor = pad_packed_sequence(states, batch_first=True, total_length=words.shape[1])[0]
-        return every
+            return final.transpose(0, 1).flatten(1).unsqueeze(1)
+        return pad_packed_sequence(states, batch_first=True, total_length=words.shape[1])[0]
 
 
 def build_word_text(config: WordTextConfig, context: BuildContext) -> tuple[TokenProcessor, WordEncoder]:

@@ -176,8 +176,7 @@ class Tower(nn.Module, BaseTower):
             if present is None:
                 present = torch.ones(tokens.mean.shape[:2], dtype=torch.bool, device=tokens.mean.device)
             tokens = replace(tokens, mask=drop_tokens(present, rate=self.token_dropout))
-        embedding: GaussianEmbedding = self.head(tokens.float())
-        return embedding
+        return self.head(tokens.float())
 
     @torch.no_grad()
     def batch(self, inputs: Inputs) -> GaussianEmbedding:

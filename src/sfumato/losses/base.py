@@ -320,8 +320,7 @@ def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Array,
             f"{who}: match must lie in [0, 1], got values from {low:.4g} to {high:.4g};"
             " labels of -1 and 1 become (match + 1) / 2"
         )
-    found: Tensor = match.to(device=image.device)
-    return found
+    return match.to(device=image.device)
 
 
 def vib_loss(x: GaussianEmbedding) -> Tensor:
@@ -342,8 +341,7 @@ def vib_sums(x: GaussianEmbedding) -> Tensor:
     """KL divergence of each embedding to the standard normal, summed over its dimensions. x (n, d) -> (n,)."""
     dtype = accumulation_dtype(x.dtype)
     mean, log_var = x.mean.to(dtype), x.log_var.to(dtype)
-    found: Tensor = (mean.square() + log_var.expm1() - log_var).sum(-1) / 2
-    return found
+    return (mean.square() + log_var.expm1() - log_var).sum(-1) / 2
 
 
 def vib_of_block(block: PairBlock) -> Tensor:

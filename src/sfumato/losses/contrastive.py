@@ -166,8 +166,7 @@ def log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
     """
     x, y = _checked(x, y, "log_inclusion")
     log_v = torch.logaddexp(x.log_var, y.log_var + math.log(2))
-    found: Tensor = -math.log(2 * math.pi) - (x.log_var + log_v) / 2 - _over(x, y, log_v)
-    return found
+    return -math.log(2 * math.pi) - (x.log_var + log_v) / 2 - _over(x, y, log_v)
 
 
 def inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
@@ -213,8 +212,7 @@ def inclusion_losses(inner: GaussianEmbedding, outer: GaussianEmbedding, *, scal
 
 def _over(x: GaussianEmbedding, y: GaussianEmbedding, log_v: Tensor) -> Tensor:
     """(n, d) squared differences of the means over v, divided before squaring: small variances do not overflow."""
-    found: Tensor = ((x.mean - y.mean) * (-log_v / 2).exp()).square()
-    return found
+    return ((x.mean - y.mean) * (-log_v / 2).exp()).square()
 
 
 def _checked(x: GaussianEmbedding, y: GaussianEmbedding, who: str) -> tuple[GaussianEmbedding, GaussianEmbedding]:

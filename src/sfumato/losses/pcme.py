@@ -156,8 +156,7 @@ def _log_likelihood(
             logit = sign * SIGMOIDS[options.sigmoid] * match_logit(distance, logit_scale, logit_bias)
             return functional.logsigmoid(logit).flatten(2).logsumexp(-1) - log_pairs
 
-        found: Tensor = reduce_sample_distances(x, y, reduce)
-        return found
+        return reduce_sample_distances(x, y, reduce)
 
     label = label.to(x.dtype)
     return label * log_probability(1.0) + (1 - label) * log_probability(-1.0)

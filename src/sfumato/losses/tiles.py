@@ -93,8 +93,7 @@ class MatchingLogits(nn.Module):
         Returns:
             Logits of the shape of distance.
         """
-        found: Tensor = match_logit(distance, self.logit_scale, self.logit_bias)
-        return found
+        return match_logit(distance, self.logit_scale, self.logit_bias)
 
 
 @dataclass(frozen=True)
@@ -146,8 +145,7 @@ class Tiles:
         distance.add_(self._x_offset[rows].unsqueeze(1)).add_(self._y_offset[columns])
         if distance.shape == self.shape:
             self.whole = distance
-        found: Tensor = distance
-        return found
+        return distance
 
     def __iter__(self) -> Iterator[Tile]:
         for ranges in self.ranges():
@@ -193,8 +191,7 @@ def pair_sums(
     image, text = checked(image, text, distance.name)
     (x, x_offset), (y, y_offset) = distance.lift.vectors(image), distance.lift.vectors(text)
     tensors = (*_about_centre(x, y), x_offset, y_offset, logits.logit_scale, logits.logit_bias)
-    sums: Tensor = _PairSums.apply(terms, max_pairs, *tensors)[0]  # type: ignore[no-untyped-call]
-    return sums
+    return _PairSums.apply(terms, max_pairs, *tensors)[0]  # type: ignore[no-untyped-call]
 
 
 def _about_centre(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -180,8 +180,7 @@ def pvse_loss(
 
 
 def _kernel(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
-    found: Tensor = (-GAMMA * squared_l2_matrix(x, y)).exp()
-    return found
+    return (-GAMMA * squared_l2_matrix(x, y)).exp()
 
 
 def _mmd(block: PairBlock, k: int) -> Tensor:

@@ -273,8 +273,7 @@ def some_positions(n: int, most: int, seed: int) -> np.ndarray:
 
 def _sample(positions: np.ndarray, most: int, seed: int) -> np.ndarray:
     """A random sample of given positions, in their order; see :func:`some_positions`."""
-    sample: np.ndarray = positions[some_positions(len(positions), most, seed)]
-    return sample
+    return positions[some_positions(len(positions), most, seed)]
 
 
 def calibrate_run(

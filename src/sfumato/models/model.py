@@ -255,15 +255,13 @@ class Model:
         items = images if isinstance(images, GaussianEmbedding) else self.embed_images(images)
         distance: Array = get_distance(self.distance).for_direction("t2i").matrix(query, items)
         if self.calibration is not None:
-            of_pair: Array = self.calibration.probability(distance, match_fraction=match_fraction)
-            return of_pair
+            return self.calibration.probability(distance, match_fraction=match_fraction)
         if match_fraction is not None:
             raise ValueError(
                 "probability: match_fraction needs a calibration, and this model has none; calibrate it on held-out"
                 " pairs (sfumato calibrate RUN), or leave match_fraction out"
             )
-        found: Array = match_probability(distance, self.logit_scale, self.logit_bias)
-        return found
+        return match_probability(distance, self.logit_scale, self.logit_bias)
 
     def unfamiliar_texts(self, texts: Sequence[str]) -> list[bool]:
         """Which texts have words that the model hardly knows.

@@ -90,8 +90,7 @@ class ProcessGroup:
 
     def gather_row(self, row: "Tensor") -> "Tensor":
         """:meth:`gather` of one row of each process. row (k,) -> (processes, k)."""
-        found: Tensor = self.gather(row.unsqueeze(0), [1] * self.size)
-        return found
+        return self.gather(row.unsqueeze(0), [1] * self.size)
 
     def gather_embeddings(self, embeddings: GaussianEmbedding, counts: Sequence[int]) -> GaussianEmbedding:
         """:meth:`gather` of means and log variances. Returns (sum of counts, d)."""
@@ -108,8 +107,7 @@ class ProcessGroup:
         first = int(own[0]) if len(own) else 0
         part, relevant = queries[first : first + len(own)], relevance.select_queries(own)
         mine = rank_relevant(part, gallery, relevant, distance, first=first)
-        found: np.ndarray = self.gather(mine, self.counts(len(mine)))
-        return found
+        return self.gather(mine, self.counts(len(mine)))
 
     def sum_gradients(self, parameters: "Iterable[nn.Parameter]") -> None:
         """Replace every parameter's gradient by its sum over the processes; a missing gradient counts as 0."""

@@ -60,8 +60,7 @@ def print_calibration(result: dict[str, Any]) -> None:
 
 def _rule(kind: str, values: Any) -> float | None:
     """The threshold, the limit or the radius of a guarantee; None if there is none."""
-    value: float | None = values if kind == "precision" else values["abstain_below" if kind == "risk" else "radius"]
-    return value
+    return values if kind == "precision" else values["abstain_below" if kind == "risk" else "radius"]
 
 
 def _guarantees(found: Mapping[str, Any]) -> list[list[str]]:

@@ -211,8 +211,7 @@ def build_optimiser(model: DualEncoder, loss: MatchLoss, config: OptimConfig) ->
         if (trained := [p for p in parameters if p.requires_grad])
     ]
     if config.name == "adamp":
-        optimiser: torch.optim.Optimizer = AdamP(options, lr=config.lr, betas=config.betas, eps=config.eps)
-        return optimiser
+        return AdamP(options, lr=config.lr, betas=config.betas, eps=config.eps)
     return torch.optim.AdamW(options, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

@@ -324,14 +324,12 @@ def register_store(scheme: str, factory: Any, *, is_path: bool = False) -> None:
 
 def create_store(url: str, dim: int, fingerprint: str) -> VectorStore:
     """Make an empty store of vectors of e dimensions; the fingerprint says what they mean, and is kept with them."""
-    made: VectorStore = _factory(url).create(url, dim, fingerprint)
-    return made
+    return _factory(url).create(url, dim, fingerprint)
 
 
 def open_store(url: str) -> VectorStore:
     """Open a store that was created before; search options in the URL replace those given at creation."""
-    opened: VectorStore = _factory(url).open(url)
-    return opened
+    return _factory(url).open(url)
 
 
 def _factory(url: str) -> Any:
