@@ -22,7 +22,6 @@ from sfumato.files import write_atomically
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 EMBEDDINGS_FORMAT = "sfumato-embeddings-1"
 """The format in the metadata of a safetensors file of mean, log_var and ids."""
@@ -209,7 +208,7 @@ class GaussianEmbedding:
             raise ValueError(f"unknown uncertainty {measure!r}; known: {', '.join(get_args(ScalarUncertainty))}")
         return getattr(self, measure)
 
-    def sample(self, n_samples: int, *, generator: "torch.Generator | None" = None) -> "Tensor":
+    def sample(self, n_samples: int, *, generator: "torch.Generator | None" = None) -> "torch.Tensor":
         """Reparametrised samples mean + sqrt(var) * noise; gradients flow to mean and log_var. It needs torch.
 
         Args:
@@ -273,7 +272,7 @@ class GaussianEmbedding:
         return GaussianEmbedding(*both)
 
 
-def reparametrised(x: GaussianEmbedding, noise: "Tensor") -> "Tensor":
+def reparametrised(x: GaussianEmbedding, noise: "torch.Tensor") -> "torch.Tensor":
     """The samples mean + sqrt(var) * noise, in the dtype of x. noise (n, s, d) -> (n, s, d)."""
     return x.mean[:, None].addcmul((x.log_var / 2).exp()[:, None], noise.to(x.device, x.dtype))
 

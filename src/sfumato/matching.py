@@ -7,13 +7,10 @@ samples.
 """
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from sfumato.arrays import Array, as_array, is_tensor, sigmoid
 from sfumato.distances.distance import Distance, sampled
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MATCH_PROBABILITY = "match_probability"
 """Name of :func:`match_probability_distance`, which needs the logits of a model and is therefore not in DISTANCES."""
@@ -27,12 +24,12 @@ class SampledLogits(NamedTuple):
     n_samples: int  # number of samples of each embedding at test time
 
 
-def match_logit(distance: Array, logit_scale: "Tensor | float", logit_bias: "Tensor | float") -> Array:
+def match_logit(distance: Array, logit_scale: Array, logit_bias: Array) -> Array:
     """logit_bias - logit_scale * distance, the one sign flip of the package."""
     return logit_bias - logit_scale * distance
 
 
-def match_probability(distance: Array, logit_scale: "Tensor | float", logit_bias: "Tensor | float") -> Array:
+def match_probability(distance: Array, logit_scale: Array, logit_bias: Array) -> Array:
     """Probability that a pair at this distance matches, sigmoid(logit_bias - logit_scale * distance).
 
     Args:
@@ -51,9 +48,7 @@ def match_probability(distance: Array, logit_scale: "Tensor | float", logit_bias
     return logit.sigmoid() if is_tensor(logit) else sigmoid(logit)
 
 
-def match_probability_distance(
-    logit_scale: "Tensor | float", logit_bias: "Tensor | float", *, n_samples: int = 8
-) -> Distance:
+def match_probability_distance(logit_scale: Array, logit_bias: Array, *, n_samples: int = 8) -> Distance:
     r"""PCME's match probability E sigmoid(b - a ||z_x - z_y||) as a distance to rank by.
 
         -log 1/s^2 sum_jk sigmoid(b - a ||x_i^j - y_l^k||)
@@ -66,7 +61,7 @@ def match_probability_distance(
             f"match_probability_distance: needs logit_scale > 0 and n_samples >= 1, got {logit_scale} and {n_samples}"
         )
 
-    def reduce(distance: "Tensor") -> "Tensor":
+    def reduce(distance: Array) -> Array:
         """(n, m, s, s) distances of samples -> (n, m) negative logarithms of the mean match probability."""
         from torch.nn import functional
 

@@ -204,9 +204,7 @@ class OnData:
         "Changes to the recipe of --data, e.g. data.path=my.jsonl; without it, where the run's data are now.",
         "SECTION.KEY=VALUE",
     )
-    data: str | None = flag(
-        None, "Recipe (path or name) that names the data. Default: the data of the run.", metavar="RECIPE"
-    )
+    data: str | None = flag(None, "Recipe (path or name) that names the data. Default: the run's.", metavar="RECIPE")
     split: Split = "test"
 
     def open(self, purpose: str, *, split: str = "", device: "torch.device | None" = None) -> "ModelOnData":
@@ -289,9 +287,7 @@ def _split_that_is_there(config: "DataConfig", split: str) -> str:
     if split == "test" and config.held_out_wordings:
         splits = load_splits(config, Problems())
         if "test" not in splits and WORDINGS in splits:
-            say(
-                f"all images train, so there is no split test: measured on {WORDINGS}, the texts that training left out"
-            )
+            say(f"all images train: measured on {WORDINGS}, the texts that training left out")
             return WORDINGS
     return split
 

@@ -43,7 +43,7 @@ TIMEOUT_MINUTES = 30.0
 """Longest time that one process of an evaluation waits for another one, in minutes."""
 
 PerQueryFile = Annotated[
-    Path | None, flag(..., "File to write the results of single queries to: .parquet or .csv.", metavar="FILE")
+    Path | None, flag(..., "File for the results of single queries: .parquet or .csv.", metavar="FILE")
 ]
 
 
@@ -86,17 +86,13 @@ class BenchmarkFlags:
 class MeasureFlags:
     """What is measured of a model."""
 
-    distance: str | None = flag(
-        None, "Distance to rank by, or match_probability, with the run's logits. Default: the model's."
-    )
+    distance: str | None = flag(None, "Distance to rank by, or match_probability. Default: the model's.")
     per_query: PerQueryFile = None
     uncertainty: str = rare(
         "total_variance",
         "Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++).",
     )
-    samples: int | None = rare(
-        None, "Samples of an embedding for average_l2 (8) and match_probability (as in training).", min=1
-    )
+    samples: int | None = rare(None, "Samples for average_l2 (8) and match_probability (as in training).", min=1)
     seed: int = rare(0, "Seed of these samples.", min=0)
 
     def options(self) -> "EvaluationOptions":

@@ -237,16 +237,14 @@ def export(
 class Frozen:
     """A frozen model with its data, or its embeddings."""
 
-    model: str | None = word(
-        None, "Hub name or folder of a CLIP or SigLIP, or open_clip:ARCHITECTURE/TAG; with --data.", "MODEL"
-    )
+    model: str | None = word(None, "Name or folder of a CLIP or SigLIP, or open_clip:NAME/TAG; with --data.", "MODEL")
     data: str | None = flag(
         None,
         "For MODEL: a manifest, a folder of images with .txt files or of datasets, a Karpathy JSON, COCO's captions.",
         metavar="PATH",
     )
     images: str | None = flag(
-        None, "Or embeddings of images: .npy, .safetensors (FILE:NAME), .parquet, or a folder.", metavar="FILE"
+        None, "Or image embeddings: .npy, .safetensors (FILE:NAME), .parquet, a folder.", metavar="FILE"
     )
     texts: str | None = flag(None, "Embeddings of texts by the same model, as --images.", metavar="FILE")
     pairs: str | None = flag(

@@ -53,9 +53,7 @@ class IndexFlags:
         metavar="URL",
     )
     add: bool = flag(False, "Add to the collection that --out holds already.", "--add")
-    sync: bool = flag(
-        False, "Bring a collection in step with its folders: new, changed, moved, deleted files.", "--sync"
-    )
+    sync: bool = flag(False, "Follow the folders of a collection: new, changed, moved, deleted files.", "--sync")
     force: bool = flag(False, "With --sync, delete items even if they are most.", "--force")
 
     def check(self, out: Path) -> None:
@@ -232,18 +230,12 @@ class Asked:
         " queries get no answer.",
         metavar="RISK",
     )
-    also: list[str] | None = flag(
-        None, "Further text that a result should fit, beside every TEXT; repeatable.", metavar="TEXT"
-    )
+    also: list[str] | None = flag(None, "Further text that a result should fit, too; repeatable.", metavar="TEXT")
     without: list[str] | None = flag(
         None, "Text that a result should not fit; repeatable. Such results have no probabilities.", metavar="TEXT"
     )
-    duplicates: str = flag(
-        "fold", "fold: images that are nearly the same as one above are counted there; show: all are listed."
-    )
-    order: str | None = rare(
-        None, "Order of the results of a text, where items have texts: fits, by probability (default); distance."
-    )
+    duplicates: str = flag("fold", "fold: images nearly the same as one above are counted there; show: all.")
+    order: str | None = rare(None, "Order where items have texts: fits, by probability (default); or distance.")
     target: str = rare("fits", "Evidence of a search by text: fits, the texts of items, too; listed, distance alone.")
     where: list[str] | None = flag(
         None,

@@ -24,9 +24,7 @@ from sfumato.losses.tiles import MatchingLogits, canonical, dense_labels, label_
 MAX_PAIRS = 2**22
 """Pairs whose distances, logits and labels a loss holds in memory at a time: about 200 MB in float32."""
 
-FREE_SCALE = (
-    "learn the scale itself, as the released code does; by its logarithm a scale of 5 learns five times as fast"
-)
+FREE_SCALE = "learn the scale itself, as the released code; by its logarithm, 5 learns five times as fast"
 """Description of the option free_scale of the losses that have it."""
 
 _T = TypeVar("_T")

@@ -42,9 +42,7 @@ class InfoNCEOptions(LossOptions):
     """
 
     distance: str = option("squared_l2", "name of the distance; any differentiable one")
-    logit_scale: float = option(
-        5.0, "initial scale; a scale of 1 on squared_l2 is a softmax temperature of 0.5 on the cosine", gt=0
-    )
+    logit_scale: float = option(5.0, "initial scale; 1 on squared_l2 is a temperature of 0.5 on the cosine", gt=0)
     largest_scale: float = option(0.0, LARGEST_SCALE, ge=0)
     free_scale: bool = option(False, FREE_SCALE)
 

@@ -50,9 +50,7 @@ class PCMEOptions(LossOptions):
     Attributes: each field states its default, its meaning and its range.
     """
 
-    distance: str = option(
-        "csd", "distance that the trained model ranks by; the loss compares samples by Euclidean distance"
-    )
+    distance: str = option("csd", "distance to rank by; the loss compares samples by Euclidean distance")
     n_samples: int = option(7, "number of samples of each embedding", ge=1)
     sigmoid: Sigmoid = option("plain", "plain, or compressed: the released sigmoid(2 logit)")  # noqa: RUF009
     beta: float = option(

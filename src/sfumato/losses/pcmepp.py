@@ -44,7 +44,7 @@ class PCMEPPOptions(LossOptions):
     pseudo_positives_from: int = option(0, "first epoch (0-based) with the pseudo-positive terms", ge=0)
     infonce_weight: float = option(0.0, "weight of an additional InfoNCE loss of the means; 0 leaves it out", ge=0)
     infonce_scale: float = option(
-        5.0, "initial scale of the InfoNCE loss; it is learnt separately from that of the match logits", gt=0
+        5.0, "initial scale of the InfoNCE loss; learnt apart from that of the match logits", gt=0
     )
     infonce_largest_scale: float = option(0.0, LARGEST_SCALE, ge=0)
 

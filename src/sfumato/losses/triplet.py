@@ -27,9 +27,7 @@ class TripletOptions(LossOptions):
     """
 
     distance: str = option("squared_l2", "name of the distance; any differentiable one")
-    margin: float = option(
-        0.4, "margin in units of the distance; 0.4 on squared_l2 of unit means is 0.2 on the cosine", gt=0
-    )
+    margin: float = option(0.4, "margin in units of the distance; 0.4 on squared_l2 is 0.2 on the cosine", gt=0)
     mining: Mining = option("hardest", "which negatives count: hardest, sum of all, or semi-hard")  # noqa: RUF009
     sum_epochs: int = option(0, "number of first epochs in which all negatives count; VSE-infinity: 1", ge=0)
 
@@ -130,9 +128,7 @@ class PVSEOptions(TripletOptions):
     """
 
     distance: str = option("squared_l2", "nearest_of_K for model.embeddings=K above 1; any other for one embedding")
-    margin: float = option(
-        0.2, "margin in units of the distance; 0.2 on squared_l2 of unit means is 0.1 on the cosine", gt=0
-    )
+    margin: float = option(0.2, "margin in units of the distance; 0.2 on squared_l2 is 0.1 on the cosine", gt=0)
     mmd_weight: float = option(
         0.02,
         "weight of the discrepancy between images and texts; 0 leaves it out, 0.02 is the released 0.01 on the cosine",

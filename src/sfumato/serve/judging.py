@@ -46,11 +46,9 @@ class NewJudgement(Model):
     id: ItemId
     yes: bool | None = Field(description="whether the text describes the item; null takes the verdict back")
     probability: float | None = Field(
-        None, ge=0, le=1, description="match probability that stood beside the hit; null if none did"
+        None, ge=0, le=1, description="match probability beside the hit; null if there was none"
     )
-    weight: float = Field(
-        1.0, ge=1, le=1_000_000, description="one over the probability that the hit was drawn to be judged"
-    )
+    weight: float = Field(1.0, ge=1, le=1_000_000, description="one over the probability that the hit was drawn")
     why: _Name = Field(CHOSEN, description="group that the hit was drawn from; `chosen` if the judge chose it")
 
 
@@ -115,9 +113,7 @@ class JudgementsSummary(Model):
     queries: int = Field(description="number of judged queries")
     precision: Figure | None = Field(description="fraction of judged hits that people say yes to")
     said: Figure | None = Field(description="mean probability that stood beside them")
-    calibration_error: Figure | None = Field(
-        description="mean gap of probability and verdict, in bins of equally many verdicts"
-    )
+    calibration_error: Figure | None = Field(description="mean gap of probability and verdict, in equal bins")
     calibration_error_by_chance: float | None = Field(description="what perfect probabilities would show")
     given: dict[str, bool] = Field(description="verdicts of the judge on the query of the request, by id")
 

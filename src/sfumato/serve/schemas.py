@@ -39,9 +39,7 @@ _MOST_VARIANCE = Field(None, ge=0, description="largest total variance of an ite
 
 
 _ALSO: Any = Field([], max_length=10, description="further texts that a hit should fit")
-_WITHOUT: Any = Field(
-    [], max_length=10, description="texts that a hit should not fit; such an answer is not calibrated"
-)
+_WITHOUT: Any = Field([], max_length=10, description="texts that a hit should not fit; the answer is not calibrated")
 
 
 class Query(Model):
@@ -94,9 +92,7 @@ class SearchFields(Model):
         ge=1,
         description="number of results, up to the limit of the service; if left out 10, or the limit if that is less",
     )
-    min_probability: float | None = Field(
-        None, ge=0, le=1, description="leave out results with a lower match probability"
-    )
+    min_probability: float | None = Field(None, ge=0, le=1, description="leave out results of a lower probability")
     abstain: float | None = Field(
         None, gt=0, lt=1, description="report whether to abstain, so that at most this fraction of the answers is wrong"
     )
@@ -161,9 +157,7 @@ class ResultRecord(Model):
     total_variance: float = Field(description=_OF_ITEM)
     payload: dict[str, str] = Field(description=_PAYLOAD)
     picture: str | None = Field(description=_PICTURE)
-    best_text: str = Field(
-        "", description="the text of the item that has most words of the query; empty where texts were no evidence"
-    )
+    best_text: str = Field("", description="the item's text with most of the query's words; empty without one")
     to_judge: Drawn | None = Field(
         None,
         description="where a verdict tells most: drawn from the hits with a probability of 10 % to 90 %, at most ten of"
@@ -176,9 +170,7 @@ class ConformalSet(Model):
     """Items that contain a match with at least the requested probability."""
 
     coverage: float = Field(description="the requested probability")
-    complete: bool = Field(
-        description="false if the set was cut at the limit of the service; then the coverage is not guaranteed"
-    )
+    complete: bool = Field(description="false if cut at the service's limit; the coverage is then not guaranteed")
     hits: list[ResultRecord] = Field(description="the items, the closest first")
 
 
@@ -220,16 +212,10 @@ class Answer(Model):
     verdict: VerdictText | None = Field(
         description="null if the answer is not calibrated, unless the model hardly knows the words of the text"
     )
-    note: str = Field(
-        "", description="what a mix of training images and others means for the probabilities; empty without a mix"
-    )
-    suggestion: str | None = Field(
-        None, description="the text with misspelt words replaced; null if nothing seems misspelt"
-    )
+    note: str = Field("", description="what a mix of training and other images means for the probabilities")
+    suggestion: str | None = Field(None, description="the text with misspelt words replaced; null if none")
     warning: str | None = Field(None, description="what the model cannot read of the text; null if nothing")
-    abstained: bool | None = Field(
-        description="true if the query should not be answered; null if no risk was requested"
-    )
+    abstained: bool | None = Field(description="true if the query should not be answered; null without a risk")
     hits: list[ResultRecord] = Field(description="the closest first")
     conformal_set: ConformalSet | None = Field(description="null if no coverage was requested")
 
@@ -337,9 +323,7 @@ class QueryKinds(Model):
     text: bool = Field(description="texts")
     image: bool = Field(description="image files")
     id: bool = Field(description="ids of items")
-    vector: dict[Modality, int] = Field(
-        description="by modality, the length of vectors; a modality that is not listed is refused"
-    )
+    vector: dict[Modality, int] = Field(description="by modality, the length of vectors; others are refused")
 
 
 class Info(Model):

@@ -243,9 +243,7 @@ def _joined(retrieval_model: Model, data: PairData, parts: Sequence[_Part], abou
     close = np.argsort(missing.distance if probability is None else -probability, kind="stable")
     notes = list(about["notes"])
     if log_odds is None:
-        notes.append(
-            "The model is not calibrated on held-out pairs, so the audit has ranks and distances but no probabilities."
-        )
+        notes.append("The model is not calibrated on held-out pairs, so the audit has no probabilities.")
     return Audit(
         data,
         some_rows(listed, first),
