@@ -41,6 +41,7 @@ def match_probability(distance: Array, logit_scale: Array, logit_bias: Array) ->
         Probabilities in [0, 1], of the shape of distance.
 
     Example:
+        >>> import numpy as np
         >>> match_probability(np.array([1.0, 2.0]), 5.0, 5.0).round(4)
         array([0.5   , 0.0067])
     """
