@@ -16,7 +16,7 @@ import numpy as np
 
 from sfumato.arrays import Array, as_numpy
 from sfumato.calibration.calibrator import Calibration, Scorer
-from sfumato.distances.distance import squared_l2_product
+from sfumato.distances.distance import squared_l2_of_centred
 from sfumato.encoders.package_weights import WIDTH
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
@@ -437,7 +437,7 @@ class GaussianCollection(Gallery):
         """(n, c) distances, from differences without cancellation, or by matrix products, which are faster."""
         lifted, vectors = self._lifted(queries), records.vectors
         if products:
-            squared = squared_l2_product(lifted, vectors)
+            squared = squared_l2_of_centred(lifted, vectors, (lifted**2).sum(1), (vectors**2).sum(1))
         else:
             squared = np.stack([((vectors - one) ** 2).sum(1) for one in lifted])
         return as_numpy(squared + query_constant(queries, self.distance)[:, None])
