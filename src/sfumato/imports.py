@@ -58,10 +58,7 @@ def import_own(names: Iterable[str], folder: Path | None = None) -> None:
 def _failed(name: str, path: Path | None, error: BaseException) -> str:
     """Where an import has failed, and why."""
     if path is None and isinstance(error, ModuleNotFoundError | TypeError):
-        return (
-            f"cannot import the module {name!r} ({first_line(error)}); give the path of a file, mymethod.py, or"
-            " install its package"
-        )
+        return f"cannot import the module {name!r} ({first_line(error)}); give a file's path, or install its package"
     if isinstance(error, SyntaxError) and (path is None or error.filename == str(path)):
         return f"{error.filename}:{error.lineno}: SyntaxError: {first_line(error)}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if path is None or Path(f.filename) == path]

@@ -11,10 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 NO_NUL, WORD = r"^[^\x00]*$", r"^[^\x00]*[^\s\x00][^\x00]*$"
-_IN_WORDS = {
-    NO_NUL: "holds the character NUL; leave it out",
-    WORD: "is blank or holds the character NUL; expected a text",
-}
+_IN_WORDS = {NO_NUL: "holds NUL; leave it out", WORD: "is blank or holds NUL; expected a text"}
 """What is expected of a text, by its pattern: nobody should have to read a regular expression."""
 
 

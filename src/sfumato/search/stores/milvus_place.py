@@ -146,9 +146,7 @@ def connect(place: Place) -> Any:
             _embedded[place.uri] = _embedded.get(place.uri, 0) + 1
             return client
     except pymilvus.MilvusException as error:
-        way_out = (
-            "; another process may have it open, or a version of Milvus Lite before 3 wrote it" if place.file else ""
-        )
+        way_out = "; another process may have it open, or Milvus Lite before 3 wrote it" if place.file else ""
         message = message_of(error)
         if place.token:
             message = message.replace(place.token, "***").replace(place.token.partition(":")[2] or place.token, "***")
