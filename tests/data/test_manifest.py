@@ -154,40 +154,23 @@ def test_bad_csv_lines(pictures):
     }  # fmt: skip
     assert [place for place, _ in found] == list(starts)
     assert [reason for place, reason in found if not reason.startswith(starts[place])] == []
-
-
-def test_a_missing_quote_in_csv_swallows_no_row_in_silence(pictures):
-    (pictures / "m.csv").write_text('image,captions\na.png,"no end\nb.jpg,"x"\nc.webp,fine\n')
-    splits, found = read(pictures / "m.csv")
+    # A missing quote swallows no row in silence.
+    path.write_text('image,captions\na.png,"no end\nb.jpg,"x"\nc.webp,fine\n')
+    splits, found = read(path)
     assert splits == {"train": {"c.webp": ["fine"]}}
     assert len(found) == 1 and found[0][0] == ":3" and "from line 2 on, a quote may be missing" in found[0][1]
-    (pictures / "m.csv").write_text('image,captions\nc.webp,fine\na.png,"no end\nb.jpg,x\n')
-    splits, found = read(pictures / "m.csv")
+    path.write_text('image,captions\nc.webp,fine\na.png,"no end\nb.jpg,x\n')
+    splits, found = read(path)
     assert splits == {"train": {"c.webp": ["fine"]}} and "from line 3 on" in found[0][1]
 
 
-def test_one_id_for_two_images_or_splits_is_a_problem(pictures):
-    rows = [
-        {"image": "a.png", "captions": "x", "id": 1, "split": "train"},
-        {"image": "b.jpg", "captions": "y", "id": 1, "split": "train"},
-        {"image": "a.png", "captions": "z", "id": 1, "split": "test"},
-        {"image": "a.png", "caption": "of the same row", "id": 1, "split": "train"},
-    ]
-    splits, found = read(write_jsonl(pictures / "m.jsonl", rows))
-    assert splits == {"train": {"1": ["x", "of the same row"]}}
-    assert found == [(f":{k}", "id '1' occurred before, with another image or split") for k in (2, 3)]
-
-
-def test_split_names_and_their_absence(pictures):
+def test_split_names_and_drawn_shares_by_id_of_which_adding_rows_moves_none(pictures):
     names = ["Train", "validation", "restval", None]
     images = ["a.png", "b.jpg", "c.webp", "my pictures/d.PNG"]
     rows = [{"image": i, "captions": "x", "split": s} for i, s in zip(images, names, strict=True)]
     splits, found = read(write_jsonl(pictures / "m.jsonl", rows))
     assert {name: set(own) for name, own in splits.items()} == {"train": {images[0], *images[2:]}, "val": {images[1]}}
     assert found == []
-
-
-def test_shares_are_drawn_by_id_and_adding_rows_moves_none(pictures):
     rows = [{"image": "a.png", "captions": "x", "id": k} for k in range(2000)]
     path = write_jsonl(pictures / "m.jsonl", rows[:1000])
     first, _ = read(path, val_fraction=0.2, test_fraction=0.1)
@@ -196,21 +179,10 @@ def test_shares_are_drawn_by_id_and_adding_rows_moves_none(pictures):
     sizes = {name: len(own) for name, own in both.items()}
     # Standard deviations of 18 and 13.
     assert sum(sizes.values()) == 2000 and abs(sizes["val"] - 400) < 72 and abs(sizes["test"] - 200) < 54
-
-
-def test_bad_shares(pictures):
     message = "val_fraction and test_fraction must not be negative, and below 1 together"
     for val, test in ((0.5, 0.5), (-0.1, 0.1), (0.1, float("nan"))):
         for path in (write_jsonl(pictures / "m.jsonl", ROWS), pictures):
             raises(ValueError, message, read, path, val_fraction=val, test_fraction=test)
-
-
-def test_image_root_and_absolute_paths(pictures, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    rows = [{"image": "a.png", "captions": "x"}, {"image": str(pictures / "b.jpg"), "captions": "y"}]
-    path = write_jsonl(elsewhere / "m.jsonl", rows)
-    assert read(path, image_root=pictures)[1] == []
-    assert [p for p, _ in read(path)[1]] == [":1"]
 
 
 def test_manifests_and_folders_that_cannot_be_used(pictures, tmp_path_factory):
@@ -224,6 +196,11 @@ def test_manifests_and_folders_that_cannot_be_used(pictures, tmp_path_factory):
         read_manifest(pictures / "m.xlsx", problems)
     with pytest.raises(UserError, match=r"holds no usable pair(.|\n)*:1: image .*gone\.png is missing"):
         read_manifest(write_jsonl(pictures / "m.jsonl", [{"image": "gone.png", "captions": "x"}]), problems)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    rows = [{"image": "a.png", "captions": "x"}, {"image": str(pictures / "b.jpg"), "captions": "y"}]
+    path = write_jsonl(elsewhere / "m.jsonl", rows)
+    assert read(path, image_root=pictures)[1] == []
+    assert [p for p, _ in read(path)[1]] == [":1"]
 
 
 def test_folder(pictures):
@@ -273,7 +250,7 @@ def many_to_many(path):
     return data, [(p.location.rpartition(":")[2], p.reason) for p in problems.items]
 
 
-def test_rows_that_name_one_caption_id_share_the_text(pictures):
+def test_caption_ids_that_rows_share_or_that_do_not_fit(pictures):
     rows = [
         {"image": "a.png", "captions": ["a dog", "", "red"], "caption_ids": [1, "x", "r"]},
         {"image": "b.jpg", "caption": "a dog", "caption_id": "1"},
@@ -284,9 +261,6 @@ def test_rows_that_name_one_caption_id_share_the_text(pictures):
     assert problems == [("1", "empty caption")]
     assert data.text_ids == ("1", "r", "b.jpg#1", "c.webp#0") and data.texts == ("a dog", "red", "blue", "a dog")
     assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [1, 2], [2, 3]]
-
-
-def test_caption_ids_that_do_not_fit_are_reported(pictures):
     wrong = [[1], [1, 2.5], [2, "seen"]]
     rows = [{"image": "b.jpg", "captions": ["one", "two"], "caption_ids": ids} for ids in wrong]
     rows = [{"image": "a.png", "captions": ["a dog"], "caption_ids": ["seen"]}, *rows]
@@ -297,6 +271,15 @@ def test_caption_ids_that_do_not_fit_are_reported(pictures):
         ("4", "caption id 'seen' occurred before, with another wording"),
     ]
     assert data.texts == ("a dog", "one")
+    rows = [
+        {"image": "a.png", "captions": "x", "id": 1, "split": "train"},
+        {"image": "b.jpg", "captions": "y", "id": 1, "split": "train"},
+        {"image": "a.png", "captions": "z", "id": 1, "split": "test"},
+        {"image": "a.png", "caption": "of the same row", "id": 1, "split": "train"},
+    ]
+    splits, found = read(write_jsonl(pictures / "m.jsonl", rows))
+    assert splits == {"train": {"1": ["x", "of the same row"]}}
+    assert found == [(f":{k}", "id '1' occurred before, with another image or split") for k in (2, 3)]
 
 
 @pytest.mark.parametrize(

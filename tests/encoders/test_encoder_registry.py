@@ -1,14 +1,10 @@
 """ENCODERS: every kind keeps the written protocol, and a kind from outside the package works like one of ours."""
 
-import ast
-import inspect
-import itertools
-import textwrap
 from typing import Literal
 
 import pytest
 import torch
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import Field, PositiveInt
 from support.raising import raises
 from support.tiny_models import tiny_architecture, tiny_resnet
 from support.toy import make_toy
@@ -118,7 +114,7 @@ def test_an_encoder_from_outside_trains_evaluates_embeds_and_is_exported(registe
     assert torch.equal(loaded.model.embed_texts(texts).mean, exported.model.embed_texts(texts).mean)
 
 
-def test_its_section_is_as_strict_as_ours(registered, tmp_path):
+def test_sections_and_registrations_that_do_not_fit_are_refused(registered, tmp_path):
     recipe, toy = make_toy(tmp_path), ["model.image.kind=toy", "model.text.kind=toy"]
     for override, message in (
         ("model.image.widht=3", r"unknown key 'model.image.widht'; did you mean 'model.image.width'\?"),
@@ -128,16 +124,6 @@ def test_its_section_is_as_strict_as_ours(registered, tmp_path):
         ("optim.layer_decay=0.5", "optim.layer_decay needs the blocks of a clip encoder"),
     ):
         raises(UserError, message, load_recipe, recipe, [*toy, override])
-
-
-def test_a_run_of_an_encoder_that_is_not_registered_says_which_are(registered, tmp_path):
-    save_recipe(toy_recipe(tmp_path), tmp_path / "r.toml")
-    del ENCODERS["image"]["toy"]
-    known = ", ".join(sorted(ENCODERS["image"]))
-    raises(UserError, f"model.image.kind: unknown 'toy'; known: {known}", load_recipe, tmp_path / "r.toml")
-
-
-def test_registrations_that_do_not_fit_are_refused(registered):
     cases = [
         (("sound", "toy", ToyImageConfig), "unknown side 'sound'; expected 'image' or 'text'"),
         (("image", "toy", ToyImageConfig), "the image side has an encoder of kind 'toy' already"),
@@ -148,9 +134,6 @@ def test_registrations_that_do_not_fit_are_refused(registered):
     for arguments, message in cases:
         raises(ValueError, message, register_encoder, *arguments, build_toy_image)
     assert "new" not in ENCODERS["image"] | ENCODERS["text"]
-
-
-def test_a_section_of_the_wrong_kind_or_side_is_refused():
     known = ", ".join(sorted(ENCODERS["image"]))
     raises(ValueError, f"unknown kind of image encoder 'gru'; known: {known}", encoder_entry, "image", "gru")
     message = "got a SmallTextConfig, which is not the config class of the image side of 'small'"
@@ -165,6 +148,9 @@ def test_a_section_of_the_wrong_kind_or_side_is_refused():
         ({"kind": ["small"]}, "model.image.kind: unknown"),
     ):
         raises(UserError, message, check_recipe, {"name": "x", "model": {"image": value}}, "here")
+    save_recipe(load_recipe(recipe, toy), tmp_path / "r.toml")
+    del ENCODERS["image"]["toy"]
+    raises(UserError, f"model.image.kind: unknown 'toy'; known: {known}", load_recipe, tmp_path / "r.toml")
 
 
 KINDS = [(side, kind) for side, kinds in ENCODERS.items() for kind in kinds]
@@ -201,14 +187,3 @@ def test_every_kind_builds_an_encoder_that_keeps_the_protocol(side, kind, tmp_pa
     assert (max(map(encoder.blocks_from_top, names), default=0) > 0) == entry.config.has_blocks
     if side == "image" and names:  # Above frozen features there is no parameter to freeze.
         assert any(map(encoder.freezes, names)) == getattr(recipe.model, side).starts_pretrained
-
-
-@pytest.mark.parametrize(("side", "kind"), KINDS)
-def test_every_key_of_every_kind_has_a_description(side, kind):
-    """In its field, or below it."""
-    config, below = ENCODERS[side][kind].config, set()
-    for one in config.__mro__[: -len(BaseModel.__mro__)]:
-        body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0].body
-        keys = itertools.pairwise(body)
-        below |= {a.target.id for a, b in keys if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}
-    assert not [n for n, f in config.model_fields.items() if not f.description and n not in {"kind", *below}]

@@ -73,15 +73,11 @@ def assert_same(ours, values, name, tolerance, suffix=""):
     assert len(compared) == (2 if name == "masked" else 4), f"{name}: only {compared} compared"
 
 
-def without_unit_length(model):
-    model.image.head.normalize = model.text.head.normalize = False
-    return model
-
-
 def assert_released(model, values, name="out", tolerance=SINGLE, dtype=torch.float32, lengths=None):
     """At unit length, and before."""
     assert_same(embed(model, values, dtype, lengths), values, name, tolerance)
-    assert_same(embed(without_unit_length(model), values, dtype, lengths), values, name, tolerance, suffix="_raw")
+    model.image.head.normalize = model.text.head.normalize = False
+    assert_same(embed(model, values, dtype, lengths), values, name, tolerance, suffix="_raw")
 
 
 def built(layout, dtype=torch.float32):
@@ -106,17 +102,14 @@ def prolip(parity):
 
 
 def test_parity_pcmepp_hub(pcmepp):
-    folder, _, _, values = pcmepp
+    folder, config, tensors, values = pcmepp
     published = load_pretrained(folder)
     assert not published.model.training and published.distance == "csd" and "PCME++" in published.kind
     logits = tuple(values[f"out/{name}"].item() for name in ("negative_scale", "shift"))
     assert (published.logit_scale, published.logit_bias) == logits
     assert_same(embed(published.model, values), values, "out", SINGLE)
     assert_released(published.model, values, "out64", DOUBLE, torch.float64)
-
-
-def test_parity_pcmepp_hub_with_the_other_activation_and_the_longer_config(pcmepp):
-    _, config, tensors, values = pcmepp
+    # The longer config, and the other activation.
     longer = {**config, "cast_dtype": None, "output_dict": False, "quick_gelu": False}
     plain = embed(built(pcmepp_hub(longer, tensors, no_tokenizer, "x")), values)
     assert_same(plain, values, "out", SINGLE)
@@ -125,52 +118,33 @@ def test_parity_pcmepp_hub_with_the_other_activation_and_the_longer_config(pcmep
     assert (plain["image_mean"] - values["quick_gelu/image_mean"]).abs().max() > 1e-4
 
 
-def whole(values):
-    """The lengths of texts that are padded to the full context, all of which ProLIP attends to."""
-    n, context = values["inputs/token_ids"].shape
-    return torch.full((n,), context)
-
-
 def test_parity_prolip(prolip):
+    """Its texts are padded to the full context, all of which it attends to."""
     folder, config, tensors, values = prolip
-    assert_released(load_pretrained(folder).model, values, lengths=whole(values))
-    exact = built(prolip_hub(config, tensors, no_tokenizer, "x"), torch.float64)
-    assert_released(exact, values, "out64", DOUBLE, torch.float64, whole(values))
-    quick = built(prolip_hub({**config, "quick_gelu": True}, tensors, no_tokenizer, "x"))
-    assert_same(embed(quick, values, lengths=whole(values)), values, "quick_gelu", SINGLE)
-
-
-def test_prolip_as_it_was_meant_is_another_model(prolip):
-    """One norm instead of two on the image mean, or a text log variance from [UNC], disagrees with the release."""
-    folder, _, _, values = prolip
-    model = load_pretrained(folder).model
-    model.image.encoder.released = False
-    once = embed(model, values, lengths=whole(values))
-    assert (once["image_mean"] - values["out/image_mean"]).abs().max() > 1e-2
-    torch.testing.assert_close(once["image_log_var"], values["out/image_log_var"], **SINGLE)
-    model.text.encoder.released = False
-    from_unc = embed(model, values, lengths=whole(values))
-    torch.testing.assert_close(from_unc["text_mean"], values["out/text_mean"], **SINGLE)
-    assert (from_unc["text_log_var"] - values["out/text_log_var"]).abs().max() > 1e-2
-
-
-def test_parity_prolip_class_statistics(prolip):
-    """Mean over templates of unit means, scaled to unit length, and mean of the variances, class by class."""
-    folder, _, _, values = prolip
+    n, context = values["inputs/token_ids"].shape
+    lengths, published = torch.full((n,), context), load_pretrained(folder)
+    # That these logits of csd are those of its loss is tested in losses/test_contrastive.py.
+    scale, bias = (values[f"out64/logit_{name}"].item() for name in ("scale", "bias"))
+    assert (published.logit_scale, published.logit_bias) == pytest.approx((scale / 2, bias + scale), rel=1e-12)
+    # Classes: mean over templates of unit means, scaled to unit length, and mean of the variances.
     with torch.no_grad():
-        texts = load_pretrained(folder).model.text(Inputs(values["zeroshot/token_ids"]))
+        texts = published.model.text(Inputs(values["zeroshot/token_ids"]))
     classes = (values["zeroshot/class_mean"].shape[1], -1)
     mean = torch.nn.functional.normalize(texts.mean.unflatten(0, classes).mean(1), dim=-1)
     torch.testing.assert_close(mean.T, values["zeroshot/class_mean"], **SINGLE)
     torch.testing.assert_close(texts.var.unflatten(0, classes).mean(1).T, values["zeroshot/class_var"], **SINGLE)
-
-
-def test_logits_of_prolip_are_read_as_logits_of_csd(prolip):
-    """That both are equal is tested with the loss, in losses/test_contrastive.py."""
-    folder, _, _, outputs = prolip
-    published = load_pretrained(folder)
-    scale, bias = (outputs[f"out64/logit_{name}"].item() for name in ("scale", "bias"))
-    assert (published.logit_scale, published.logit_bias) == pytest.approx((scale / 2, bias + scale), rel=1e-12)
+    assert_released(published.model, values, lengths=lengths)
+    exact = built(prolip_hub(config, tensors, no_tokenizer, "x"), torch.float64)
+    assert_released(exact, values, "out64", DOUBLE, torch.float64, lengths)
+    quick = built(prolip_hub({**config, "quick_gelu": True}, tensors, no_tokenizer, "x"))
+    assert_same(embed(quick, values, lengths=lengths), values, "quick_gelu", SINGLE)
+    # As it was meant it is another model: one norm instead of two on the image mean, a text log variance from [UNC].
+    model = load_pretrained(folder).model
+    model.image.encoder.released = model.text.encoder.released = False
+    meant = embed(model, values, lengths=lengths)
+    for name, differs in (("image_mean", True), ("image_log_var", False), ("text_mean", False), ("text_log_var", True)):
+        difference = (meant[name] - values[f"out/{name}"]).abs().max()
+        assert difference > 1e-2 if differs else difference < 1e-4, name
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +179,8 @@ def test_parity_pcmepp_training_token_features(towers):
     """All tokens of both paths: no last norm on images, one on the text's mean, none on a log variance."""
     state, values, heads = towers
     model = training_model(state, heads)
+    torch.testing.assert_close(model.image.encoder.pixels.mean.flatten(), torch.tensor(IMAGENET_MEAN))
+    assert type(model.image.processor).__name__ == "BilinearProcessor"
     embed(model, values)
     with torch.no_grad():
         image = model.image.encoder(Inputs(values["inputs/pixel_values"]))
@@ -291,10 +267,6 @@ def test_full_size_pcmepp_training(parity):
         assert fits_whole(pcmepp_training, {}, official) == about["n_parameters"][name] - 2
 
 
-def same_weights(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-
-
 @pytest.fixture
 def state(towers):
     return {key: value.clone() for key, value in towers[0].items()}
@@ -303,17 +275,17 @@ def state(towers):
 def test_a_lightning_checkpoint_a_bare_state_dict_and_safetensors_are_the_same_model(state, tmp_path):
     save_file(state, tmp_path / "plain.safetensors")
     torch.save(state, tmp_path / "plain.pth")
-    parallel = {f"module.{key}": value for key, value in state.items()}
-    torch.save(parallel, tmp_path / "parallel.pt")
+    torch.save({f"module.{key}": value for key, value in state.items()}, tmp_path / "parallel.pt")
     inside = {key.replace("enc.", "enc.module.", 1): value for key, value in state.items()}
     checkpoint = {"state_dict": inside, "epoch": 24, "hyper_parameters": {"opt": {"model": {"embed_size": 3}}}}
     torch.save(checkpoint, tmp_path / "last.ckpt")
     names = ("plain.safetensors", "plain.pth", "parallel.pt", "last.ckpt")
-    loaded = [load_pretrained(tmp_path / name) for name in names]
-    assert all(same_weights(loaded[0].model, other.model) for other in loaded[1:])
-    assert loaded[0].source.endswith("plain.safetensors") and loaded[0].kind == "PCME++ training, last weights"
+    first, *others = (load_pretrained(tmp_path / name) for name in names)
+    assert first.source.endswith("plain.safetensors") and first.kind == "PCME++ training, last weights"
     logits = tuple(state[f"criterion.{name}"].item() for name in ("negative_scale", "shift"))
-    assert {(p.logit_scale, p.logit_bias) for p in loaded} == {logits}
+    for other in others:
+        torch.testing.assert_close(other.model.state_dict(), first.model.state_dict(), rtol=0, atol=0)
+        assert (other.logit_scale, other.logit_bias) == logits
 
 
 def test_averaged_weights_are_taken(state, tmp_path):
@@ -341,13 +313,6 @@ def test_settings_of_the_run_are_honoured(state, tmp_path):
     raises(UserError, "PCME's loss", load_pretrained, tmp_path / "run.ckpt")
 
 
-def test_the_training_code_has_pictures_of_its_own(towers):
-    state, _, heads = towers
-    model = training_model(state, heads)
-    torch.testing.assert_close(model.image.encoder.pixels.mean.flatten(), torch.tensor(IMAGENET_MEAN))
-    assert type(model.image.processor).__name__ == "BilinearProcessor"
-
-
 def test_wrong_tensors_are_counted_and_the_first_ones_named(state, tmp_path, pcmepp, prolip):
     del state["txt_enc.linear.bias"]
     state["img_enc.extra"] = torch.ones(1)
@@ -364,7 +329,7 @@ def test_wrong_tensors_are_counted_and_the_first_ones_named(state, tmp_path, pcm
         raises(UserError, r"12 tensors do not fit.*is missing; and 9 more", layout, larger, tensors, no_tokenizer, "x")
 
 
-def test_folders_of_something_else(tmp_path):
+def test_configurations_that_cannot_be_loaded(pcmepp, prolip, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     raises(UserError, r"no model\.safetensors", load_pretrained, tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -377,9 +342,6 @@ def test_folders_of_something_else(tmp_path):
     ):
         (tmp_path / "config.json").write_text(config)
         raises(UserError, message, load_pretrained, tmp_path)
-
-
-def test_configurations_that_cannot_be_loaded(pcmepp, prolip):
     width, dim = pcmepp[1]["vision_cfg"]["width"], prolip[1]["embed_dim"]
     uneven = next(k for k in range(2, width) if width % (width // k))
     for layout, (_, config, tensors, _), section, change, message in (
@@ -390,8 +352,8 @@ def test_configurations_that_cannot_be_loaded(pcmepp, prolip):
         (prolip_hub, prolip, "text_cfg", {"width": 2 * dim}, f".width {2 * dim} is not embed_dim {dim}"),
         (prolip_hub, prolip, "text_cfg", {"tokenizer_kwargs": {"clean": "soap"}}, "unknown cleaning of texts 'soap'"),
     ):
-        with pytest.raises(UserError, match=message):
-            layout({**config, section: {**config[section], **change}}, tensors, no_tokenizer, "x")
+        changed = {**config, section: {**config[section], **change}}
+        raises(UserError, message, layout, changed, tensors, no_tokenizer, "x")
 
 
 def words_tokenizer(vocabulary, special):
@@ -404,36 +366,29 @@ def words_tokenizer(vocabulary, special):
     return tokenizer
 
 
-def test_pcmepp_embeds_words(pcmepp):
-    folder, config, *_ = pcmepp
+@pytest.mark.parametrize("kind", ["pcmepp", "prolip"])
+def test_models_embed_words(kind, request, tmp_path):
+    """ProLIP's tokenizer lies beside it, and its texts are padded to the context."""
+    folder, config, *_ = request.getfixturevalue(kind)
     vocabulary, context = (config["text_cfg"][key] for key in ("vocab_size", "context_length"))
-    begin, end = vocabulary - 2, vocabulary - 1
-    tokenizer = words_tokenizer(vocabulary, {"<|startoftext|>": begin, "<|endoftext|>": end})
-    model = load_pretrained(folder, tokenizer=tokenizer).model
-    long = list(range(10, begin))
+    texts, long = [[7, 8, 9], [4]], list(range(10, vocabulary - 2))
     assert len(long) > context, "the last text is cut"
-    words = [[7, 8, 9], [4], long[: context - 2]]
-    ids = torch.tensor([[begin, *text, end, *[0] * (context - 2 - len(text))] for text in words])
-    texts = ["W7 w8  w9", "w4", " ".join(f"w{i}" for i in long)]
-    expected = model.text(Inputs(ids, torch.arange(context) < torch.tensor([[len(text) + 2] for text in words])))
-    ours = model.embed_texts(texts)
-    torch.testing.assert_close(ours.mean, expected.mean, **SINGLE)
-    torch.testing.assert_close(ours.log_var, expected.log_var, **SINGLE)
-    assert tokenizer.truncation["max_length"] == 2, "the caller's tokenizer stays as it was"
-
-
-def test_prolip_embeds_words_padded_to_the_context(prolip, tmp_path):
-    folder, config, *_ = prolip
-    vocabulary, context = (config["text_cfg"][key] for key in ("vocab_size", "context_length"))
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    words_tokenizer(vocabulary, {"</s>": 1}).save(str(tmp_path / "tokenizer.json"))
-    model = load_pretrained(tmp_path).model
-    long = list(range(10, vocabulary))
-    assert len(long) > context, "the last text is cut"
-    ids = torch.tensor([[7, 8, 1, *[1] * (context - 3)], [*long[: context - 1], 1]])
-    ours = model.embed_texts(["W7, w8!", " ".join(f"w{i}" for i in long)])
-    expected = model.text(Inputs(ids))
+    words = ["W7 w8  w9", "w4", " ".join(f"w{i}" for i in long)]
+    if kind == "pcmepp":
+        begin, end = vocabulary - 2, vocabulary - 1
+        tokenizer = words_tokenizer(vocabulary, {"<|startoftext|>": begin, "<|endoftext|>": end})
+        model = load_pretrained(folder, tokenizer=tokenizer).model
+        rows = [[begin, *text, end] for text in (*texts, long[: context - 2])]
+        mask, padding = torch.arange(context) < torch.tensor([[len(row)] for row in rows]), 0
+        assert tokenizer.truncation["max_length"] == 2, "the caller's tokenizer stays as it was"
+    else:
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / name).write_bytes((folder / name).read_bytes())
+        words_tokenizer(vocabulary, {"</s>": 1}).save(str(tmp_path / "tokenizer.json"))
+        model, words[0] = load_pretrained(tmp_path).model, "W7, w8! w9"
+        rows, mask, padding = [[*text, 1] for text in (*texts, long[: context - 1])], None, 1
+    expected = model.text(Inputs(torch.tensor([row + [padding] * (context - len(row)) for row in rows]), mask))
+    ours = model.embed_texts(words)
     torch.testing.assert_close(ours.mean, expected.mean, **SINGLE)
     torch.testing.assert_close(ours.log_var, expected.log_var, **SINGLE)
 

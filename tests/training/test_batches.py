@@ -192,7 +192,7 @@ def test_images_and_words_change_as_the_recipe_says():
     assert set(shorter.texts.values.unique().tolist()) <= set(plain.texts.values.unique().tolist()) | {0}
 
 
-def test_words_of_padded_texts_are_not_damaged():
+def test_words_of_padded_texts_are_not_damaged_and_masking_needs_its_token():
     tokenizer = add_begin_and_end(train_tokenizer(WORDS, 60), 9)
     of_words = lambda **augment: Augmentation(recipe(**augment), model(tokenizer), alone())
     assert of_words(text_tokens=0.2).words is not None
@@ -201,9 +201,6 @@ def test_words_of_padded_texts_are_not_damaged():
         message = rf"augment.{name} cannot be used with texts padded.*set it to 0"
         raises(UserError, message, of_words, **{name: 0.2})
     assert of_words().words is None
-
-
-def test_masking_needs_a_token_that_stands_for_a_hidden_word():
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}))
     assert TokenProcessor(tokenizer, 9).mask_id is None and 0 not in TokenProcessor(tokenizer, 9).forbidden
     with pytest.raises(UserError, match=r"augment.text_tokens masks words, but the tokenizer has none of .*\[MASK\]"):
