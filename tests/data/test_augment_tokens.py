@@ -8,10 +8,7 @@ from sfumato.data.transforms import augment_token_ids, drop_regions, drop_tokens
 
 BEGIN, END, PAD, MASK = 1, 2, 0, 3
 FIRST_WORD = 100  # ids below are special or drawn at random, those above tell where a token came from
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+generator = lambda seed=0: torch.Generator().manual_seed(seed)
 
 
 def texts(lengths, t):

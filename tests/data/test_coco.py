@@ -31,8 +31,7 @@ def karpathy(path, name, **more):
     return path
 
 
-def padded(number):
-    return f"{number:012d}.jpg"
+padded = lambda number: f"{number:012d}.jpg"
 
 
 @pytest.fixture

@@ -45,8 +45,7 @@ def read(folder, **options):
     return splits
 
 
-def images_of(classes):
-    return {f"{BIRDS[c]}/{BIRDS[c][-1]}{k}.jpg" for c in classes for k in range(3)}
+images_of = lambda classes: {f"{BIRDS[c]}/{BIRDS[c][-1]}{k}.jpg" for c in classes for k in range(3)}
 
 
 @pytest.mark.parametrize("fold", [0, 2])

@@ -74,7 +74,7 @@ def test_pairs_and_splits_are_those_of_a_loop(arrays):
             np.testing.assert_array_equal(row, arrays[1][int(t)])
 
 
-def test_without_splits_a_hash_of_the_image_id_decides(arrays):
+def test_without_splits_a_hash_of_the_image_id_decides_and_without_a_file_row_i_belongs_to_row_i(arrays):
     np.save("images_ids.npy", np.array([f"photo-{i}" for i in range(N)]))
     write_csv("pairs.csv", [(f"photo-{i}", t) for i, t in some_pairs()], ("image", "text"))
     found = read(pairs="pairs.csv", val_fraction=0.3, test_fraction=0.2)
@@ -83,9 +83,7 @@ def test_without_splits_a_hash_of_the_image_id_decides(arrays):
         assert all(hashed_split(i, 0.3, 0.2) == split for i in data.image_ids)
         assert len(matches(data)[0]) == len(data.pairs)
     assert sum(len(data.pairs) for data in found.values()) == len(some_pairs())
-
-
-def test_without_a_file_row_i_belongs_to_row_i(arrays):
+    Path("images_ids.npy").unlink()
     found = read_embedding_pairs("images.npy", "images.npy", Problems(), val_fraction=0, test_fraction=0)
     assert matches(found["train"])[0] == {(str(i), str(i)) for i in range(N)}
     raises(UserError, "images.npy has 30 rows and texts.npy has 70; without pairs row i", read)
@@ -124,16 +122,13 @@ def test_bad_rows_are_named_and_left_out_with_their_pairs(arrays):
     ]
 
 
-def test_lines_that_cannot_be_used_are_reported(arrays):
+def test_lines_that_cannot_be_used_are_reported_and_a_row_outside_is_an_error(arrays):
     Path("pairs.csv").write_text("image,text,split\n0,1,train\n,2,train\n1,2,val\n1,3,test\n2,4,train,5\n")
     problems = Problems()
     found = read(problems, pairs="pairs.csv")
     assert {split: matches(data)[0] for split, data in found.items()} == {"train": {("0", "1")}, "val": {("1", "2")}}
     assert sorted(p.location for p in problems.items) == ["pairs.csv:3", "pairs.csv:5", "pairs.csv:6"]
     assert any("image '1' was in split 'val' before" in p.reason for p in problems.items)
-
-
-def test_a_row_outside_is_an_error(arrays):
     for row, message in (
         ((30, 0), "pairs.csv:3: image '30' is not a row number from 0 to 29 of images.npy; ids would stand beside it"),
         ((0, 70), "text '70' is not a row number from 0 to 69 of texts.npy"),
@@ -198,7 +193,7 @@ def test_equal_wordings_are_merged_but_ids_are_not_wordings(arrays):
     assert matches(kept)[0] == {("3", "t0"), ("1", "A")} and [row.row for row in kept.text_rows] == [1, 2]
 
 
-def test_the_source_and_its_keys(arrays):
+def test_the_source_its_keys_and_what_is_not_taken_for_pairs(arrays):
     write_csv("pairs.csv", [(0, 0), (1, 1)], ("image", "text"))
     options = {"source": "embeddings", "images": "images.npy", "val_fraction": 0, "test_fraction": 0}
     config = DataConfig(**options, texts="texts.npy", path="pairs.csv")
@@ -207,9 +202,6 @@ def test_the_source_and_its_keys(arrays):
     raises(ValueError, "data.texts is for data.source=embeddings, not 'emoji'", DataConfig, texts="texts.npy")
     with pytest.raises(UserError, match=r"data.path: there is no none.csv"):
         load_splits(DataConfig(**options, texts="texts.npy", path="none.csv"), Problems())
-
-
-def test_a_table_is_not_taken_for_pairs_and_near_columns_are_named(arrays):
     raises(UserError, "holds embeddings, not pairs; pairs are a .csv", read, pairs="images.npy")
     write_csv("near.csv", some_pairs(), ("img", "caption"))
     with pytest.raises(UserError, match=r"the columns are img, caption; .* \(is 'img' image\? is 'caption' text\?\)"):

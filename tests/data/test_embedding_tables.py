@@ -11,9 +11,7 @@ from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable, open_table
 from sfumato.data.image_inputs import regions_from_bytes
 from sfumato.errors import UserError
 
-
-def numbers(n, c, dtype, seed=0):
-    return np.random.default_rng(seed).standard_normal((n, c)).astype(dtype)
+numbers = lambda n, c, dtype, seed=0: np.random.default_rng(seed).standard_normal((n, c)).astype(dtype)
 
 
 def write_shards(folder, *shards, name="part_{}.npy", first=0):

@@ -26,8 +26,7 @@ def concepts():
     return {c["hexcode"]: c for c in json.loads((FOLDER / "concepts.json").read_text("utf-8"))}
 
 
-def concept_of(image_id):
-    return image_id.split("/")[0]
+concept_of = lambda image_id: image_id.split("/")[0]
 
 
 def test_sizes(splits, concepts):

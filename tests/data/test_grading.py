@@ -18,8 +18,7 @@ CAPTIONS = [
 ]
 
 
-def captioned():
-    return make_pair_data("abcd", [FileImage(name) for name in "abcd"], CAPTIONS)
+captioned = lambda: make_pair_data("abcd", [FileImage(name) for name in "abcd"], CAPTIONS)
 
 
 def vectors(texts):

@@ -74,7 +74,7 @@ def test_share_of_a_cut_picture_is_the_area_that_is_left():
     assert drawn.own_fraction[drawn.cut].mean() > 0.6
 
 
-def test_labels_are_the_loop_and_keep_duplicate_captions():
+def test_labels_are_the_loop_and_keep_duplicate_captions_and_are_smoothed():
     """Images 0 and 2 share a group, so 0 also matches text 2; a text that matches both images of a mix keeps its 1."""
     drawn = MixPlan(torch.tensor([2, 1, 2]), torch.tensor([0.3, 1.0, 1.0]), torch.zeros(3, 4, dtype=torch.int64), SIZE)
     match = torch.tensor([[1, 0, 1, 0.5], [0, 1, 0, 0], [0, 0, 1, 1.0]], dtype=torch.float64)
@@ -93,6 +93,11 @@ def test_labels_are_the_loop_and_keep_duplicate_captions():
     assert drawn.match(match.round().bool()).dtype == torch.float32
     rectangular = plan(9, fraction=1.0).match(torch.rand(9, 4))
     assert rectangular.shape == (9, 4)
+    match = torch.tensor([[0.0, 0.5, 1.0]])
+    torch.testing.assert_close(smooth_match(match, 0.1), torch.tensor([[0.1, 0.5, 0.9]]))
+    assert smooth_match(match, 0.0).equal(match)
+    # Twice e off and e short of 1, the other usual convention, is something else.
+    assert not torch.allclose(smooth_match(match, 0.1), match * (1 - 0.1) + 0.1 / 2)
 
 
 def test_plans_of_several_processes_join():
@@ -138,6 +143,11 @@ def test_frequencies_are_those_stated():
     batches = np.array([plan(40, fraction=1.0, seed=seed).cut.sum() for seed in range(400)])
     assert set(np.unique(batches)) <= set(range(0, 41)) and np.all((batches == 0) | (batches > 30))
     assert scipy.stats.binomtest(int((batches > 0).sum()), 400, 0.5).pvalue > 1e-4
+    for off in ("mixup_alpha", "cutmix_alpha"):  # The released code then mixes every picture.
+        drawn = plan(4000, size=(64, 48), choice="element", **{off: 0.0})
+        mixed = int((drawn.own_fraction < 1).sum())
+        assert scipy.stats.binomtest(mixed, 4000, 0.25).pvalue > 1e-4
+        assert int(drawn.cut.sum()) == (mixed if off == "mixup_alpha" else 0)
 
 
 def test_areas_that_are_left_have_the_mean_of_a_slow_loop():
@@ -161,20 +171,3 @@ def test_areas_that_are_left_have_the_mean_of_a_slow_loop():
 
     assert gap(root=True, clipped=True) < 5
     assert gap(root=False, clipped=True) > 20 and gap(root=True, clipped=False) > 20
-
-
-@pytest.mark.parametrize("off", ["mixup_alpha", "cutmix_alpha"])
-def test_share_is_honoured_when_one_of_the_two_is_off(off):
-    """The released code then mixes every picture. Binomial test at 1e-4."""
-    drawn = plan(4000, size=(64, 48), choice="element", **{off: 0.0})
-    mixed = int((drawn.own_fraction < 1).sum())
-    assert scipy.stats.binomtest(mixed, 4000, 0.25).pvalue > 1e-4
-    assert int(drawn.cut.sum()) == (mixed if off == "mixup_alpha" else 0)
-
-
-def test_smoothing():
-    match = torch.tensor([[0.0, 0.5, 1.0]])
-    torch.testing.assert_close(smooth_match(match, 0.1), torch.tensor([[0.1, 0.5, 0.9]]))
-    assert smooth_match(match, 0.0).equal(match)
-    # Twice e off and e short of 1, the other usual convention, is something else.
-    assert not torch.allclose(smooth_match(match, 0.1), match * (1 - 0.1) + 0.1 / 2)

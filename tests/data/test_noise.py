@@ -10,9 +10,7 @@ from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairData, PairSampler, make_pair_data
 from sfumato.data.splits import apply_noise, load_noise, save_noise, shuffle_pairs
 
-
-def in_text_order(data):
-    return sorted(((int(i), int(t)) for i, t in data.pairs), key=lambda pair: pair[::-1])
+in_text_order = lambda data: sorted(((int(i), int(t)) for i, t in data.pairs), key=lambda pair: pair[::-1])
 
 
 def noisy_pairs(data, image_of_pair):

@@ -83,11 +83,17 @@ def test_an_epoch_shows_everything_once_and_only_true_pairs(epoch_over):
         assert b.match.tolist() == loop and (np.diag(b.match) == 1).all()
 
 
-@pytest.mark.parametrize(("n", "sizes"), [(16, [8, 8]), (17, [8, 8]), (18, [8, 8, 2]), (5, [5])])
-def test_an_uneven_last_batch_is_kept_unless_it_is_a_single_pair(n, sizes):
-    sampler = PairSampler(captions(n, 1), 8, seed=0)
-    assert [len(b.image_index) for b in sampler.batches(0)] == sizes
-    assert len(sampler) == len(sizes)
+def test_an_uneven_last_batch_is_kept_unless_it_is_a_single_pair_and_bad_options_are_refused():
+    for n, sizes in ((16, [8, 8]), (17, [8, 8]), (18, [8, 8, 2]), (5, [5])):
+        sampler = PairSampler(captions(n, 1), 8, seed=0)
+        assert [len(b.image_index) for b in sampler.batches(0)] == sizes and len(sampler) == len(sizes)
+    for options, message in (
+        ({"data": captions(1, 1)}, "has 1 pairs"),
+        ({"kind_weights": {"nam": 1.0}}, r"names \['nam'\], but the texts are of the kinds \['group', 'name', 'tag'\]"),
+        ({"kind_weights": {"name": 0.0}}, "fewer than two images"),
+        ({"kind_weights": {"name": 1.0}, "epoch_over": "pairs"}, "kind_weights have no effect"),
+    ):
+        raises(ValueError, message, PairSampler, **{"data": many_to_many(), "batch_size": 4, "seed": 0} | options)
 
 
 def test_draws_depend_on_seed_and_epoch_alone():
@@ -138,19 +144,6 @@ def test_kinds_are_drawn_by_weight_and_uniformly_within():
     assert share == pytest.approx(expected, abs=0.032)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"data": captions(1, 1)}, "has 1 pairs"),
-        ({"kind_weights": {"nam": 1.0}}, r"names \['nam'\], but the texts are of the kinds \['group', 'name', 'tag'\]"),
-        ({"kind_weights": {"name": 0.0}}, "fewer than two images"),
-        ({"kind_weights": {"name": 1.0}, "epoch_over": "pairs"}, "kind_weights have no effect"),
-    ],
-)
-def test_bad_options_of_the_sampler(options, message):
-    raises(ValueError, message, PairSampler, **{"data": many_to_many(), "batch_size": 4, "seed": 0} | options)
-
-
 def test_tar_members_are_read_by_position_from_many_threads(tmp_path):
     members = {f"./some/folder/{'x' * (k % 150)}{k}.bin": bytes([k % 256]) * (k * 37 % 5000) for k in range(300)}
     write_tar(tmp_path / "a.tar", members)
@@ -160,9 +153,6 @@ def test_tar_members_are_read_by_position_from_many_threads(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(TarImage.read_bytes, images * 3)) == list(members.values()) * 3
     assert images[0].location == f"{tmp_path / 'a.tar'}!some/folder/0.bin"
-
-
-def test_tar_files_that_cannot_be_read_by_position(tmp_path):
     write_tar(tmp_path / "a.tar.gz", {"a": b"123"}, "w:gz")
     (tmp_path / "no.tar").write_bytes(b"not a tar file" * 100)
     (tmp_path / "empty.tar").write_bytes(b"")

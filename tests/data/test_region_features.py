@@ -34,11 +34,10 @@ def captions_of(data):
     return found
 
 
-def features_of(data):
-    return np.stack([regions_from_bytes(image.read_bytes()) for image in data.images])
+features_of = lambda data: np.stack([regions_from_bytes(image.read_bytes()) for image in data.images])
 
 
-def test_five_captions_a_row_in_order(tmp_path):
+def test_five_captions_a_row_in_order_and_testall_for_test(tmp_path):
     write(tmp_path, "train", FEATURES, [f"caption {i}" for i in range(20)])
     write(tmp_path, "dev", FEATURES[:2], [f"dev {i}" for i in range(4)], ids=["a.jpg", "b.jpg"])
     problems = Problems()
@@ -49,6 +48,11 @@ def test_five_captions_a_row_in_order(tmp_path):
     assert splits["val"].text_ids == ("a.jpg#0", "a.jpg#1", "b.jpg#0", "b.jpg#1")
     assert np.array_equal(features_of(splits["train"]), FEATURES)
     assert splits["train"].images[1].location == f"{tmp_path / 'train_ims.npy'}[1]"
+    write(tmp_path, "testall", FEATURES, "abcd")
+    splits = read_scan(tmp_path, Problems())
+    assert splits["test"] is splits["testall"]
+    write(tmp_path, "test", FEATURES[:2], "ab")
+    assert len(read_scan(tmp_path, Problems())["test"].image_ids) == 2
 
 
 def test_a_row_for_each_caption_is_put_together_by_equal_rows_or_by_ids(tmp_path):
@@ -60,9 +64,6 @@ def test_a_row_for_each_caption_is_put_together_by_equal_rows_or_by_ids(tmp_path
     assert captions_of(splits["train"]) == of_rows
     assert np.array_equal(features_of(splits["train"]), FEATURES)
     assert captions_of(splits["test"]) == {"p": ["a", "d"], "q": ["b", "c"], "r": ["e"], "s": ["f"], "t": ["g"]}
-
-
-def test_ids_may_stand_for_every_caption(tmp_path):
     write(tmp_path, "train", FEATURES[:2], "abcd", ids=["x", "x", "y", "y"])
     assert captions_of(read_scan(tmp_path, Problems())["train"]) == {"x": ["a", "b"], "y": ["c", "d"]}
     for ids, message in (
@@ -72,14 +73,6 @@ def test_ids_may_stand_for_every_caption(tmp_path):
     ):
         write(tmp_path, "train", FEATURES[:2], "abcd", ids=ids)
         raises(UserError, message, read_scan, tmp_path, Problems())
-
-
-def test_testall_stands_for_test_where_there_is_no_other(tmp_path):
-    write(tmp_path, "testall", FEATURES, "abcd")
-    splits = read_scan(tmp_path, Problems())
-    assert splits["test"] is splits["testall"]
-    write(tmp_path, "test", FEATURES[:2], "ab")
-    assert len(read_scan(tmp_path, Problems())["test"].image_ids) == 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
@@ -122,9 +115,6 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path):
     raises(UserError, "train_ims.npy: not a complete .npy file", read_scan, tmp_path, Problems())
     path.unlink()
     raises(UserError, "there is no file .*train_ims.npy", read_scan, tmp_path, Problems())
-
-
-def test_a_file_that_shrinks_is_an_error_not_a_crash(tmp_path):
     path = tmp_path / "a.npy"
     np.save(path, FEATURES)
     file = RegionFile(path)

@@ -23,8 +23,7 @@ def pack(path, members, form=tarfile.USTAR_FORMAT):
     return write_tar(path, members, format=form)
 
 
-def sample(i, size=700):
-    return [(f"{i:06d}.jpg", JPEG + b"%d " % i * size), (f"{i:06d}.txt", b"caption %d" % i)]
+sample = lambda i, size=700: [(f"{i:06d}.jpg", JPEG + b"%d " % i * size), (f"{i:06d}.txt", b"caption %d" % i)]
 
 
 def make_shards(folder, sizes):
@@ -51,8 +50,7 @@ def one_pass(shards, **options):
         found[one.key] = one
 
 
-def numbers(batches):
-    return [int(text.removeprefix("caption ")) for batch in batches for text in batch.texts]
+numbers = lambda batches: [int(text.removeprefix("caption ")) for batch in batches for text in batch.texts]
 
 
 def test_samples_are_what_the_webdataset_library_reads(tmp_path):

@@ -24,10 +24,7 @@ from sfumato.data.transforms import (
 )
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-
-
-def hwc(data, size=None):
-    return decode_image(data, size).transpose(1, 2, 0)
+hwc = lambda data, size=None: decode_image(data, size).transpose(1, 2, 0)
 
 
 def turned(orientation=6):
@@ -124,8 +121,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(width, height):
     raises(ValueError, "limit of 80000000", decode_image, bomb, 16)
 
 
-def noise(width, height):
-    return Image.fromarray(pictures.noise(width, height))
+noise = lambda width, height: Image.fromarray(pictures.noise(width, height))
 
 
 def photograph(width, height, quality=90, **options):

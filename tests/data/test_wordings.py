@@ -20,8 +20,7 @@ def photographs(numbers, captions):
     return make_pair_data(ids, [MemoryImage(i, b"") for i in ids], [captions(n) for n in numbers])
 
 
-def five(n):
-    return [f"caption {k} of photo {n}" for k in range(5)]
+five = lambda n: [f"caption {k} of photo {n}" for k in range(5)]
 
 
 def splits(captions=five):

@@ -24,8 +24,7 @@ def npy(values):
     return file.getvalue()
 
 
-def context(tmp_path, description=None):
-    return BuildContext(8, False, 0.25, 0.0, tmp_path, description=description)
+context = lambda tmp_path, description=None: BuildContext(8, False, 0.25, 0.0, tmp_path, description=description)
 
 
 def test_rows_go_into_batches_as_one_token_each():

@@ -52,8 +52,7 @@ class ToyImageEncoder(Encoder):
         return TokenFeatures(self.rows(pixels.transpose(1, 2).flatten(2)))
 
 
-def build_toy_image(config, context):
-    return PixelProcessor(config.size), ToyImageEncoder(config.size, config.width)
+build_toy_image = lambda config, context: (PixelProcessor(config.size), ToyImageEncoder(config.size, config.width))
 
 
 class ToyTextConfig(TextEncoderConfig):
@@ -150,7 +149,7 @@ def test_sections_and_registrations_that_do_not_fit_are_refused(registered, tmp_
         raises(UserError, message, check_recipe, {"name": "x", "model": {"image": value}}, "here")
     save_recipe(load_recipe(recipe, toy), tmp_path / "r.toml")
     del ENCODERS["image"]["toy"]
-    raises(UserError, f"model.image.kind: unknown 'toy'; known: {known}", load_recipe, tmp_path / "r.toml")
+    raises(UserError, "model.image.kind: unknown 'toy'; known: clip, .*, small$", load_recipe, tmp_path / "r.toml")
 
 
 KINDS = [(side, kind) for side, kinds in ENCODERS.items() for kind in kinds]

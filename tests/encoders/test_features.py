@@ -25,8 +25,7 @@ class Counting:
         return [np.full((len(i), 3), len(i), np.float16) for i in items]
 
 
-def reading(*texts):
-    return [lambda t=t: t for t in texts]
+reading = lambda *texts: [lambda t=t: t for t in texts]
 
 
 def test_items_are_computed_once_by_content_and_read_back_in_order(tmp_path):

@@ -37,8 +37,7 @@ def head_of(outputs=7, local_channels=None, **options):
     return head
 
 
-def rows(values, mask, item):
-    return values[item][mask[item]].detach().numpy().astype(np.float64)
+rows = lambda values, mask, item: values[item][mask[item]].detach().numpy().astype(np.float64)
 
 
 def linear(module, x):
@@ -110,16 +109,7 @@ def test_the_ablations_of_table_d3_item_by_item():
     torch.testing.assert_close(of_mean(tokens).mean, points(tokens).mean)
 
 
-def test_several_embeddings_keep_the_names_that_their_checkpoints_have():
-    names = set(GaussianHead(8, 5, HeadOptions(pooling="average", variance=False, embeddings=3)).state_dict())
-    assert names == {
-        *("local.attention.0.weight", "local.attention.2.weight", "local.linear.weight", "local.linear.bias"),
-        *("local_norm.weight", "local_norm.bias", "mean.linear.weight", "mean.linear.bias"),
-    }
-    assert not any("local" in name for name in GaussianHead(8, 5).state_dict())
-
-
-def test_local_attention_of_a_text_is_over_its_word_vectors():
+def test_local_attention_of_a_text_is_over_its_word_vectors_and_several_embeddings_keep_their_names():
     """The base are the GRU's final states; the first test is of these shapes."""
     torch.manual_seed(0)
     encoder, ids = WordEncoder(9, 4, 3, bidirectional=True), torch.randint(0, 9, (3, 5))
@@ -127,6 +117,12 @@ def test_local_attention_of_a_text_is_over_its_word_vectors():
     tokens = encoder(Inputs(ids, mask))
     torch.testing.assert_close(tokens.local, encoder.words(ids))
     assert tokens.local_mask is mask and tokens.mask is None and encoder.local_channels == 4
+    names = set(GaussianHead(8, 5, HeadOptions(pooling="average", variance=False, embeddings=3)).state_dict())
+    assert names == {
+        *("local.attention.0.weight", "local.attention.2.weight", "local.linear.weight", "local.linear.bias"),
+        *("local_norm.weight", "local_norm.bias", "mean.linear.weight", "mean.linear.bias"),
+    }
+    assert not any("local" in name for name in GaussianHead(8, 5).state_dict())
 
 
 def heads(**options):
@@ -152,7 +148,7 @@ def test_squared_distances_are_csd_of_the_offsets(options):
         torch.testing.assert_close(a.mean[:, :4].norm(dim=1), torch.ones(5))
 
 
-def test_offsets_start_near_the_initial_variance_and_learn():
+def test_offsets_and_hidden_networks_start_as_stated_and_learn():
     torch.manual_seed(0)
     head = GaussianHead(6, 4, HeadOptions(item_offset=True, init_total_variance=0.3), side="text")
     found = head(TokenFeatures(torch.randn(9, 1, 6), None))
@@ -160,9 +156,6 @@ def test_offsets_start_near_the_initial_variance_and_learn():
     assert not found.mean[:, 4].any()
     found.mean.square().sum().backward()
     assert head.offset.linear.weight.grad.abs().sum() > 0
-
-
-def test_a_hidden_network_of_the_log_variance():
     torch.manual_seed(0)
     head = GaussianHead(6, 4, HeadOptions(variance_hidden=8, init_total_variance=0.1)).eval()
     tokens = TokenFeatures(torch.randn(9, 2, 6), None)

@@ -17,10 +17,7 @@ from sfumato.encoders.processors import BilinearProcessor, ImageFileProcessor, I
 DATA = [encoded(noise(20 + i, 17, seed=i)) for i in range(12)]
 ITEMS = [lambda d=d: d for d in DATA]
 INDEX = np.array([7, 0, 7, 11, 3])
-
-
-def file_store(items, workers=2):
-    return ImageFileStore(items, 8, PixelProcessor(8).prepare, workers)
+file_store = lambda items, workers=2: ImageFileStore(items, 8, PixelProcessor(8).prepare, workers)
 
 
 @pytest.mark.parametrize("fit", ["squash", "crop"])

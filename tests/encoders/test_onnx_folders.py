@@ -95,8 +95,7 @@ def picture(width=20, height=10):
     return encode_png(pixels), Image.fromarray(pixels.transpose(1, 2, 0))
 
 
-def unit(values):
-    return values / np.linalg.norm(values, axis=-1, keepdims=True)
+unit = lambda values: values / np.linalg.norm(values, axis=-1, keepdims=True)
 
 
 def expected_image(image, squash=False):

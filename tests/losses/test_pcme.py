@@ -23,8 +23,7 @@ def noise(n=4, m=6, s=3, d=5):
     return tuple(torch.randn(k, s, d, generator=generator, dtype=torch.float64) for k in (n, m))
 
 
-def samples(e, values):
-    return e.mean[:, None] + e.var.sqrt()[:, None] * values
+samples = lambda e, values: e.mean[:, None] + e.var.sqrt()[:, None] * values
 
 
 @pytest.mark.parametrize("isotropic", [False, True])

@@ -26,12 +26,8 @@ def loss(request):
     return LOSSES[request.param](*([PCMEOptions(n_samples=2)] if request.param == "pcme" else [])).double()
 
 
-def name_of(loss):
-    return next(name for name, entry in LOSSES.items() if type(loss) is entry)
-
-
-def loss_options(loss):
-    return LOSSES[name_of(loss)].Options()
+name_of = lambda loss: next(name for name, entry in LOSSES.items() if type(loss) is entry)
+loss_options = lambda loss: LOSSES[name_of(loss)].Options()
 
 
 def still(loss):
@@ -40,11 +36,18 @@ def still(loss):
     return [GaussianEmbedding(e.mean, torch.full_like(e.mean, -60)) for e in pair] if hasattr(loss, "step") else pair
 
 
-def test_terms_sum_to_the_total(loss):
+def test_terms_sum_to_the_total_in_half_precision_and_autocast(loss):
     output = loss(*batch(), MATCH)
     torch.testing.assert_close(sum(output.terms.values()), output.total)
     assert output.total.ndim == 0 and torch.isfinite(output.total)
     assert all(not value.requires_grad for value in output.stats.values())
+    image, text = batch(dtype=torch.float32)
+    exact = loss.float()(image, text, MATCH).total
+    half = loss(image.to(torch.bfloat16), text.to(torch.bfloat16), MATCH).total
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, exact, rtol=0.05, atol=0.05)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(loss(image, text, MATCH).total, exact, rtol=1e-6, atol=1e-6)
 
 
 FORMULAS = [
@@ -99,16 +102,6 @@ def test_gradients_are_those_of_the_function(loss):
     assert torch.autograd.gradcheck(function, inputs)
 
 
-def test_half_precision_inputs_and_autocast(loss):
-    image, text = batch(dtype=torch.float32)
-    exact = loss.float()(image, text, MATCH).total
-    half = loss(image.to(torch.bfloat16), text.to(torch.bfloat16), MATCH).total
-    assert half.dtype == torch.float32
-    torch.testing.assert_close(half, exact, rtol=0.05, atol=0.05)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(loss(image, text, MATCH).total, exact, rtol=1e-6, atol=1e-6)
-
-
 def test_shapes_emptiness_and_labels_are_checked(loss):
     image, text = batch()
     raises(ValueError, r"match must have shape \(images, texts\) = \(4, 6\), got \(6, 4\)", loss, image, text, MATCH.T)
@@ -116,10 +109,6 @@ def test_shapes_emptiness_and_labels_are_checked(loss):
     message = r"match must lie in \[0, 1\], got values from -1 to 1; labels of -1 and 1"
     raises(ValueError, message, loss, image, text, 2 * MATCH.round() - 1)
     raises(ValueError, r"match must lie in \[0, 1\], got values from nan", loss, image, text, MATCH * torch.nan)
-
-
-def test_labels_may_be_whole_numbers_or_truth_values(loss):
-    image, text = batch()
     totals = [loss(image, text, MATCH.round().to(dtype)).total for dtype in (torch.float64, torch.bool, torch.int64)]
     assert totals[0] == totals[1] == totals[2]
 
@@ -138,7 +127,6 @@ def test_totals_are_those_of_the_loops_for_hard_and_soft_labels(loss):
 def test_options_state_their_meaning_once_and_refuse_what_is_out_of_range(loss):
     defaults = loss_options(loss)
     for item in dataclasses.fields(defaults):
-        assert len(item.metadata["description"]) > 10, item.name
         for bound, wrong in (("gt", -0.5), ("ge", -1), ("lt", 2**40)):
             if bound in item.metadata:
                 with pytest.raises(ValueError, match=rf"{type(defaults).__name__}: {item.name} must be .*got {wrong}"):

@@ -99,25 +99,7 @@ def test_the_population_is_kept_and_independent_queries_match_less():
     assert p["independent"] < p["planted"]
 
 
-def test_few_queries_leave_the_probability_of_random_pairs():
-    embedded, data = scene()
-    fitted = calibrate_split(embedded, data, "csd", split="val")
-    assert all(fit.conditional is fit.hits is None for fit in (fitted.i2t, fitted.t2i))
-    distance = torch.tensor([[0.5, 1.0]])
-    expected = fitted.t2i.probability(distance, n_gallery=9)
-    assert torch.equal(fitted.t2i.hit_probability(distance, distance, n_gallery=9), expected)
-
-
-def test_images_without_a_text_of_the_split_do_not_stop_a_calibration():
-    """As where several images share their texts, and a text is held out: a part of the images has no text at all."""
-    embedded, data = scene()
-    few = data.pairs[data.pairs[:, 0] < 4]
-    shared = PairData(data.image_ids, data.images, data.text_ids, data.texts, data.text_kinds, few)
-    fitted = calibrate_split(embedded, shared, "csd", split="val")
-    assert fitted.i2t.scores.matches_per_query > 0 and fitted.t2i.scores.n_gallery == 30
-
-
-def test_of_a_large_split_a_part_is_taken_with_the_whole_gallery():
+def test_of_a_large_split_a_part_is_taken_and_images_without_a_text_do_not_stop_it():
     embedded, data = scene()
     got = calibrate_split(embedded, data, "csd", split="val", max_pairs=840, max_queries=25)
     assert got.metadata["pairs"] == 12 * 70
@@ -128,6 +110,15 @@ def test_of_a_large_split_a_part_is_taken_with_the_whole_gallery():
     )
     assert got == again != other
     assert set(got.metadata["set_sizes"]) == {"i2t", "t2i"}
+    few = data.pairs[data.pairs[:, 0] < 4]
+    shared = PairData(data.image_ids, data.images, data.text_ids, data.texts, data.text_kinds, few)
+    fitted = calibrate_split(embedded, shared, "csd", split="val")
+    assert fitted.i2t.scores.matches_per_query > 0 and fitted.t2i.scores.n_gallery == 30
+    fitted = calibrate_split(embedded, data, "csd", split="val")
+    assert all(fit.conditional is fit.hits is None for fit in (fitted.i2t, fitted.t2i))
+    distance = torch.tensor([[0.5, 1.0]])
+    expected = fitted.t2i.probability(distance, n_gallery=9)
+    assert torch.equal(fitted.t2i.hit_probability(distance, distance, n_gallery=9), expected)
 
 
 def with_hubs(n, seed, d=24, n_hubs=20):
@@ -145,7 +136,7 @@ def with_hubs(n, seed, d=24, n_hubs=20):
     return (images, texts), data, training
 
 
-def test_reference_queries_tell_hubs_from_matches():
+def test_reference_queries_tell_hubs_from_matches_and_too_few_are_left_out():
     embedded, data, training = with_hubs(500, 0)
     plain = calibrate_split(embedded, data, "squared_l2", split="val")
     seen = calibrate_split(embedded, data, "squared_l2", split="val", reference=(training, training))
@@ -159,9 +150,6 @@ def test_reference_queries_tell_hubs_from_matches():
         losses[name] = next(f.log_loss for f in figures if f.direction == "t2i" and f.hits == 1)
     assert losses["seen"] < losses["plain"] - 0.02
     raises(ValueError, "embedded", measure_hits, seen, distance, match, sizes=())
-
-
-def test_too_few_reference_queries_are_left_out():
     embedded, data, training = with_hubs(120, 2)
     few = training[:150]
     assert not calibrate_split(embedded, data, "squared_l2", split="val", reference=(few, few)).tensors()

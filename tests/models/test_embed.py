@@ -29,8 +29,7 @@ def tiny_model(seed=0, processor=None):
     return DualEncoder(*(Tower(read, one, GaussianHead(one.channels, 7)) for read, one in sides)).eval()
 
 
-def numbered(number, size=(21, 17)):
-    return encoded(noise(*size, seed=number))
+numbered = lambda number, size=(21, 17): encoded(noise(*size, seed=number))
 
 
 def test_the_digest_of_a_model_is_of_what_it_computes():

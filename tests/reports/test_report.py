@@ -3,7 +3,6 @@
 import dataclasses
 import html.parser
 import re
-from functools import cache
 
 import numpy as np
 import pytest
@@ -57,13 +56,10 @@ def scene(n=13, m=29, d=5, seed=0, **changes):
     return ReportData(**(values | changes))
 
 
-@cache
-def plain_report():
-    """The report of the scene."""
-    return make_report(scene(recipe='name = "toy"'))
-
-
 undrawn_report = undrawn()(make_report)
+
+
+truth = lambda data: torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
 
 
 class Checker(html.parser.HTMLParser):
@@ -71,8 +67,7 @@ class Checker(html.parser.HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.open, self.tags, self.alts, self.text, self.ids, self.links = [], [], [], [], [], []
-        self.svg_ids, self.uses = [], []
+        self.open, self.tags, self.alts, self.text, self.ids, self.links, self.uses = [], [], [], [], [], [], []
         self.feed(page)
         assert not self.open, self.open
 
@@ -86,10 +81,9 @@ class Checker(html.parser.HTMLParser):
             self.alts.append(values["alt"])
         if tag == "svg":
             assert values["role"] == "img" and values["aria-label"]
-        if tag == "th":
-            assert values["scope"]
+        assert tag != "th" or values["scope"]
         if "id" in values:
-            (self.svg_ids if "svg" in self.open else self.ids).append(values["id"])
+            self.ids.append(("svg" in self.open, values["id"]))
         if tag == "a":
             self.links.append(values["href"])
         if tag == "use":
@@ -97,33 +91,34 @@ class Checker(html.parser.HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-        values = dict(attributes)
-        if tag == "use":
-            self.uses.append(values["xlink:href"])
-        if "id" in values:
-            (self.svg_ids if "svg" in self.open else self.ids).append(values["id"])
-
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag, (tag, self.getpos())
+        assert tag in VOID or self.open.pop() == tag, (tag, self.getpos())
 
     def handle_data(self, data):
         self.text.append(data)
 
 
 def test_the_page_is_whole_and_needs_nothing_else():
-    page = plain_report().html
+    page = make_report(scene(recipe='name = "toy"')).html
     checked = Checker(page)
     assert not re.search(r"https?://|url\(|@import", page)
     assert page.startswith("<!doctype html>") and "None" not in page and "nan" not in page.lower().replace("nano", "")
-    assert all(link.startswith("#") and link[1:] in checked.ids for link in checked.links)
-    ids = checked.ids + checked.svg_ids
-    assert len(ids) == len(set(ids))
-    assert checked.uses and all(use[0] == "#" and use[1:] in checked.svg_ids for use in checked.uses)
+    ids = [id for _, id in checked.ids]
+    assert len(ids) == len(set(ids)) and all(
+        link[0] == "#" and (False, link[1:]) in checked.ids for link in checked.links
+    )
+    assert checked.uses and all(use[0] == "#" and (True, use[1:]) in checked.ids for use in checked.uses)
     assert len(checked.alts) <= 4 * SHOWN * RESULTS + 6 * MISTAKES
     assert checked.tags.count("h1") == 1 and checked.tags.count("svg") == 2 + 1 + 3
     assert "name = &#34;toy&#34;" in page and "ECE after" in page
+    # Intervals of recall are scipy's.
+    data = scene()
+    distance, true = csd_matrix(data.images, data.texts), truth(data)
+    for d, t in ((distance, true), (distance.T, true.T)):
+        has = t.any(1)
+        right = int(t[torch.arange(len(d)), d.argmin(1)][has].sum())
+        other = scipy.stats.binomtest(right, int(has.sum())).proportion_ci(method="wilson")
+        assert f"{other.low:.1%} to {other.high:.1%} (95%), {int(has.sum())} queries" in page
 
 
 def test_what_users_wrote_cannot_become_markup():
@@ -147,8 +142,7 @@ def test_what_users_wrote_cannot_become_markup():
 def test_mistakes_are_counted_as_loops_count_them():
     data = scene(seed=3)
     distance = csd_matrix(data.images, data.texts)
-    ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
-    report = undrawn_report(data)
+    report, ground_truth = undrawn_report(data), truth(data)
     for key, d, t in (("i2t", distance, ground_truth), ("t2i", distance.T, ground_truth.T)):
         judged = [i for i in range(len(d)) if t[i].any()]
         wrong = [d[i].min() for i in judged if not t[i, d[i].argmin()]]
@@ -161,8 +155,7 @@ def test_mistakes_are_counted_as_loops_count_them():
 def test_calibration_is_that_of_all_pairs_and_of_first_hits_before_and_after():
     data = scene(seed=1)
     distance = csd_matrix(data.images, data.texts).double()
-    ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())).double()
-    found = undrawn_report(data).calibration
+    found, ground_truth = undrawn_report(data).calibration, truth(data).double()
     has = data.relevance.counts > 0
     first = distance.argmin(1)
     sets = {
@@ -205,22 +198,10 @@ def test_the_most_uncertain_come_with_what_they_retrieved():
     assert (card.count(">right<"), card.count(">wrong<")) == (right, 5 - right)
 
 
-def test_intervals_of_recall_are_scipys():
-    data, page = scene(), plain_report().html
-    distance = csd_matrix(data.images, data.texts)
-    true = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
-    for d, t in ((distance, true), (distance.T, true.T)):
-        has = t.any(1)
-        right = int(t[torch.arange(len(d)), d.argmin(1)][has].sum())
-        other = scipy.stats.binomtest(right, int(has.sum())).proportion_ci(method="wilson")
-        assert f"{other.low:.1%} to {other.high:.1%} (95%), {int(has.sum())} queries" in page
-
-
 def test_words_about_the_uncertainty_follow_its_sign():
     """Queries whose variance grows with their distance from their match, and the same turned round."""
     data = scene(n=40, m=300, seed=5)
-    ground_truth = torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
-    right = ground_truth.T[torch.arange(300), csd_matrix(data.images, data.texts).argmin(0)]
+    right = truth(data).T[torch.arange(300), csd_matrix(data.images, data.texts).argmin(0)]
     sizes = torch.where(right, -12.0, -10.0) + 0.01 * torch.arange(300) / 300
     for sign, words in ((1, "fail clearly more often"), (-1, "fail clearly less often")):
         log_var = (sizes if sign > 0 else -22 - sizes)[:, None].expand(300, 5)
@@ -248,9 +229,7 @@ def test_points_and_a_gallery_of_few_with_a_perfect_model():
     page = undrawn_report(scene(**perfect)).html
     Checker(page)
     assert page.count("Every first result is right.") == 2
-
-
-def test_the_page_does_not_grow_with_the_data():
+    # It does not grow with the data.
     page = undrawn_report(scene(n=60, m=900, captions=["a very long caption " * 200] * 900)).html
     assert len(Checker(page).alts) <= 4 * SHOWN * RESULTS + 6 * MISTAKES and len(page) < 400_000
     assert page.count("found first") <= 2 * MISTAKES
@@ -261,9 +240,8 @@ def test_the_probabilities_of_results_are_those_of_searches():
     data = scene(n=150, m=600)
     images, texts = [f"i{k}" for k in range(150)], [f"t{k}" for k in range(600)]
     dense = data.relevance.to_dense() > 0
-    kinds = ("caption",) * 600
-    pairs = np.argwhere(dense)
-    split = PairData(tuple(images), (bytes,) * 150, tuple(texts), tuple(texts), kinds, pairs)
+    given = tuple(images), (bytes,) * 150, tuple(texts), tuple(texts), ("caption",) * 600
+    split = PairData(*given, np.argwhere(dense))
     calibration = calibrate_split((data.images, data.texts), split, "csd", split="val")
     logits = calibration.logit_scale, calibration.logit_bias
     data = dataclasses.replace(data, calibration=calibration, logits=logits)

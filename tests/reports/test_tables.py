@@ -2,8 +2,7 @@
 
 import pytest
 
-from sfumato.evaluation.estimators import ESTIMATORS
-from sfumato.reports.tables import in_words, print_table, print_wrapped
+from sfumato.reports.tables import print_table, print_wrapped
 
 NAMES = [f"figure number {k}" for k in range(7)]
 ROWS = [[f"row{r}", *(f"{r}{k} [{r}.{k}01, {r}.{k}99]" for k in range(7))] for r in range(3)]
@@ -25,13 +24,6 @@ def test_a_value_wider_than_the_screen_stays_whole_and_running_text_is_wrapped(c
     print_table("", ["name", "n", "words"], [["a", "1", " ".join(words)]], running=[2])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and [w for w in out.split() if w.startswith("word")][1:] == words
-
-
-def test_every_estimator_has_a_short_title_of_its_own():
-    titles = [in_words(name) for name in ESTIMATORS]
-    assert len(set(titles)) == len(titles) and max(map(len, titles)) <= 20
-    unchanged = [name for name, title in zip(ESTIMATORS, titles, strict=False) if title == name.replace("_", " ")]
-    assert set(unchanged) == {"total_variance", "expected_matches"}, "a new estimator needs a title in formatting"
 
 
 @pytest.mark.parametrize("indent", [0, 4])

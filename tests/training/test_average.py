@@ -27,8 +27,7 @@ def build():
     return DualEncoder(*(Tower(None, encoder, GaussianHead(encoder.channels, 4)) for encoder in encoders))
 
 
-def state(model):
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+state = lambda model: {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def wander(model, seed):
@@ -42,8 +41,7 @@ def wander(model, seed):
     return state(model)
 
 
-def average_state(average):
-    return dict(zip(average.names, average.values(), strict=True))
+average_state = lambda average: dict(zip(average.names, average.values(), strict=True))
 
 
 def assert_mean(got, snapshots, weights):
@@ -71,7 +69,7 @@ def test_the_plain_mean_is_that_of_the_snapshots_without_the_start():
     assert int(average.updates) == 5
 
 
-def test_the_moving_average_by_hand():
+def test_the_moving_average_and_an_anchor_by_hand():
     """Values 0, then 11, 12, -1: kept shares min(decay, 1/11), min(decay, 2/12), min(decay, 3/13)."""
     model = torch.nn.Linear(1, 1, bias=False)
 
@@ -90,6 +88,17 @@ def test_the_moving_average_by_hand():
     assert follow(0.15) == pytest.approx([10, 11.7, 0.905], rel=1e-6)
     # 11 * 0.95 = 10.45; 10.45 * 0.05 + 12 * 0.95 = 11.9225; 11.9225 * 0.05 - 0.95 = -0.353875
     assert follow(0.05) == pytest.approx([10.45, 11.9225, -0.353875], rel=1e-5)
+    model.weight.data.fill_(4.0)
+    average, plain = WeightAverage(model, None, 0.75), WeightAverage(model, None)
+    for value in (8.0, 16.0):
+        model.weight.data.fill_(value)
+        average.update(model)
+        plain.update(model)
+    assert (average.kept()[0].item(), plain.kept()[0].item()) == (6.0, 12.0)
+    with averaged(model, average):
+        assert model.weight.item() == 6.0
+    assert model.weight.item() == 16.0 and average.values()[0].item() == 12.0
+    assert "start" not in "".join(average.state_dict()), "a resumed run takes it from its model again"
 
 
 def test_a_model_has_its_average_inside_and_its_own_weights_outside():
@@ -107,22 +116,6 @@ def test_a_model_has_its_average_inside_and_its_own_weights_outside():
     for nothing in (None, WeightAverage(build(), None)):
         with averaged(model, nothing):
             assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
-
-
-def test_an_anchor_keeps_a_fraction_of_the_start():
-    """Kept is 0.75 * 4 + 0.25 * (mean of 8 and 16); without an anchor the mean itself."""
-    model = torch.nn.Linear(1, 1, bias=False)
-    model.weight.data.fill_(4.0)
-    average, plain = WeightAverage(model, None, 0.75), WeightAverage(model, None)
-    for value in (8.0, 16.0):
-        model.weight.data.fill_(value)
-        average.update(model)
-        plain.update(model)
-    assert (average.kept()[0].item(), plain.kept()[0].item()) == (6.0, 12.0)
-    with averaged(model, average):
-        assert model.weight.item() == 6.0
-    assert model.weight.item() == 16.0 and average.values()[0].item() == 12.0
-    assert "start" not in "".join(average.state_dict()), "a resumed run takes it from its model again"
 
 
 def spied_run(recipe, folder):
@@ -146,8 +139,7 @@ def spied_run(recipe, folder):
         return loop.fit(recipe, folder), after, validated
 
 
-def saved_model(path):
-    return {k.removeprefix("model/"): v for k, v in load_file(path).items() if k.startswith("model/")}
+saved_model = lambda path: {k.removeprefix("model/"): v for k, v in load_file(path).items() if k.startswith("model/")}
 
 
 def assert_same(first, second):

@@ -72,8 +72,7 @@ def same(a, b):
     return all(map(torch.equal, tensors(a), tensors(b)))
 
 
-def plan_tensors(plan):
-    return [] if plan is None else [plan.partner, plan.own_fraction, plan.box]
+plan_tensors = lambda plan: [] if plan is None else [plan.partner, plan.own_fraction, plan.box]
 
 
 def fixed_plan(n, **_):

@@ -174,7 +174,7 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
     assert matrices <= moved()
 
 
-def test_only_pre_trained_parameters_are_frozen():
+def test_pre_trained_parameters_of_each_side_are_frozen_in_its_epochs():
     cases = [
         (SmallTextEncoder(9, 4, 0.0), set()), (WordEncoder(9, 4, 3), set()),
         (WordEncoder(9, 4, 3, pretrained=True), {"words.weight"}), (clip_model().text.encoder, None),
@@ -187,9 +187,6 @@ def test_only_pre_trained_parameters_are_frozen():
         assert frozen == ({n for n in names if not n.startswith("variance_")} if expected is None else expected)
         freeze_encoder(encoder, False)
         assert all(p.requires_grad for p in encoder.parameters())
-
-
-def test_each_side_is_frozen_in_its_epochs():
     model = clip_model()
     names = "image.encoder.shared_blocks.0.mlp.fc1.weight", "text.encoder.shared_blocks.0.mlp.fc1.weight"
     for options, epoch, expected in (

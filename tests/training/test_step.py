@@ -142,8 +142,7 @@ def test_mixed_images_are_mixed_before_they_are_encoded():
     assert (unmixed["image.encoder.patches.weight"] - expected["image.encoder.patches.weight"]).abs().max() > 1e-4
 
 
-def random_case():
-    return build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]().double()
+random_case = lambda: (build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]().double())
 
 
 @pytest.mark.parametrize("micro_batch", PIECES)

@@ -13,10 +13,7 @@ from sfumato import fit
 from sfumato.models.recipe import load_recipe
 
 CHANGES = ["train.epochs=2"]
-
-
-def numbers(line):
-    return {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
+numbers = lambda line: {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
 
 
 def test_a_callback_gets_every_epoch_once(tmp_path):
