@@ -109,10 +109,9 @@ def refuse_newer(where: str, found: object, known: str | int) -> None:
     """Refuse what a later version of sfumato has written. A format is a number, or a name that ends with one."""
     ours, theirs = (re.split(r"(?<!\d)(?=\d+\Z)", str(one)) for one in (known, found))
     if len(theirs) == 2 and theirs[0] == ours[0] and int(theirs[1]) > int(ours[1]):
-        raise UserError(
-            f"{where}: has format {found}, written by a later version of sfumato; this version reads up to {known}."
-            " Update sfumato (pip install --upgrade sfumato), or use the version that wrote it"
-        )
+        way = "Update sfumato (pip install --upgrade sfumato), or use the version that wrote it"
+        later = f"has format {found}, written by a later version of sfumato"
+        raise UserError(f"{where}: {later}; this version reads up to {known}. {way}")
 
 
 @contextmanager

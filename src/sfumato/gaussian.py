@@ -69,21 +69,17 @@ class GaussianEmbedding:
             if not namespace(value).isdtype(value.dtype, "real floating"):
                 raise TypeError(f"GaussianEmbedding: {name} must be floating point, got {value.dtype}")
             if value.ndim != 2:
-                raise ValueError(
-                    f"GaussianEmbedding: {name} must have shape (n, d), got {tuple(value.shape)};"
-                    " a single embedding is a batch of one: use x[None]"
-                )
+                found = f"{name} must have shape (n, d), got {tuple(value.shape)}"
+                raise ValueError(f"GaussianEmbedding: {found}; a single embedding is a batch of one: use x[None]")
         mean, log_var = self.mean, self.log_var
         if mean.shape != log_var.shape:
-            raise ValueError(
-                f"GaussianEmbedding: mean {tuple(mean.shape)} and log_var {tuple(log_var.shape)} must have"
-                " the same shape; expand an isotropic variance with expand_as or numpy.broadcast_to"
-            )
+            shapes = f"mean {tuple(mean.shape)} and log_var {tuple(log_var.shape)} must have the same shape"
+            way = "expand an isotropic variance with expand_as or numpy.broadcast_to"
+            raise ValueError(f"GaussianEmbedding: {shapes}; {way}")
         if mean.dtype != log_var.dtype or self.device != array_api_compat.device(log_var):
-            raise ValueError(
-                f"GaussianEmbedding: mean is {mean.dtype} on {self.device}, log_var is {log_var.dtype}"
-                f" on {array_api_compat.device(log_var)}; move one with .to()"
-            )
+            means = f"mean is {mean.dtype} on {self.device}"
+            variances = f"log_var is {log_var.dtype} on {array_api_compat.device(log_var)}"
+            raise ValueError(f"GaussianEmbedding: {means}, {variances}; move one with .to()")
 
     @classmethod
     def point(cls, mean: Array) -> "GaussianEmbedding":
@@ -132,9 +128,8 @@ class GaussianEmbedding:
         """Rows by slice, (k,) indices or (n,) mask. An integer is refused: use [i : i + 1] for a batch of one."""
         if not isinstance(index, slice):
             if getattr(index, "ndim", 0) != 1:
-                raise TypeError(
-                    f"GaussianEmbedding: index with a slice or a 1-D array (x[i : i + 1] for one row), got {index!r}"
-                )
+                way = "a slice or a 1-D array (x[i : i + 1] for one row)"
+                raise TypeError(f"GaussianEmbedding: index with {way}, got {index!r}")
             index = as_tensor(index, "index", "GaussianEmbedding") if is_tensor(self.mean) else as_numpy(index)
         return GaussianEmbedding(self.mean[index], self.log_var[index])
 
@@ -326,18 +321,15 @@ def load_embeddings(path: str | Path) -> tuple[GaussianEmbedding, list[str]]:
             metadata = file.metadata() or {}
             refuse_newer(str(path), metadata.get("format"), EMBEDDINGS_FORMAT)
             if metadata.get("format") != EMBEDDINGS_FORMAT:
-                raise ValueError(
-                    f"{path}: not an embeddings file of sfumato (format {metadata.get('format')!r},"
-                    f" expected {EMBEDDINGS_FORMAT!r})"
-                )
+                found = f"format {metadata.get('format')!r}, expected {EMBEDDINGS_FORMAT!r}"
+                raise ValueError(f"{path}: not an embeddings file of sfumato ({found})")
             ids = [str(i) for i in json.loads(file.get_tensor("ids").tobytes())]
             framework = "pt" if file.get_slice("mean").get_dtype() == "BF16" else "np"  # NumPy has no bfloat16.
         with safe_open(path, framework=framework) as file:
             embeddings = GaussianEmbedding(file.get_tensor("mean"), file.get_tensor("log_var"))
     except (SafetensorError, KeyError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path}: damaged or not an embeddings file ({error}); write it again with save_embeddings()"
-        ) from error
+        reason = f"damaged or not an embeddings file ({error})"
+        raise ValueError(f"{path}: {reason}; write it again with save_embeddings()") from error
     if len(ids) != embeddings.n:
         raise ValueError(f"{path}: damaged: {len(ids)} ids for {embeddings.n} embeddings; write it again")
     return embeddings, ids
@@ -358,7 +350,5 @@ def check_finite(embeddings: GaussianEmbedding, who: str) -> None:
     bad = ~xp.isfinite(embeddings.mean) | xp.isnan(log_var) | (log_var == math.inf)
     if bad.any():
         row = int(xp.argmax(xp.astype(bad.any(1), xp.int8)))
-        raise ValueError(
-            f"{who}: embedding {row} holds NaN or infinity; the model may have diverged. Leave such rows out,"
-            " or train again"
-        )
+        found = f"embedding {row} holds NaN or infinity; the model may have diverged"
+        raise ValueError(f"{who}: {found}. Leave such rows out, or train again")

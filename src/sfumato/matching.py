@@ -58,9 +58,8 @@ def match_probability_distance(logit_scale: Array, logit_bias: Array, *, n_sampl
     A.3 (s = 8). The released code of PCME uses sigmoid(2 logit): give 2 a and 2 b for it.
     """
     if not logit_scale > 0 or n_samples < 1:
-        raise ValueError(
-            f"match_probability_distance: needs logit_scale > 0 and n_samples >= 1, got {logit_scale} and {n_samples}"
-        )
+        given = f"got {logit_scale} and {n_samples}"
+        raise ValueError(f"match_probability_distance: needs logit_scale > 0 and n_samples >= 1, {given}")
 
     def reduce(distance: Array) -> Array:
         """(n, m, s, s) distances of samples -> (n, m) negative logarithms of the mean match probability."""

@@ -25,10 +25,8 @@ class MTEBEncoder:
     def __init__(self, model: Model, name: str = "", *, distance: str | None = None) -> None:
         self.model, self.distance = model, model.ranking_distance(distance)
         if not self.distance.symmetric:
-            raise UserError(
-                f"MTEBEncoder: the distance {self.distance.name} is not symmetric, and MTEB does not say which side"
-                " are the images; give a symmetric one: distance='csd'"
-            )
+            hint = "and MTEB does not say which side are the images; give a symmetric one: distance='csd'"
+            raise UserError(f"MTEBEncoder: the distance {self.distance.name} is not symmetric, {hint}")
         self._with_variances = model.model.image.variances or model.model.text.variances
         known = {
             "name": name or f"sfumato/{Path(model.source).name or 'model'}",
@@ -61,9 +59,7 @@ class MTEBEncoder:
             return self.model.embed_images([image.convert("RGB") for image in images], batch_size=batch_size)
         if texts is not None and images is None:
             return self.model.embed_texts(list(texts), batch_size=batch_size)
-        raise UserError(
-            f"MTEBEncoder: the items of this task have {', '.join(batch)}; an item of this model is an image or a text"
-        )
+        raise UserError(f"MTEBEncoder: the items of this task have {', '.join(batch)}; expected an image or a text")
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """(n, m) minus the distances."""

@@ -213,10 +213,8 @@ class OnData:
         from sfumato.models.run import choose_device, load_model, load_run
 
         if self.data is None and not is_run(self.model):
-            raise UserError(
-                f"{self.model} is not a run folder (no {RECIPE} in it); another model needs data to {purpose}:"
-                " --data RECIPE data.path=..."
-            )
+            found = f"{self.model} is not a run folder (no {RECIPE} in it)"
+            raise UserError(f"{found}; another model needs data to {purpose}: --data RECIPE data.path=...")
         split, overrides, config, moved = split or self.split, list(self.overrides or []), None, None
         if self.data is not None:
             config = load_recipe(find_recipe(self.data), overrides).data
@@ -321,9 +319,7 @@ def _check_writable(folder: Path, path: Path, option: str) -> None:
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
-        raise UserError(
-            f"{option} {path}: nothing can be written there: {disk_cause(error) or error.strerror}"
-        ) from error
+        raise UserError(f"{option} {path}: cannot be written: {disk_cause(error) or error.strerror}") from error
 
 
 @contextmanager

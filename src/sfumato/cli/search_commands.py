@@ -73,9 +73,7 @@ class IndexFlags:
         if self.sync:
             return
         if not self.add and collection and (self.data is None or not is_unfinished(out)):
-            raise UserError(
-                f"{out} holds a collection already; add to it with --add, or give another folder with --out"
-            )
+            raise UserError(f"{out} holds a collection already; add to it with --add, or give another --out")
         check_out_folder(out, ours=lambda f: collection or all(p.is_dir() for p in f.glob("[!.]*")))
 
     @property

@@ -54,10 +54,8 @@ def refuse_cocos_own(path: Path, loaded: Any) -> None:
             f" data.path={path}; Karpathy's dataset_coco.json, which has the test split of the papers, is another file"
         )
     if kind == "instances":
-        raise UserError(
-            f"{path}: COCO's annotations without captions; expected Karpathy's dataset_coco.json, or captions_*.json"
-            " with data.source=coco"
-        )
+        found = f"{path}: COCO's annotations without captions"
+        raise UserError(f"{found}; expected Karpathy's dataset_coco.json, or captions_*.json with data.source=coco")
 
 
 def archive_of(images: Path) -> TarArchive | None:
@@ -208,14 +206,10 @@ def _caption_files(folder: Path, year: str) -> dict[str, Path]:
             found.setdefault(match[1], []).append(file)
     if not found:
         of = f" of {year}" if year else ""
-        raise UserError(
-            f"{folder} has no captions_train*.json or captions_val*.json{of}; name one file, or another folder"
-        )
+        raise UserError(f"{folder} has no captions_train*.json or captions_val*.json{of}; name one, or another folder")
     if several := next((files for files in found.values() if len(files) > 1), None):
-        raise UserError(
-            f"{folder} has {' and '.join(file.name for file in several)}; choose with data.options.year=2017, or name"
-            " one file"
-        )
+        names = " and ".join(file.name for file in several)
+        raise UserError(f"{folder} has {names}; choose with data.options.year=2017, or name one file")
     return {split: files[0] for split, files in found.items()}
 
 

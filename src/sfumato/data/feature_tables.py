@@ -55,9 +55,8 @@ def read_embeddings(
             raise FileNotFoundError(f"no log variances at {log_var}")
         log_variance = _read_array(Path(log_var)).astype(mean.dtype)
         if log_variance.shape != mean.shape:
-            raise ValueError(
-                f"{log_var}: log variances of shape {log_variance.shape} for means of shape {mean.shape} in {file}"
-            )
+            shapes = f"{log_variance.shape} for means of shape {mean.shape}"
+            raise ValueError(f"{log_var}: log variances of shape {shapes} in {file}")
     # The log variances of points are one number, expanded, so that a memory-mapped file is not read.
     points = np.broadcast_to(mean.dtype.type(-np.inf), mean.shape)
     result = GaussianEmbedding(mean, points if log_variance is None else log_variance)
@@ -101,9 +100,7 @@ def read_ids(path: str | Path) -> list[str]:
     try:
         if loaded is not None:
             if loaded.ndim != 1 or loaded.dtype.kind not in "iuU":
-                raise ValueError(
-                    f"ids of shape {loaded.shape} and type {loaded.dtype}; expected (n,) strings or integers"
-                )
+                raise ValueError(f"shape {loaded.shape}, type {loaded.dtype}; expected (n,) strings or integers")
             ids = [str(i) for i in loaded.tolist()]
         elif path.suffix == ".json":
             entries = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -122,9 +119,7 @@ def read_ids(path: str | Path) -> list[str]:
         if not i:
             raise ValueError(f"{path}: {unit} {number} is empty; every embedding needs an id")
         if first.setdefault(i, number) != number:
-            raise ValueError(
-                f"{path}: id {i!r} occurs at {unit} {first[i]} and again at {number}; ids must be distinct"
-            )
+            raise ValueError(f"{path}: id {i!r} occurs at {unit} {first[i]} and at {number}; ids must be distinct")
     return ids
 
 
@@ -146,9 +141,7 @@ def _map_array(path: Path, mode: Literal["r", "c"] = "r") -> np.ndarray:
 def _read_array(path: Path, *, copy_on_write: bool = True) -> np.ndarray:
     array = _map_array(path, "c" if copy_on_write else "r")
     if array.ndim != 2 or array.dtype.newbyteorder("=") not in FLOATS:
-        raise ValueError(
-            f"{path}: an array of shape {array.shape} and type {array.dtype}; expected (n, d) floating point"
-        )
+        raise ValueError(f"{path}: array of shape {array.shape}, type {array.dtype}; expected (n, d) floating point")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -167,13 +160,10 @@ def _read_tensors(path: Path, name: str | None) -> tuple[np.ndarray, np.ndarray 
     except SafetensorError as error:
         raise ValueError(f"{path}: not a complete .safetensors file ({first_line(error)})") from error
     if mean.ndim != 2 or mean.dtype.kind != "f":
-        raise ValueError(
-            f"{path}: tensor {chosen!r} has shape {mean.shape} and type {mean.dtype}; expected (n, d) floating point"
-        )
+        found = f"tensor {chosen!r} has shape {mean.shape} and type {mean.dtype}"
+        raise ValueError(f"{path}: {found}; expected (n, d) floating point")
     if log_variance and log_variance[0].shape != mean.shape:
-        raise ValueError(
-            f"{path}: log_var has shape {log_variance[0].shape}, {chosen} {mean.shape}; they must be the same"
-        )
+        raise ValueError(f"{path}: log_var has shape {log_variance[0].shape}, {chosen} {mean.shape}; expected the same")
     return mean, log_variance[0].astype(mean.dtype) if log_variance else None
 
 
@@ -186,10 +176,8 @@ def _read_column(path: Path, name: str | None) -> np.ndarray:
             chosen = name or (lists[0] if len(lists) == 1 else None)
             if chosen not in lists:
                 found = f"no column {name!r} of vectors" if name else f"{len(lists)} columns of vectors"
-                raise ValueError(
-                    f"{path}: {found}; lists of floating point numbers are in {', '.join(lists) or 'none'}:"
-                    f" choose one with {path.name}:NAME"
-                )
+                held = f"lists of floating point numbers are in {', '.join(lists) or 'none'}"
+                raise ValueError(f"{path}: {found}; {held}: choose one with {path.name}:NAME")
             chunks = file.read(columns=[chosen]).column(0).chunks
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # The last: names of columns.
         raise ValueError(f"{path}: not a complete Parquet file ({first_line(error)})") from error
@@ -280,10 +268,8 @@ class RegionFile:
         except (ValueError, OSError) as error:
             raise UserError(str(error)) from error
         if array.dtype not in FLOATS or array.ndim not in (2, 3) or not array.size or not array.flags.c_contiguous:
-            raise UserError(
-                f"{path}: an array of shape {array.shape} and type {array.dtype}; expected (images, regions, channels)"
-                " or (images, channels) in float32 or float16, saved row by row"
-            )
+            form = "(images, regions, channels) or (images, channels) in float32 or float16, saved row by row"
+            raise UserError(f"{path}: an array of shape {array.shape} and type {array.dtype}; expected {form}")
         self.n, self.channels = array.shape[0], array.shape[-1]
         self._dtype, self._count, self._start = array.dtype, array[0].size, array.offset  # type: ignore[attr-defined]
 

@@ -40,9 +40,8 @@ def image_sources(images: Sequence[ImageInput], who: str, *, features: str = "")
     expected = 1 if features else 3
     if (ndim := getattr(images, "ndim", None)) is not None and ndim <= expected:
         shape = tuple(getattr(images, "shape", ()))
-        raise ValueError(
-            f"{who}: got one array of shape {shape}, expected a batch: a batch of one is {(1, *shape)}, or a list"
-        )
+        way = f"a batch of one is {(1, *shape)}, or a list"
+        raise ValueError(f"{who}: got one array of shape {shape}, expected a batch: {way}")
     return [_source(image, f"image {i}", who, features) for i, image in enumerate(images)]
 
 
@@ -57,15 +56,11 @@ def _source(image: ImageInput, name: str, who: str, features: str) -> ImageSourc
         return _Encoded(name, lambda: _pillow_file(image))
     array = np.asarray(image) if hasattr(image, "__array__") else None
     if array is None:
-        raise TypeError(
-            f"{who}: {name} is a {type(image).__name__}; expected a path, the bytes of a file, a Pillow image or an"
-            " array of uint8"
-        )
+        expected = "a path, the bytes of a file, a Pillow image or an array of uint8"
+        raise TypeError(f"{who}: {name} is a {type(image).__name__}; expected {expected}")
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in _CHANNELS)):
-        raise ValueError(
-            f"{who}: {name} has pixels of shape {array.shape} in {array.dtype}; expected (h, w), (h, w, 3) or"
-            " (h, w, 4) in uint8 from 0 to 255"
-        )
+        form = "(h, w), (h, w, 3) or (h, w, 4) in uint8 from 0 to 255"
+        raise ValueError(f"{who}: {name} has pixels of shape {array.shape} in {array.dtype}; expected {form}")
     return _Encoded(name, lambda: _pillow_file(Image.fromarray(array)))
 
 
@@ -115,9 +110,8 @@ def load_array(source: Path | IO[bytes], mode: Literal["r", "c"] | None = None) 
             array = np.load(source, mmap_mode=mode, allow_pickle=False)
     except Exception as error:  # numpy lets through what parsing the header raises, also MemoryError and TokenError.
         if "pickle" in str(error) or "Object arrays" in str(error) or "Python objects" in str(error):
-            raise ValueError(
-                "holds pickled Python objects, which can run code when read; save plain numbers with numpy.save"
-            ) from error
+            reason = "holds pickled Python objects, which can run code when read; save plain numbers with numpy.save"
+            raise ValueError(reason) from error
         raise ValueError(f"not a complete .npy file ({first_line(error)})") from error
     if not isinstance(array, np.ndarray):
         array.close()
@@ -139,16 +133,12 @@ def regions_to_bytes(features: np.ndarray) -> bytes:
 def regions_from_bytes(data: bytes, channels: int | None = None) -> np.ndarray:
     """Read the features of one image from the bytes of a .npy file; pickled data is refused. data (r, c) -> (r, c)."""
     if not data.startswith(b"\x93NUMPY"):
-        raise ValueError(
-            "not a .npy file: region features are expected here, not an image; `python -m papers regions` makes them"
-            " from images"
-        )
+        way = "`python -m papers regions` makes them from images"
+        raise ValueError(f"not a .npy file: region features are expected here, not an image; {way}")
     array = load_array(io.BytesIO(data))
     if array.dtype.newbyteorder("=") not in FLOATS or array.ndim not in (1, 2) or not array.size:
-        raise ValueError(
-            f"holds {array.dtype} of shape {array.shape}; expected the (regions, channels) of one image in float32 or"
-            " float16"
-        )
+        form = "the (regions, channels) of one image in float32 or float16"
+        raise ValueError(f"holds {array.dtype} of shape {array.shape}; expected {form}")
     with np.errstate(over="ignore"):  # Numbers that are too large for float32 become infinity, and are refused below.
         features: np.ndarray = array.reshape(-1, array.shape[-1]).astype(np.float32)
     if channels is not None and features.shape[1] != channels:

@@ -198,10 +198,8 @@ class Problems:
             UserError: there are more; the message lists the first ten.
         """
         if len(self) > max(_FEW, max_fraction * (total + len(self))):
-            raise UserError(
-                f"{len(self)} of {total + len(self)} items are unusable, more than {setting}{max_fraction:g}"
-                f" allows; correct them, or raise that fraction:\n{self.summary()}"
-            )
+            found = f"{len(self)} of {total + len(self)} items are unusable, more than {setting}{max_fraction:g} allows"
+            raise UserError(f"{found}; correct them, or raise that fraction:\n{self.summary()}")
 
 
 _HIDDEN = frozenset({"@eadir", "#recycle", "$recycle.bin", "__macosx"})
@@ -414,9 +412,8 @@ class TarArchive:
             with tarfile.open(self.path, "r:") as tar:
                 self._members = {os.path.normpath(m.name): (m.offset_data, m.size) for m in tar if m.isfile()}
         except tarfile.TarError as error:
-            raise ValueError(
-                f"{path}: not an uncompressed tar file ({error}); unpack it, or pack it without compression"
-            ) from error
+            reason = f"not an uncompressed tar file ({error}); unpack it, or pack it without compression"
+            raise ValueError(f"{path}: {reason}") from error
         self._file: IO[bytes] = self.path.open("rb")
         self._lock = threading.Lock()
 

@@ -147,9 +147,7 @@ def read_scan(folder: str | Path, problems: Problems) -> dict[str, PairData]:
         name = path.name.removesuffix("_caps.txt")
         splits["val" if name == "dev" else name] = _read_split(folder, name, problems)
     if not splits:
-        raise UserError(
-            f"{folder} holds no NAME_caps.txt; expected train_caps.txt with train_ims.npy, and dev_ and test_"
-        )
+        raise UserError(f"{folder} holds no NAME_caps.txt; expected train_caps.txt with train_ims.npy, dev_ and test_")
     if "testall" in splits:
         splits.setdefault("test", splits["testall"])
     return splits
@@ -160,9 +158,8 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
     lines = _lines(path)
     file = RegionFile(folder / f"{name}_ims.npy")
     if not lines or len(lines) % file.n:
-        raise UserError(
-            f"{path} has {len(lines)} captions and {file.name} {file.n} rows; expected as many captions for every row"
-        )
+        found = f"{path} has {len(lines)} captions and {file.name} {file.n} rows"
+        raise UserError(f"{found}; expected as many captions for every row")
     each = len(lines) // file.n
     of_line = np.arange(len(lines)) // each
     ids = _ids(folder / f"{name}_ids.txt", file.n, of_line)
@@ -295,9 +292,8 @@ def _karpathy(path: Path, tables: _Tables) -> tuple[_Tables, _Listed]:
     sentences = [sentence for entry in entries for sentence in entry.sentences]
     for named, what, n in ((tables[0], "images", len(entries)), (tables[1], "sentences", len(sentences))):
         if named.table.n != n:
-            raise UserError(
-                f"{path} has {n} {what} and {named.table.name} has {named.table.n} rows; give equal numbers"
-            )
+            found = f"{path} has {n} {what} and {named.table.name} has {named.table.n} rows"
+            raise UserError(f"{found}; give equal numbers")
     image = np.repeat(np.arange(len(entries)), [len(entry.sentences) for entry in entries])
     chosen = np.flatnonzero([entries[i].split != "none" for i in image])
     own = [entries[image[k]] for k in chosen]
@@ -365,10 +361,8 @@ def _positions(values: Sequence[str], named: NamedTable, side: str, locations: S
         row = number.get(value, -1) if by_id else int(value) if value.isascii() and value.isdecimal() else -1
         if not 0 <= row < table.n:
             known = f"an id of {table.name}" if by_id else f"a row number from 0 to {table.n - 1} of {table.name}"
-            raise UserError(
-                f"{locations[k]}: {side} {value!r} is not {known}"
-                + ("" if number or by_id else "; ids would stand beside it, one a line, in a file NAME_ids.txt")
-            )
+            way = "" if number or by_id else "; ids would stand beside it, one a line, in a file NAME_ids.txt"
+            raise UserError(f"{locations[k]}: {side} {value!r} is not {known}{way}")
         rows[k] = row
     return rows
 

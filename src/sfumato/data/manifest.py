@@ -251,10 +251,8 @@ _SPLIT_NAMES = {"restval": "train", "training": "train", "valid": "val", "valida
 def check_fractions(val_fraction: float, test_fraction: float) -> None:
     """Raise an error if the fractions leave no images for training."""
     if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
-        raise ValueError(
-            "val_fraction and test_fraction must not be negative, and below 1 together;"
-            f" got {val_fraction} and {test_fraction}"
-        )
+        given = f"got {val_fraction} and {test_fraction}"
+        raise ValueError(f"val_fraction and test_fraction must not be negative, and below 1 together; {given}")
 
 
 def canonical_split(name: str) -> str:

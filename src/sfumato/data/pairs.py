@@ -46,10 +46,9 @@ class PairData:
     def __post_init__(self) -> None:
         n, m = len(self.image_ids), len(self.text_ids)
         if len(self.images) != n or len(self.texts) != m or len(self.text_kinds) != m:
-            raise ValueError(
-                f"PairData: got {n} image ids for {len(self.images)} images, and {m} text ids for {len(self.texts)}"
-                f" texts and {len(self.text_kinds)} kinds; the numbers must be equal"
-            )
+            images = f"{n} image ids for {len(self.images)} images"
+            texts = f"{m} text ids for {len(self.texts)} texts and {len(self.text_kinds)} kinds"
+            raise ValueError(f"PairData: got {images}, and {texts}; the numbers must be equal")
         if len(self.text_rows) not in (0, m):
             raise ValueError(f"PairData: got {len(self.text_rows)} text rows for {m} texts; give one for each or none")
         for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
@@ -189,10 +188,8 @@ class PairSampler:
         self.data, self.batch_size, self.seed = data, batch_size, seed
         self.epoch_over, self.positives, self.grades = epoch_over, positives, grades
         if kind_weights is not None and epoch_over == "pairs":
-            raise ValueError(
-                'PairSampler: kind_weights have no effect with epoch_over="pairs", which visits every pair once;'
-                " leave them out"
-            )
+            why = 'epoch_over="pairs", which visits every pair once; leave them out'
+            raise ValueError(f"PairSampler: kind_weights have no effect with {why}")
         self._starts = np.searchsorted(data.pairs[:, 0], np.arange(len(data.image_ids) + 1))
         weights = np.ones(len(data.pairs)) if kind_weights is None else self._pair_weights(kind_weights)
         self._cumulated = np.concatenate([[0.0], np.cumsum(weights)])
@@ -263,10 +260,8 @@ class PairSampler:
         kinds = np.array(self.data.text_kinds)
         unknown = set(kind_weights) - set(self.data.text_kinds)
         if unknown:
-            raise ValueError(
-                f"PairSampler: kind_weights names {sorted(unknown)}, but the texts are of the kinds"
-                f" {sorted(set(self.data.text_kinds))}"
-            )
+            known = sorted(set(self.data.text_kinds))
+            raise ValueError(f"PairSampler: kind_weights names {sorted(unknown)}, but texts are of the kinds {known}")
         weight = np.array([kind_weights.get(kind, 0.0) for kind in kinds])[self.data.pairs[:, 1]]
         # The weight of a kind is divided among an image's texts of this kind.
         kind_number = np.unique(kinds, return_inverse=True)[1][self.data.pairs[:, 1]]

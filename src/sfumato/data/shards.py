@@ -47,9 +47,8 @@ class ShardSample:
 def expand_shards(spec: str) -> list[str]:
     """The files that a shard pattern names."""
     if _REMOTE.match(spec):
-        raise UserError(
-            f"shards {spec!r}: addresses and commands are not opened; download the shards, and name their folder"
-        )
+        way = "download the shards, and name their folder"
+        raise UserError(f"shards {spec!r}: addresses and commands are not opened; {way}")
     path = os.path.expanduser(spec)
     if os.path.isdir(path):
         found = glob.glob(os.path.join(glob.escape(path), "*.tar"))
@@ -60,16 +59,12 @@ def expand_shards(spec: str) -> list[str]:
         globs = [name for name in names if any(sign in name for sign in "*?[")]
         plain = [name for name in names if name not in set(globs)]
         if missing := [name for name in plain if not os.path.isfile(name)]:
-            raise UserError(
-                f"shards {spec!r}: {len(missing)} of {len(plain)} do not exist, the first {missing[0]};"
-                " to take those that do, use a glob: * instead of {...}"
-            )
+            absent = f"{len(missing)} of {len(plain)} do not exist, the first {missing[0]}"
+            raise UserError(f"shards {spec!r}: {absent}; to take those that do, use a glob: * instead of {{...}}")
         found = plain + [file for name in globs for file in glob.glob(name, recursive=True) if file.endswith(".tar")]
     if not found:
-        raise UserError(
-            f"shards {spec!r}: found no .tar file; give a folder, a glob, or a pattern such as"
-            f" cc3m-{{00000..00331}}.tar"
-        )
+        ways = "a folder, a glob, or a pattern such as cc3m-{00000..00331}.tar"
+        raise UserError(f"shards {spec!r}: found no .tar file; give {ways}")
     return sorted(set(found), key=lambda name: (natural_key(name), name))
 
 
@@ -247,10 +242,9 @@ class ShardStream:
         if not shards:
             raise ValueError("ShardStream: got no shards")
         if samples_per_epoch < batch_size * n_processes:
-            raise ValueError(
-                f"ShardStream: an epoch of {samples_per_epoch} samples has no batch of {batch_size} for each of"
-                f" {n_processes} processes; samples_per_epoch must be at least {batch_size * n_processes}"
-            )
+            found = f"has no batch of {batch_size} for each of {n_processes} processes"
+            least = f"samples_per_epoch must be at least {batch_size * n_processes}"
+            raise ValueError(f"ShardStream: an epoch of {samples_per_epoch} samples {found}; {least}")
         self.shards = [str(shard) for shard in shards]
         self.batch_size, self.seed, self.samples_per_epoch = batch_size, seed, samples_per_epoch
         self.rank, self.n_processes, self.shuffle_buffer = rank, n_processes, shuffle_buffer

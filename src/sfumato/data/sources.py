@@ -139,10 +139,8 @@ def _loaded(datasets: Any, path: str, name: str) -> dict[str, Any]:
     try:
         found = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, name or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"cannot read the data set {path!r}: {first_line(error)}. Give a folder of save_to_disk or of Parquet"
-            " files, or a name on the hub with a network"
-        ) from error
+        ways = "Give a folder of save_to_disk or of Parquet files, or a name on the hub with a network"
+        raise UserError(f"cannot read the data set {path!r}: {first_line(error)}. {ways}") from error
     return dict(found) if isinstance(found, datasets.DatasetDict) else {"": found}
 
 
@@ -163,17 +161,14 @@ class _Columns:
         image, captions, identity = given
         if not image and len(images) != 1:
             found = f"{len(images)} columns of images ({', '.join(images)})" if images else "no column of images"
-            raise UserError(
-                f"{path}: {found}, expected one, among {', '.join(features)}; name it: data.options.image=COLUMN"
-            )
+            among = f"expected one, among {', '.join(features)}"
+            raise UserError(f"{path}: {found}, {among}; name it: data.options.image=COLUMN")
         if image and image not in images:
             raise UserError(f"{path}: column {image} has {features[image]}, expected images")
         captions = captions or next((key for key in _CAPTIONS if key in features), "")
         if not captions:
-            raise UserError(
-                f"{path}: no column of captions ({', '.join(_CAPTIONS)}), but {', '.join(features)}; name it:"
-                " data.options.captions=COLUMN"
-            )
+            found = f"no column of captions ({', '.join(_CAPTIONS)}), but {', '.join(features)}"
+            raise UserError(f"{path}: {found}; name it: data.options.captions=COLUMN")
         identity = identity or next((key for key in _IDS if key in features), "")
         return cls(image or images[0], captions, identity, "split" if "split" in features else "")
 
@@ -300,10 +295,8 @@ class DataConfig(BaseModel):
             raise ValueError(f"data.path must name the {self.source} to read, e.g. data.path=my/data")
         embeddings = source.inputs == "embeddings"
         if embeddings and not (self.images and self.texts):
-            raise ValueError(
-                "data.source='embeddings' needs data.images and data.texts, e.g. data.images=images.npy"
-                " data.texts=texts.npy"
-            )
+            given = "data.images=images.npy data.texts=texts.npy"
+            raise ValueError(f"data.source='embeddings' needs data.images and data.texts, e.g. {given}")
         if self.texts and not embeddings:
             raise ValueError(f"data.texts is for data.source=embeddings, not {self.source!r}; leave it out")
         for part in filter(None, (self.leave_out, self.held_out_wordings)):
@@ -316,10 +309,8 @@ class DataConfig(BaseModel):
                 "held_out_wordings": self.held_out_wordings,
             }
             if wrong := next((name for name, given in needs_all.items() if given), None):
-                raise ValueError(
-                    f"data.{wrong} needs all pairs in memory, but data.source={self.source!r} is read as a stream;"
-                    " leave it out, or take another source"
-                )
+                why = f"needs all pairs in memory, but data.source={self.source!r} is read as a stream"
+                raise ValueError(f"data.{wrong} {why}; leave it out, or take another source")
         source.check_options(self.source, self.options)
         return self
 
@@ -425,11 +416,8 @@ def _embeddings(config: DataConfig, problems: Problems) -> dict[str, PairData]:
 def _existing(config: DataConfig) -> Path:
     path = Path(config.path)
     if not path.exists():
-        raise UserError(
-            f"data.path: there is no {path}"
-            + ("" if path.is_absolute() else f" in the current folder ({Path.cwd()})")
-            + "; say where the data are with data.path=..."
-        )
+        where = "" if path.is_absolute() else f" in the current folder ({Path.cwd()})"
+        raise UserError(f"data.path: there is no {path}{where}; say where the data are with data.path=...")
     return path
 
 

@@ -97,10 +97,8 @@ def shuffle_pairs(data: PairData, rate: float, seed: int = 0) -> tuple[PairData,
     image, text = _in_text_order(data)
     p, k = len(image), round(rate * len(image))
     if rate > 0 and k < 2:
-        raise ValueError(
-            f"shuffle_pairs: a rate of {rate} of {p} pairs is {k}; at least 2 pairs are needed to exchange"
-            " their images; raise the rate"
-        )
+        least = "at least 2 pairs are needed to exchange their images"
+        raise ValueError(f"shuffle_pairs: a rate of {rate} of {p} pairs is {k}; {least}; raise the rate")
     random = np.random.default_rng(seed)
     for _ in range(_TRIES):
         chosen = np.sort(random.permutation(p)[:k])
@@ -108,10 +106,8 @@ def shuffle_pairs(data: PairData, rate: float, seed: int = 0) -> tuple[PairData,
         if wrong is not None:
             image[chosen] = wrong
             return apply_noise(data, image), image
-    raise ValueError(
-        f"shuffle_pairs: found no way to give {k} of {p} pairs a wrong image; too many texts match most of the"
-        f" {len(data.image_ids)} images: lower the rate"
-    )
+    why = f"too many texts match most of the {len(data.image_ids)} images"
+    raise ValueError(f"shuffle_pairs: found no way to give {k} of {p} pairs a wrong image; {why}: lower the rate")
 
 
 def apply_noise(data: PairData, image_of_pair: np.ndarray) -> PairData:
@@ -119,9 +115,7 @@ def apply_noise(data: PairData, image_of_pair: np.ndarray) -> PairData:
     image_of_pair = _checked(image_of_pair, data, "apply_noise")
     noisy = dataclasses.replace(data, pairs=np.stack([image_of_pair, _in_text_order(data)[1]], axis=1))
     if len(noisy.pairs) < len(data.pairs):
-        raise ValueError(
-            "apply_noise: the array gives a text the same image twice; the pairs of a text need different images"
-        )
+        raise ValueError("apply_noise: the array gives a text the same image twice; expected different images")
     return noisy
 
 
@@ -145,15 +139,11 @@ def _checked(image_of_pair: np.ndarray, data: PairData, who: str) -> np.ndarray:
     """The array as int64, checked against the clean data."""
     p, n = len(data.pairs), len(data.image_ids)
     if image_of_pair.dtype.kind not in "iu" or image_of_pair.shape != (p,):
-        raise ValueError(
-            f"{who}: expected {p} integers, the image of each pair in text order, got shape {image_of_pair.shape} of"
-            f" {image_of_pair.dtype}; the file of another split?"
-        )
+        found = f"got shape {image_of_pair.shape} of {image_of_pair.dtype}; the file of another split?"
+        raise ValueError(f"{who}: expected {p} integers, the image of each pair in text order, {found}")
     if p and not (image_of_pair.min() >= 0 and image_of_pair.max() < n):
-        raise ValueError(
-            f"{who}: got images {image_of_pair.min()} to {image_of_pair.max()}, but the data's are 0 to {n - 1}; the"
-            " file of another split?"
-        )
+        found = f"got images {image_of_pair.min()} to {image_of_pair.max()}, but the data's are 0 to {n - 1}"
+        raise ValueError(f"{who}: {found}; the file of another split?")
     return image_of_pair.astype(np.int64)
 
 

@@ -70,10 +70,8 @@ class SideBySide:
         found = [backbone(items) for backbone in self._backbones]
         counts = [len(of_item) for of_item in next(iter(zip(*found, strict=True)), ())]
         if len(set(counts)) > 1:
-            raise UserError(
-                f"the backbones have {' and '.join(map(str, counts))} tokens an image; side by side they need equal"
-                " numbers: set model.image.grid, e.g. to 1"
-            )
+            unequal = f"the backbones have {' and '.join(map(str, counts))} tokens an image"
+            raise UserError(f"{unequal}; side by side they need equal numbers: set model.image.grid, e.g. to 1")
         return [np.concatenate(of_item, axis=1) for of_item in zip(*found, strict=True)]
 
 

@@ -70,13 +70,9 @@ class _ClipConfig(EncoderConfig):
 
     def check(self, section: str) -> None:
         if self.weights and (useless := self.changed(*self._without_weights)):
-            raise ValueError(
-                f"{section}.{min(useless)} is only for random weights; leave it out with {section}.weights"
-            )
+            raise ValueError(f"{section}.{min(useless)} is for random weights; leave it out with {section}.weights")
         if self.variance_token and self.variance_blocks > 1:
-            raise ValueError(
-                f"{section}.variance_token replaces the variance blocks; leave {section}.variance_blocks out"
-            )
+            raise ValueError(f"{section}.variance_token replaces variance blocks; leave {section}.variance_blocks out")
 
     _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "activation")
 
@@ -126,9 +122,8 @@ class ClipEncoder(Encoder):
         blocks = list(backbone.encoder.layers)
         variance_blocks = config.variance_blocks if variance and not config.variance_token else 0
         if not 0 <= variance_blocks <= len(blocks):
-            raise ValueError(
-                f"variance_blocks must lie in [0, {len(blocks)}], the number of blocks, got {variance_blocks}"
-            )
+            bounds = f"[0, {len(blocks)}], the number of blocks"
+            raise ValueError(f"variance_blocks must lie in {bounds}, got {variance_blocks}")
         # Always "sdpa": "eager" ignores is_causal, and adds a boolean mask instead of applying it.
         backbone.set_attn_implementation("sdpa")
         first = len(blocks) - variance_blocks
@@ -283,10 +278,8 @@ def clip_tokenizer(config: ClipTextConfig, texts: Iterable[str]) -> Tokenizer:
         positions = int(getattr(known, "text_config", known).max_position_embeddings)
     max_tokens = config.max_tokens or positions
     if max_tokens > positions:
-        raise UserError(
-            f"model.text.max_tokens={max_tokens} is more than the {positions} positions of {config.weights!r};"
-            " leave it out"
-        )
+        most = f"more than the {positions} positions of {config.weights!r}"
+        raise UserError(f"model.text.max_tokens={max_tokens} is {most}; leave it out")
     if not config.weights and not config.tokenizer:
         return add_begin_and_end(train_tokenizer(texts, config.vocabulary), max_tokens)
     pretrained = pretrained_tokenizer(config.weights or config.tokenizer)
@@ -311,10 +304,8 @@ def _backbone(side: Side, config: _ClipConfig, description: Mapping[str, Any] | 
         found = from_pretrained(transformers.AutoConfig, weights)
         model_type = getattr(found, f"{part}_config", found).model_type
         if model_type not in kinds:
-            raise UserError(
-                f"{weights!r} is a model of type {found.model_type!r}; expected one whose {part} side is one of"
-                f" {', '.join(kinds)}"
-            )
+            expected = f"expected one whose {part} side is one of {', '.join(kinds)}"
+            raise UserError(f"{weights!r} is a model of type {found.model_type!r}; {expected}")
         return from_pretrained(kinds[model_type], weights).float()  # Some weights are stored in half precision.
     width, depth, heads = ARCHITECTURES[config.architecture][side]
     kind = kinds[f"clip_{part}_model"]
@@ -393,10 +384,9 @@ class UncTokenTextEncoder(_UncTokenEncoder):
         mask = inputs.mask
         if self.released:
             if inputs.values.shape[1] != self.max_tokens or not (mask is None or bool(mask.all())):
-                raise ValueError(
-                    "UncTokenTextEncoder: the released weights attend to their padding: expected texts padded to"
-                    f" {self.max_tokens} tokens, all of them in the mask, got {tuple(inputs.values.shape)}"
-                )
+                why = "UncTokenTextEncoder: the released weights attend to their padding"
+                expected = f"expected texts padded to {self.max_tokens} tokens, all of them in the mask"
+                raise ValueError(f"{why}: {expected}, got {tuple(inputs.values.shape)}")
             mask = None
         extra = [token for token in (self.variance_token, self.class_token) if token is not None]
         embedded = self.encoder.embeddings(inputs.values)

@@ -171,9 +171,8 @@ def resnet_encoder(config: ResNetImageConfig, *, description: Mapping[str, Any] 
         raise UserError("model.image.weights must name a ResNet: a hub name, or a local folder of transformers")
     found = from_pretrained(transformers.AutoConfig, config.weights)
     if found.model_type != "resnet":
-        raise UserError(
-            f"{config.weights!r} is a model of type {found.model_type!r}; kind 'resnet' takes type 'resnet' only"
-        )
+        given = f"{config.weights!r} is a model of type {found.model_type!r}"
+        raise UserError(f"{given}; kind 'resnet' takes type 'resnet' only")
     processor = from_pretrained(transformers.AutoImageProcessor, config.weights)
     mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ((0.0,) * 3, (1.0,) * 3)
     network = from_pretrained(transformers.ResNetModel, config.weights).float()

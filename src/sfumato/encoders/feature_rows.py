@@ -142,10 +142,8 @@ class RegionImageConfig(ImageEncoderConfig):
     def check(self, section: str) -> None:
         useless = self.changed("width", "variance_layers")
         if useless and not self.graph_layers and not self.recurrent:
-            raise ValueError(
-                f"{section}.{max(useless)} has no effect with {section}.graph_layers=0 and recurrent=false, where the"
-                " regions go to the head unchanged; leave it out"
-            )
+            where = f"{section}.graph_layers=0 and recurrent=false, where the regions go to the head unchanged"
+            raise ValueError(f"{section}.{max(useless)} has no effect with {where}; leave it out")
 
 
 class RegionStore:

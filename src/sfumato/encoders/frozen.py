@@ -162,10 +162,8 @@ class FeatureCache:
         if not about.exists():
             write_json(about, expected)
         elif read_json(about) != expected:
-            raise ValueError(
-                f"{self.folder}: holds a cache of other features ({about.read_text(encoding='utf-8').strip()});"
-                " delete the folder to rebuild it"
-            )
+            held = f"a cache of other features ({about.read_text(encoding='utf-8').strip()})"
+            raise ValueError(f"{self.folder}: holds {held}; delete the folder to rebuild it")
 
     def known(self) -> dict[bytes, tuple[int, int]]:
         """The items whose features are completely on disk."""

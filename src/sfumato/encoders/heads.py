@@ -130,9 +130,8 @@ class GPO(Pooling):
         else:
             counts = mask.sum(1)
             if not counts.all():
-                raise ValueError(
-                    f"GPO: item {int((counts == 0).nonzero()[0])} has no token; every row of the mask needs one True"
-                )
+                item = int((counts == 0).nonzero()[0])
+                raise ValueError(f"GPO: item {item} has no token; every row of the mask needs one True")
             lengths, which = counts.unique(return_inverse=True)
             weights = self.weights(lengths)[which]
             channels_first = channels_first.masked_fill(~mask.unsqueeze(1), -torch.inf)
@@ -226,9 +225,8 @@ class _LogBounds:
     def inverse(self, log_var: float) -> float:
         """The value that is squashed to log_var."""
         if not self.lowest < math.exp(log_var) < self.highest:
-            raise ValueError(
-                f"GaussianHead: a variance of {math.exp(log_var):.4g} is outside of ({self.lowest:g}, {self.highest:g})"
-            )
+            bounds = f"({self.lowest:g}, {self.highest:g})"
+            raise ValueError(f"GaussianHead: a variance of {math.exp(log_var):.4g} is outside of {bounds}")
         return self.middle + self.half * math.atanh((log_var - self.middle) / self.half)
 
 

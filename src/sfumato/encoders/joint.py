@@ -102,10 +102,9 @@ def _joint_transformers(name: str, side: Side, precision: Precision) -> Backbone
     model = from_pretrained(transformers.AutoModel, source)
     embed = getattr(model, f"get_{side}_features", None)
     if embed is None:
-        raise UserError(
-            f"{name!r} is a {type(model).__name__}, which has no joint embedding of images and texts; give a CLIP"
-            " or SigLIP model, or train heads on its features: sfumato train own-pictures"
-        )
+        found = f"{name!r} is a {type(model).__name__}, which has no joint embedding of images and texts"
+        ways = "give a CLIP or SigLIP model, or train heads on its features: sfumato train own-pictures"
+        raise UserError(f"{found}; {ways}")
     made = partial(_joint, "transformers", source, side, model, precision)
     if side == "image":
         processor = from_pretrained(transformers.AutoImageProcessor, source)
@@ -163,10 +162,9 @@ def import_open_clip() -> Any:
         with need("open-clip", "models of open_clip need its package"):
             import open_clip
     except RuntimeError as error:
-        raise UserError(
-            f"open_clip cannot be imported: {str(error).splitlines()[0]}. It needs a torchvision that was built for the"
-            f" installed torch {torch.__version__}; install both from the same index"
-        ) from error
+        needs = f"It needs a torchvision that was built for the installed torch {torch.__version__}"
+        reason = f"open_clip cannot be imported: {str(error).splitlines()[0]}. {needs}"
+        raise UserError(f"{reason}; install both from the same index") from error
     return open_clip
 
 
@@ -175,9 +173,8 @@ def _open_clip_folder(name: str, package: Any) -> Path:
     folder = Path(name)
     if not name.startswith(PREFIXES):
         if not (folder / OPEN_CLIP_WEIGHTS).is_file():
-            raise UserError(
-                f"{folder} has no {OPEN_CLIP_WEIGHTS}; other weights are pickles, which sfumato does not load"
-            )
+            why = "other weights are pickles, which sfumato does not load"
+            raise UserError(f"{folder} has no {OPEN_CLIP_WEIGHTS}; {why}")
         return folder.resolve()
     repository = name.split(":", 1)[1]
     architecture, _, tag = repository.partition("/")
@@ -191,15 +188,12 @@ def _open_clip_folder(name: str, package: Any) -> Path:
         files = [OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, "*token*", "vocab*", "merges.txt", "*.model"]
         found = Path(snapshot_download(repository, allow_patterns=files, local_files_only=not reachable))
     except LocalEntryNotFoundError as error:
-        raise UserError(
-            f"cannot load {name!r}: there is no connection to the hub, and no copy in its cache. Give a local folder"
-            f" with {OPEN_CLIP_CONFIG} and {OPEN_CLIP_WEIGHTS}"
-        ) from error
+        reason = f"cannot load {name!r}: there is no connection to the hub, and no copy in its cache"
+        raise UserError(f"{reason}. Give a local folder with {OPEN_CLIP_CONFIG} and {OPEN_CLIP_WEIGHTS}") from error
     except (HfHubHTTPError, HFValidationError) as error:
-        raise UserError(
-            f"cannot load {name!r}: the hub has no {repository!r} that you may read. A name is"
-            " open_clip:ARCHITECTURE/TAG, as open_clip.list_pretrained() has them, or hf-hub:OWNER/NAME"
-        ) from error
+        form = "open_clip:ARCHITECTURE/TAG, as open_clip.list_pretrained() has them, or hf-hub:OWNER/NAME"
+        reason = f"cannot load {name!r}: the hub has no {repository!r} that you may read"
+        raise UserError(f"{reason}. A name is {form}") from error
     if missing := [file for file in (OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS) if not (found / file).is_file()]:
         raise UserError(f"{repository!r} has no {missing[0]} on the hub or in its cache; it cannot be loaded safely")
     return found
@@ -219,10 +213,8 @@ def transformers_image(name: str, size: int | None, grid: int | None, precision:
         inputs: Mapping[str, Tensor] = processor(images=pillow_images(items), return_tensors="pt", **sizes)
         height, width = inputs["pixel_values"].shape[-2:]
         if size is not None and (height, width) != (size, size):
-            raise UserError(
-                f"model.image.size={size}: the preprocessing of {name!r} makes images of {width} x {height}"
-                f" pixels of it; leave model.image.size out to use its own size"
-            )
+            made = f"the preprocessing of {name!r} makes images of {width} x {height} pixels of it"
+            raise UserError(f"model.image.size={size}: {made}; leave model.image.size out to use its own size")
         return inputs
 
     def embed(**inputs: Tensor) -> np.ndarray:
@@ -309,10 +301,9 @@ def save_model_object(model: Any, folder: Path) -> None:
         model.save_pretrained(str(folder))
         embed = dict.fromkeys(get_args(Side), lambda item: np.asarray(model.encode([item])))
     else:
-        raise TypeError(
-            f"model: got a {type(model).__name__}; expected its name or folder, a SentenceTransformer of images and"
-            " texts, or the architecture and the model of open_clip: ('ViT-B-32', model)"
-        )
+        known = "its name or folder, a SentenceTransformer of images and texts"
+        more = "or the architecture and the model of open_clip: ('ViT-B-32', model)"
+        raise TypeError(f"model: got a {type(model).__name__}; expected {known}, {more}")
     tolerance = 1e-3 if next(network.parameters()).dtype == torch.float32 else 3e-2
     pixels = np.random.default_rng(0).integers(0, 256, (3, 50, 70), np.uint8)
     sides: tuple[tuple[Side, Any, Any], ...] = (
@@ -340,10 +331,8 @@ def _save_open_clip(architecture: str, model: Any, folder: Path) -> dict[Side, C
     config = package.get_model_config(architecture)
     if config is None or not hasattr(getattr(model, "visual", None), "preprocess_cfg"):
         what = f"the architecture {architecture!r}" if config is None else f"a {type(model).__name__}"
-        raise UserError(
-            f"model: open_clip does not make {what}; give the name and the model of"
-            " open_clip.create_model_and_transforms"
-        )
+        way = "give the name and the model of open_clip.create_model_and_transforms"
+        raise UserError(f"model: open_clip does not make {what}; {way}")
     folder.mkdir()
     preprocess = model.visual.preprocess_cfg
     write_json(folder / OPEN_CLIP_CONFIG, {"model_cfg": config, "preprocess_cfg": preprocess})

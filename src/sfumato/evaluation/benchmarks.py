@@ -269,10 +269,8 @@ def rank(
     """
     shape = source.shape()
     if shape is not None and shape != (len(image_ids), len(text_ids)):
-        raise ValueError(
-            f"benchmarks: {len(image_ids)} image_ids and {len(text_ids)} text_ids for {' by '.join(map(str, shape))}"
-            " images and texts; give one id for each"
-        )
+        given = f"{len(image_ids)} image_ids and {len(text_ids)} text_ids for {' by '.join(map(str, shape))}"
+        raise ValueError(f"benchmarks: {given} images and texts; give one id for each")
     ground_truths = list(ground_truths)
     plans = plan_ranks(ground_truths, image_ids, text_ids)
     chosen = {one.name: one for one in ground_truths}
@@ -383,8 +381,7 @@ def write_per_query(path: str | Path, columns: Mapping[str, np.ndarray]) -> None
 def check_per_query_path(path: Path) -> None:
     """Check before the computation that :func:`write_per_query` can write this file."""
     if path.suffix not in PER_QUERY_ENDINGS:
-        raise UserError(
-            f"{path}: results of single queries must be a .parquet or .csv file, got {path.suffix or 'no ending'}"
-        )
+        found = path.suffix or "no ending"
+        raise UserError(f"{path}: results of single queries must be a .parquet or .csv file, got {found}")
     if path.suffix == ".parquet":
         need_pyarrow(*NEEDS_PYARROW)

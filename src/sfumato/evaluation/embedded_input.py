@@ -174,10 +174,9 @@ def _ids_of_ground_truths(ground_truths: Sequence[GroundTruth], what: str, n: in
     if any(own != first for own in lists.values()):
         raise UserError(f"the ground truths {', '.join(lists)} have different {what}s; give --{what}-ids")
     if n is not None and len(first) != n:
-        raise UserError(
-            f"{n} {what} embeddings without ids for a ground truth ({', '.join(lists)}) of {len(first)} {what}s;"
-            f" give --{what}-ids"
-        )
+        found = f"{n} {what} embeddings without ids"
+        truth = f"a ground truth ({', '.join(lists)}) of {len(first)} {what}s"
+        raise UserError(f"{found} for {truth}; give --{what}-ids")
     return first
 
 
@@ -249,9 +248,8 @@ def measure_lists(
     loaded = read_json(path)
     form = 'expected {"i2t": {image: [texts]}, "t2i": {text: [images]}}'
     if not isinstance(loaded, dict) or set(loaded) != {"i2t", "t2i"}:
-        raise UserError(
-            f"{path}: {form}, found {', '.join(loaded) if isinstance(loaded, dict) else type(loaded).__name__}"
-        )
+        found = ", ".join(loaded) if isinstance(loaded, dict) else type(loaded).__name__
+        raise UserError(f"{path}: {form}, found {found}")
     for direction, lists in loaded.items():
         if not isinstance(lists, dict) or not all(isinstance(items, list) for items in lists.values()):
             raise UserError(f"{path}: {direction} is not an object of lists; {form}")
@@ -285,10 +283,8 @@ def measure_scores(
     """Evaluate a matrix of scores, images by texts, which is read from the disk block by block."""
     if scores_are not in SCORES_ARE:
         given = "nothing" if scores_are is None else repr(scores_are)
-        raise UserError(
-            f"say what the scores of {path} are: --scores-are similarity (larger is closer) or --scores-are distance"
-            f" (smaller is closer); found {given}"
-        )
+        kinds = "similarity (larger is closer) or --scores-are distance (smaller is closer)"
+        raise UserError(f"say what the scores of {path} are: --scores-are {kinds}; found {given}")
     try:
         scores = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

@@ -292,19 +292,15 @@ def _check(
     without: Relevance | None,
 ) -> None:
     if without is not None and (without.n_queries, without.n_gallery) != (queries.n, gallery.n):
-        raise ValueError(
-            f"estimate_uncertainty: {queries.n} queries and {gallery.n} items, but `without` is of"
-            f" {without.n_queries} by {without.n_gallery}"
-        )
+        listed = f"`without` is of {without.n_queries} by {without.n_gallery}"
+        raise ValueError(f"estimate_uncertainty: {queries.n} queries and {gallery.n} items, but {listed}")
     if without is not None and gallery.n - without.counts.max(initial=0) < NEAREST:
-        raise ValueError(
-            f"estimate_uncertainty: `without` leaves a query fewer than {NEAREST} items; leave such queries out"
-        )
+        found = f"`without` leaves a query fewer than {NEAREST} items"
+        raise ValueError(f"estimate_uncertainty: {found}; leave such queries out")
     looking = [name for name, e in estimators.items() if e.needs_gallery]
     if looking and gallery.n < 2:
         raise ValueError(f"estimate_uncertainty: {looking[0]} needs a gallery of at least two items, got {gallery.n}")
     missing = [name for name in estimators if name not in usable_estimators(queries, gallery, estimators=estimators)]
     if missing:
-        raise ValueError(
-            f"estimate_uncertainty: {', '.join(missing)} need variances, got points; choose with usable_estimators()"
-        )
+        needs = f"{', '.join(missing)} need variances, got points"
+        raise ValueError(f"estimate_uncertainty: {needs}; choose with usable_estimators()")

@@ -60,23 +60,20 @@ class GroundTruth:
         n, m = len(self.image_ids), len(self.text_ids)
         for what, relevance, size in (("i2t", self.i2t, (n, m)), ("t2i", self.t2i, (m, n))):
             if (relevance.n_queries, relevance.n_gallery) != size:
-                raise ValueError(
-                    f"GroundTruth {self.name}: {what} is {relevance.n_queries} by {relevance.n_gallery}, but there are"
-                    f" {n} images and {m} texts; expected {size[0]} by {size[1]}"
-                )
+                found = f"{what} is {relevance.n_queries} by {relevance.n_gallery}"
+                there = f"there are {n} images and {m} texts; expected {size[0]} by {size[1]}"
+                raise ValueError(f"GroundTruth {self.name}: {found}, but {there}")
         for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
             if (twice := first_twice(ids)) is not None:
-                raise ValueError(
-                    f"GroundTruth {self.name}: {what} id {twice!r} occurs more than once; ids must be distinct"
-                )
+                found = f"{what} id {twice!r} occurs more than once"
+                raise ValueError(f"GroundTruth {self.name}: {found}; ids must be distinct")
         for metric in self.metrics:
             check_metric(metric)
         for f, fold in enumerate(self.folds):
             for what, index, count in zip(("image", "text"), fold, (n, m), strict=True):
                 if len(np.unique(index)) != len(index) or (len(index) and not (min(index) >= 0 and max(index) < count)):
-                    raise ValueError(
-                        f"GroundTruth {self.name}: fold {f} needs distinct {what} positions in 0..{count - 1}"
-                    )
+                    needed = f"distinct {what} positions in 0..{count - 1}"
+                    raise ValueError(f"GroundTruth {self.name}: fold {f} needs {needed}")
 
     def with_metrics(self, *metrics: str) -> "GroundTruth":
         """Replace the reported metrics.
@@ -234,9 +231,8 @@ def _read_pairs(path: Path) -> _Ids:
     if json_kind(loaded) == "coco":
         return _of_coco(path)
     if not isinstance(loaded, dict):
-        raise UserError(
-            f"{path}: found {type(loaded).__name__}; expected an object with images, texts and pairs, or with lists"
-        )
+        expected = "an object with images, texts and pairs, or with lists"
+        raise UserError(f"{path}: found {type(loaded).__name__}; expected {expected}")
     if set(loaded) != {"images", "texts", "pairs"}:
         listed = _lists_of(path, loaded)
         pairs = [(image, text) for image, texts in listed.items() for text in texts]

@@ -194,10 +194,9 @@ def read_qrels(path: str | Path, judge: str = IMPORTED) -> list[Judgement]:
             query, _, item, relevance = columns
             grade = int(relevance)
         except ValueError as error:
-            raise UserError(
-                f"{path}, line {number}: {line.strip()!r} is no line of TREC qrels; expected four columns, QUERY 0 ITEM"
-                " RELEVANCE, with a whole number at the end"
-            ) from error
+            expected = "four columns, QUERY 0 ITEM RELEVANCE, with a whole number at the end"
+            where = f"{path}, line {number}: {line.strip()!r}"
+            raise UserError(f"{where} is no line of TREC qrels; expected {expected}") from error
         if grade >= 0:
             found.append(Judgement(unquote(query), unquote(item), int(grade > 0), judge, when, IMPORTED))
     return found

@@ -106,10 +106,8 @@ def audit_pairs(
         array([False,  True,  True])
     """
     if (images.n, texts.n) != (relevance.n_queries, relevance.n_gallery):
-        raise ValueError(
-            f"audit_pairs: {images.n} images and {texts.n} texts, but a list of {relevance.n_queries} by"
-            f" {relevance.n_gallery}"
-        )
+        of_list = f"a list of {relevance.n_queries} by {relevance.n_gallery}"
+        raise ValueError(f"audit_pairs: {images.n} images and {texts.n} texts, but {of_list}")
     if wording is not None and len(wording) != texts.n:
         raise ValueError(f"audit_pairs: got {len(wording)} wordings for {texts.n} texts; give one for each")
     if not len(relevance.indices):

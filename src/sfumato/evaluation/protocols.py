@@ -81,10 +81,9 @@ class EvaluationOptions:
     def check_samples(self, distance: Distance) -> None:
         """Refuse a number of samples that has no effect."""
         if self.n_samples is not None and not distance.sampled:
-            raise UserError(
-                "--samples is for distances that are estimated from samples, average_l2 and match_probability;"
-                f" {distance.name} needs none. Leave --samples out, or rank by one of these"
-            )
+            those = "distances that are estimated from samples, average_l2 and match_probability"
+            needless = f"{distance.name} needs none. Leave --samples out, or rank by one of these"
+            raise UserError(f"--samples is for {those}; {needless}")
 
     def sampled(self, distance: Distance) -> Distance:
         """A distance with the samples of these options."""
@@ -368,9 +367,8 @@ class Lists:
         """See :meth:`Source.fill`."""
         lists = {str(query): items for query, items in (self.i2t if plan.direction == "i2t" else self.t2i).items()}
         if unknown := lists.keys() - set(plan.query_ids):
-            raise ValueError(
-                f"{plan.direction}: there is a list for {min(unknown)!r}, which is not among the query ids"
-            )
+            found = f"there is a list for {min(unknown)!r}, which is not among the query ids"
+            raise ValueError(f"{plan.direction}: {found}")
         position = {item: j for j, item in enumerate(plan.gallery_ids)}
         places = []  # For each group, the position within its gallery of every item, or -1.
         for group in plan.groups:

@@ -69,10 +69,8 @@ def register_loss(name: str, loss: LossFunction | type[MatchLoss], options: type
         for key in {*known, *vars(options).get("__annotations__", {})}
         if key == "name" or key not in known or "description" not in known[key].metadata
     ]:
-        raise TypeError(
-            f"register_loss: the option {min(wrong)!r} of {options.__name__} is none; expected fields of a frozen"
-            " dataclass, each an option() of another name than 'name'"
-        )
+        expected = "expected fields of a frozen dataclass, each an option() of another name than 'name'"
+        raise TypeError(f"register_loss: the option {min(wrong)!r} of {options.__name__} is none; {expected}")
     if "logit_bias" in known and "logit_scale" not in known:
         raise TypeError("register_loss: logit_bias is learnt with logit_scale; add that option, or rename the bias")
     claim_name("loss", name, LOSSES, loss)

@@ -171,9 +171,8 @@ class MatchLoss(nn.Module, ABC):
         super().__init__()
         self.options = self.Options() if options is None else options
         if type(self.options) is not self.Options:
-            raise TypeError(
-                f"{type(self).__name__}: expected {self.Options.__name__}, got {type(self.options).__name__}"
-            )
+            expected = f"expected {self.Options.__name__}, got {type(self.options).__name__}"
+            raise TypeError(f"{type(self).__name__}: {expected}")
         self.distance: Distance = get_distance(self.options.distance)
         given = vars(self.options)
         if "logit_scale" in given:
@@ -305,19 +304,16 @@ def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Array,
     check_embedding(text, who, "text")
     match = as_tensor(match, "match", who)
     if match.shape != (image.n, text.n):
-        raise ValueError(
-            f"{who}: match must have shape (images, texts) = ({image.n}, {text.n}), got {tuple(match.shape)}"
-        )
+        shape = f"(images, texts) = ({image.n}, {text.n})"
+        raise ValueError(f"{who}: match must have shape {shape}, got {tuple(match.shape)}")
     if image.n == 0 or text.n == 0:
         raise ValueError(f"{who}: got an empty batch of {image.n} images and {text.n} texts")
     match = canonical(match)
     values = match.values() if match.is_sparse else match
     low, high = values.aminmax() if values.numel() else (0, 1)
     if not (low >= 0 and high <= 1):
-        raise ValueError(
-            f"{who}: match must lie in [0, 1], got values from {low:.4g} to {high:.4g};"
-            " labels of -1 and 1 become (match + 1) / 2"
-        )
+        found = f"match must lie in [0, 1], got values from {low:.4g} to {high:.4g}"
+        raise ValueError(f"{who}: {found}; labels of -1 and 1 become (match + 1) / 2")
     return match.to(device=image.device)
 
 

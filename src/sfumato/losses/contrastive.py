@@ -216,10 +216,8 @@ def _over(x: GaussianEmbedding, y: GaussianEmbedding, log_v: Tensor) -> Tensor:
 def _checked(x: GaussianEmbedding, y: GaussianEmbedding, who: str) -> tuple[GaussianEmbedding, GaussianEmbedding]:
     """Both in the dtype of the sums."""
     if x.mean.shape != y.mean.shape or x.dtype != y.dtype or x.device != y.device:
-        raise ValueError(
-            f"{who}: x is {tuple(x.mean.shape)} {x.dtype} on {x.device} and y is {tuple(y.mean.shape)} {y.dtype} on"
-            f" {y.device}; both must have the same n, d, dtype and device"
-        )
+        first, second = (f"{tuple(e.mean.shape)} {e.dtype} on {e.device}" for e in (x, y))
+        raise ValueError(f"{who}: x is {first} and y is {second}; both must have the same n, d, dtype and device")
     dtype = accumulation_dtype(x.dtype)
     return x.to(dtype), y.to(dtype)
 

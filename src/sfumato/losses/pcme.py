@@ -110,9 +110,8 @@ def pcme_loss(
     noise = _sampled_noise(image, text, options, step) if noise is None else noise
     for name, e, z in zip(("images", "texts"), (image, text), noise, strict=True):
         if z.ndim != 3 or (len(z), z.shape[2]) != (e.n, e.d):
-            raise ValueError(
-                f"pcme_loss: noise of {name} must have shape ({e.n}, n_samples, {e.d}), got {tuple(z.shape)}"
-            )
+            shape = f"({e.n}, n_samples, {e.d})"
+            raise ValueError(f"pcme_loss: noise of {name} must have shape {shape}, got {tuple(z.shape)}")
     x, y = (reparametrised(e.to(accumulation_dtype(e.dtype)), z) for e, z in zip((image, text), noise, strict=True))
     logits = or_start(logit_scale, options.logit_scale), or_start(logit_bias, options.logit_bias)
     likelihood = _log_likelihood(x, y, label, options, *logits)

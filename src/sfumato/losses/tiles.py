@@ -49,10 +49,8 @@ class MatchingLogits(nn.Module):
     ) -> None:
         super().__init__()
         if not (logit_scale > 0 and math.isfinite(logit_scale)):
-            raise ValueError(
-                f"MatchingLogits: logit_scale must be positive, got {logit_scale};"
-                " smaller distances must be likelier matches"
-            )
+            why = "smaller distances must be likelier matches"
+            raise ValueError(f"MatchingLogits: logit_scale must be positive, got {logit_scale}; {why}")
         if logit_scale > largest:
             raise ValueError(f"MatchingLogits: logit_scale must be at most {largest:g}, the largest, got {logit_scale}")
         self.free, self.largest = free, largest
@@ -75,10 +73,9 @@ class MatchingLogits(nn.Module):
             ArithmeticError: a free scale is no longer positive.
         """
         if self.free and not self.free_logit_scale > 0:
-            raise ArithmeticError(
-                f"the free scale of the match logits is {float(self.free_logit_scale):g}, which reverses all distances;"
-                " learn its logarithm (loss.free_scale=false), or lower optim.lr or optim.logits_lr_multiplier"
-            )
+            found = f"is {float(self.free_logit_scale):g}, which reverses all distances"
+            ways = "learn its logarithm (loss.free_scale=false), or lower optim.lr or optim.logits_lr_multiplier"
+            raise ArithmeticError(f"the free scale of the match logits {found}; {ways}")
         if self.free:
             self.free_logit_scale.clamp_(max=self.largest)
         else:

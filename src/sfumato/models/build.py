@@ -54,10 +54,8 @@ def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | No
     except (RuntimeError, TypeError, MemoryError) as error:  # How torch refuses a size, each with its own class.
         if not re.search("allocat|Overflow|dimension", str(error)):
             raise
-        raise UserError(
-            "the model of this recipe does not fit into memory; choose smaller sizes: model.dim, and the widths of its"
-            " encoders"
-        ) from error
+        sizes = "choose smaller sizes: model.dim, and the widths of its encoders"
+        raise UserError(f"the model of this recipe does not fit into memory; {sizes}") from error
 
 
 def _dual_encoder(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> DualEncoder:
@@ -188,10 +186,8 @@ def load_state(
         about: dict[str, Any] = dict(note["about"])
         numbers: dict[str, float] = dict(note["optimiser"])
     except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path}: damaged, or not a checkpoint of sfumato ({first_line(error)}); copy the folder again, or train"
-            " into a new one"
-        ) from error
+        reason = f"{path}: damaged, or not a checkpoint of sfumato ({first_line(error)})"
+        raise UserError(f"{reason}; copy the folder again, or train into a new one") from error
     for name, module in modules.items():
         own = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
         load_tensors(module, own, f"{path}: does not fit the {name} of this recipe", USE_ITS_OWN)
@@ -204,10 +200,8 @@ def load_state(
                     state.setdefault(int(i), {})[what] = value
             optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise UserError(
-                f"{path}: the state of the optimiser is damaged, or belongs to another one ({first_line(error)}); copy"
-                " the folder again, or train into a new one"
-            ) from error
+            reason = f"the state of the optimiser is damaged, or belongs to another one ({first_line(error)})"
+            raise UserError(f"{path}: {reason}; copy the folder again, or train into a new one") from error
     return about
 
 

@@ -285,9 +285,7 @@ def calibrate_run(
     with it, on the split "wordings"; or alone, if this split is given. Where all images train, "val" is this split.
     """
     if split == "train":
-        raise UserError(
-            "a run cannot be calibrated on the split that it was trained on; give another split, such as val"
-        )
+        raise UserError("a run cannot be calibrated on the split that it was trained on; give another, such as val")
     if population not in get_args(Population):
         raise UserError(f"unknown queries {population!r}; known: {', '.join(get_args(Population))}")
     run, queries = load_run(folder, device=device), cast(Population, population)

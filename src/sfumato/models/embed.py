@@ -156,10 +156,9 @@ def embedding_steps(
     """
     processor = tower.processor
     if modality == "texts" and tower.processor.reads:
-        raise UserError(
-            f"this model reads {tower.processor.reads} and has no encoder for texts; embed texts with the model that"
-            " made the embeddings, and index a split of them: `sfumato index RUN --split NAME`"
-        )
+        found = f"this model reads {tower.processor.reads} and has no encoder for texts"
+        ways = "index a split of them: `sfumato index RUN --split NAME`"
+        raise UserError(f"{found}; embed texts with the model that made the embeddings, and {ways}")
 
     def encode(values: list[Any]) -> GaussianEmbedding:
         return tower.embed(processor.stack(values), batch_size=len(values))

@@ -213,10 +213,8 @@ class Model:
             raise ValueError("embed_texts: got no texts, expected at least one")
         for i, text in enumerate(texts):
             if reads and isinstance(text, str):
-                raise UserError(
-                    f"this model reads {reads} and has no encoder for texts such as {text[:40]!r}; give an array of"
-                    " them, or search an index by an item: Searcher.search_items"
-                )
+                found = f"this model reads {reads} and has no encoder for texts such as {text[:40]!r}"
+                raise UserError(f"{found}; give an array of them, or search an index by an item: Searcher.search_items")
             if reads and isinstance(text, os.PathLike):
                 texts[i] = Path(text).read_bytes()
             elif reads and not isinstance(text, bytes):
@@ -257,10 +255,8 @@ class Model:
         if self.calibration is not None:
             return self.calibration.probability(distance, match_fraction=match_fraction)
         if match_fraction is not None:
-            raise ValueError(
-                "probability: match_fraction needs a calibration, and this model has none; calibrate it on held-out"
-                " pairs (sfumato calibrate RUN), or leave match_fraction out"
-            )
+            ways = "calibrate it on held-out pairs (sfumato calibrate RUN), or leave match_fraction out"
+            raise ValueError(f"probability: match_fraction needs a calibration, and this model has none; {ways}")
         return match_probability(distance, self.logit_scale, self.logit_bias)
 
     def unfamiliar_texts(self, texts: Sequence[str]) -> list[bool]:
@@ -297,10 +293,9 @@ class Model:
             except ValueError as error:
                 raise ValueError(f"{error}; or {MATCH_PROBABILITY}, with the logits of the run") from error
         if (logits := self.sampled_logits) is None:
-            raise UserError(
-                f"{MATCH_PROBABILITY} needs logits that were learnt on distances of samples; this model has none. Name"
-                " a run that was trained with the loss pcme, or a released model of PCME, or rank by another distance"
-            )
+            found = "needs logits that were learnt on distances of samples; this model has none"
+            ways = "that was trained with the loss pcme, or a released model of PCME, or rank by another distance"
+            raise UserError(f"{MATCH_PROBABILITY} {found}. Name a run {ways}")
         return match_probability_distance(logits.logit_scale, logits.logit_bias, n_samples=logits.n_samples)
 
 

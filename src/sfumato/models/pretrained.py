@@ -93,9 +93,8 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     text_section = ConfigSection(config, "text_cfg", where, needed=appended)
     vision, text, dim = section.image_sizes(), text_section.text_sizes(), embedding_size(config, where)
     if text.width != dim:
-        raise UserError(
-            f"{where}: text_cfg.width {text.width} is not embed_dim {dim}; no released code runs such a model"
-        )
+        found = f"text_cfg.width {text.width} is not embed_dim {dim}"
+        raise UserError(f"{where}: {found}; no released code runs such a model")
     cleaning = (text_section.given.get("tokenizer_kwargs") or {"clean": "canonicalize"}).get("clean", "whitespace")
     if cleaning not in CLEANINGS:
         raise UserError(f"{where}: unknown cleaning of texts {cleaning!r}; known: {', '.join(CLEANINGS)}")
@@ -174,10 +173,8 @@ def pcmepp_training(
     """
     model_options, criterion = (dict(options.get(section) or {}) for section in ("model", "criterion"))
     if criterion.get("name") == "pcme":
-        raise UserError(
-            f"{where}: trained with PCME's loss, whose logits belong to sampled distances; only models trained with"
-            " criterion pcmepp, info_nce or triplet can be loaded"
-        )
+        found = f"{where}: trained with PCME's loss, whose logits belong to sampled distances"
+        raise UserError(f"{found}; only models of the criterion pcmepp, info_nce or triplet can be loaded")
     for key in _ANCHORS:
         if not isinstance(tensors.get(key), Tensor):
             raise UserError(f"{where}: {key!r} is missing; not a complete model of the PCME++ training code")
@@ -330,10 +327,8 @@ def download(name: str) -> Path:
     """The local copy of a model of the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION: the files to load it."""
     if (given := _HUB_NAME.fullmatch(name)) is None:
         adopted = f". This command takes adopted models: sfumato adopt {name} --data my.csv --out runs/adopted"
-        raise UserError(
-            f"there is no file or folder {name!r}, and a name on the hub has the form owner/model"
-            + (adopted if name.startswith("open_clip:") else "")
-        )
+        hint = adopted if name.startswith("open_clip:") else ""
+        raise UserError(f"there is no file or folder {name!r}, and a name on the hub has the form owner/model{hint}")
     return _from_hub(
         lambda hub, local: hub.snapshot_download(
             given[1], revision=given[2], allow_patterns=list(HUB_FILES), local_files_only=local
@@ -373,10 +368,9 @@ def _recognise(
             return prolip_hub, "ProLIP"
         if vision.get("unc_layers"):
             return pcmepp_hub, "PCME++"
-    raise UserError(
-        f"{where}: {CONFIG} is not that of a PCME++ or ProLIP model. A plain CLIP or SigLIP model has no variances;"
-        " train one from it (model.image.weights in a recipe)"
-    )
+    found = f"{where}: {CONFIG} is not that of a PCME++ or ProLIP model"
+    way = "train one from it (model.image.weights in a recipe)"
+    raise UserError(f"{found}. A plain CLIP or SigLIP model has no variances; {way}")
 
 
 _PART = re.compile(r"(?:module\.|_orig_mod\.)*(swa_)?(img_enc|txt_enc|criterion)\.(?:module\.|_orig_mod\.)*(.+)")
@@ -394,10 +388,8 @@ def _training_file(path: Path, content: dict[str, Any]) -> tuple[dict[str, Any],
             (averaged if part[1] else last)[f"{part[2]}.{part[3]}"] = value
     if not any(key.startswith("img_enc.") for key in last | averaged):
         first = ", ".join(repr(key) for key in list(content)[:3])
-        raise UserError(
-            f"{path}: no tensor is named img_enc.*, so the PCME++ training code did not write it; its first"
-            f" names are {first} ..."
-        )
+        found = "no tensor is named img_enc.*, so the PCME++ training code did not write it"
+        raise UserError(f"{path}: {found}; its first names are {first} ...")
     counts = [averaged.pop(key) for key in list(averaged) if key.endswith(".n_averaged")]
     averaging = bool(averaged) and all(int(count) > 0 for count in counts)
     settings = content.get("hyper_parameters")

@@ -140,10 +140,9 @@ def check_tensors(tensors: Mapping[str, Any], expected: Shapes, where: str) -> N
             wrong.append(f"{key!r} is {came}, expected {shape}")
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise UserError(
-            f"{where}: {len(wrong)} tensors do not fit the {len(expected)} expected ones:"
-            f" {'; '.join(wrong[:3])}{more}. Check that the file is complete and that the configuration belongs to it"
-        )
+        found = f"{len(wrong)} tensors do not fit the {len(expected)} expected ones: {'; '.join(wrong[:3])}{more}"
+        way = "Check that the file is complete and that the configuration belongs to it"
+        raise UserError(f"{where}: {found}. {way}")
 
 
 def renamed(

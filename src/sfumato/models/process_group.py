@@ -189,7 +189,6 @@ def _answered(operation: Callable[[Any], Result]) -> Result:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # gloo has no separate class for this error.
-        raise PeerLostError(
-            f"another process of this run has ended or does not answer ({first_line(error)});"
-            " the state of the last save is kept, start the same command again to continue from there"
-        ) from error
+        kept = "the state of the last save is kept, start the same command again to continue from there"
+        reason = f"another process of this run has ended or does not answer ({first_line(error)})"
+        raise PeerLostError(f"{reason}; {kept}") from error

@@ -86,19 +86,15 @@ def load_run(folder: str | Path, *, device: Device = "cpu") -> Run:
     """The best weights of a run, in evaluation mode."""
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
-        raise UserError(
-            f"{folder} is not a run folder (no {RECIPE} in it); make one with"
-            f" `{as_typed('sfumato', 'train', 'RECIPE', '--out', folder)}`"
-        )
+        command = as_typed("sfumato", "train", "RECIPE", "--out", folder)
+        raise UserError(f"{folder} is not a run folder (no {RECIPE} in it); make one with `{command}`")
     with need("train", f"{folder}: the models of runs need torch"):
         from sfumato.models import build
         from sfumato.models.recipe import load_recipe
     recipe, device = load_recipe(folder / RECIPE), _device(device)
     if not (folder / MODEL).is_file():
-        raise UserError(
-            f"{folder} has no weights. Its training has not finished an epoch, or the folder was copied incompletely;"
-            " run the same `sfumato train` again, or copy it again"
-        )
+        found = "Its training has not finished an epoch, or the folder was copied incompletely"
+        raise UserError(f"{folder} has no weights. {found}; run the same `sfumato train` again, or copy it again")
     recipe = recipe.model_copy(update={"model": with_own_encoder(recipe.model, folder)})
     assets = load_assets(folder, recipe)
     what = f"{folder / MODEL}: does not fit the model of this recipe"
@@ -134,10 +130,8 @@ def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | Non
     try:
         return Calibration.load(path) if path.is_file() else None
     except ValueError as error:
-        raise UserError(
-            f"{error}. The file can be replaced: delete {path}, then run"
-            f" `{as_typed('sfumato', 'calibrate', folder)}`, or export the run again"
-        ) from error
+        ways = f"delete {path}, then run `{as_typed('sfumato', 'calibrate', folder)}`, or export the run again"
+        raise UserError(f"{error}. The file can be replaced: {ways}") from error
 
 
 def image_digest(image: ImageSource) -> str:
@@ -327,10 +321,9 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: Device)
         get_distance(str(known["distance"]))
     except (ValidationError, KeyError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": error.args, "msg": "missing"}
-        raise UserError(
-            f"{folder}: {CONFIG} of sfumato {config['sfumato']} does not fit this version, {__version__}:"
-            f" {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from error
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        found = f"{CONFIG} of sfumato {config['sfumato']} does not fit this version, {__version__}"
+        raise UserError(f"{folder}: {found}: {reason}") from error
     tokenizer = folder / TOKENIZER
     if encoder_entry("text", model_config.text.kind).tokenizer and not tokenizer.is_file():
         raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")
@@ -392,14 +385,10 @@ def load_retrieval_model(
     """The model that a gallery was made with."""
     model_source = str(run or gallery.metadata.get("run", ""))
     if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
-        raise UserError(
-            f"the model that {folder} was built with is not at {model_source}; give its folder or name"
-            " (--run, in Python run=)"
-        )
+        found = f"the model that {folder} was built with is not at {model_source}"
+        raise UserError(f"{found}; give its folder or name (--run, in Python run=)")
     loaded = load_model(model_source, device=device)
     if gallery.metadata.get("model") != model_digest(loaded.model):
-        raise UserError(
-            f"{folder} was built with another model than {model_source} is now: their distances cannot be compared;"
-            " give the right model (--run, in Python run=), or build the index again"
-        )
+        found = f"{folder} was built with another model than {model_source} is now: their distances cannot be compared"
+        raise UserError(f"{found}; give the right model (--run, in Python run=), or build the index again")
     return loaded

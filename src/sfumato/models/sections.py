@@ -90,10 +90,8 @@ class ModelConfig(Section):
             raise ValueError("model.embeddings above 1 come from local attention; leave out model.local_attention")
         attends = self.local_attention and self.local_attention_of != "variance"
         if self.identity and (self.mlp or self.hidden or self.embeddings > 1 or attends):
-            raise ValueError(
-                "model.identity leaves the means as they are; leave out model.mlp, model.hidden, model.embeddings and"
-                " model.local_attention"
-            )
+            useless = "model.mlp, model.hidden, model.embeddings and model.local_attention"
+            raise ValueError(f"model.identity leaves the means as they are; leave out {useless}")
         if self.embeddings > 1 and self.item_offset:
             raise ValueError("model.item_offset is for one embedding of an item; leave out model.embeddings")
         if self.variance_hidden and not self.variance:
@@ -101,10 +99,8 @@ class ModelConfig(Section):
         if self.mlp_width and not (self.mlp or self.variance_mlp):
             raise ValueError("model.mlp_width needs model.mlp or model.variance_mlp; leave it out")
         if self.local_attention_of != "both" and not (self.local_attention and self.variance):
-            raise ValueError(
-                f"model.local_attention_of={self.local_attention_of!r} needs model.local_attention=true and variances;"
-                " leave it out"
-            )
+            needed = "model.local_attention=true and variances"
+            raise ValueError(f"model.local_attention_of={self.local_attention_of!r} needs {needed}; leave it out")
         attends = self.local_attention and self.variance and self.local_attention_of != "mean"
         if self.variance_sigmoid and not attends:
             raise ValueError("model.variance_sigmoid needs local attention of the log variance; leave it out")
@@ -115,11 +111,10 @@ class ModelConfig(Section):
         if self.variance_bounds:
             lowest, highest = self.variance_bounds
             if not lowest < self.init_total_variance / self.dim < highest:
-                raise ValueError(
-                    f"model.init_total_variance={self.init_total_variance:g} over model.dim={self.dim} dimensions"
-                    f" must lie between model.variance_bounds, {lowest:g} and {highest:g} each; e.g."
-                    f" {self.dim * (lowest * highest) ** 0.5:g}"
-                )
+                given = f"model.init_total_variance={self.init_total_variance:g} over model.dim={self.dim} dimensions"
+                bounds = f"model.variance_bounds, {lowest:g} and {highest:g} each"
+                usual = self.dim * (lowest * highest) ** 0.5
+                raise ValueError(f"{given} must lie between {bounds}; e.g. {usual:g}")
 
     def check_inputs(self, data: DataConfig) -> None:
         """Refuse encoders that cannot read the data, or whose sections contradict themselves."""
@@ -129,21 +124,16 @@ class ModelConfig(Section):
         inputs = get_source(data.source).inputs
         for side, section in (("image", self.image), ("text", self.text)):
             if (inputs == "embeddings") != section.reads_embeddings:
-                raise ValueError(
-                    f"model.{side}.kind={section.kind!r} does not fit data.source={data.source!r}: embeddings in"
-                    " files need data.source=embeddings and the kind embeddings on both sides"
-                )
+                found = f"model.{side}.kind={section.kind!r} does not fit data.source={data.source!r}"
+                need = "data.source=embeddings and the kind embeddings on both sides"
+                raise ValueError(f"{found}: embeddings in files need {need}")
         if regions and inputs == "images":
-            raise ValueError(
-                f"model.image.kind={self.image.kind!r} reads features, and data.source={data.source!r} has"
-                " images; write their features with `python -m papers regions` for data.source=scan, or set"
-                " model.image.kind=frozen"
-            )
+            found = f"model.image.kind={self.image.kind!r} reads features, and data.source={data.source!r} has images"
+            way = "write their features with `python -m papers regions` for data.source=scan"
+            raise ValueError(f"{found}; {way}, or set model.image.kind=frozen")
         if inputs == "regions" and not regions:
-            raise ValueError(
-                f"data.source={data.source!r} has region features, which"
-                f" model.image.kind={self.image.kind!r} does not read; set it to regions"
-            )
+            found = f"data.source={data.source!r} has region features"
+            raise ValueError(f"{found}, which model.image.kind={self.image.kind!r} does not read; set it to regions")
 
 
 class AugmentConfig(Section):
@@ -174,22 +164,17 @@ class AugmentConfig(Section):
         """Refuse random changes that have nothing to change."""
         for key in ("mixed_share", "erase"):
             if dict(self)[key] and not model.image.from_pixels:
-                raise ValueError(
-                    f"augment.{key} changes pixels, but model.image.kind={model.image.kind!r} reads features;"
-                    " set it to 0"
-                )
+                kind = f"model.image.kind={model.image.kind!r}"
+                raise ValueError(f"augment.{key} changes pixels, but {kind} reads features; set it to 0")
         if self.drop_words and encoder_entry("text", model.text.kind).tokenizer is None:
-            raise ValueError(
-                "augment.drop_words changes the texts in each epoch, but frozen features are computed only once; set"
-                " it to 0"
-            )
+            why = "changes the texts in each epoch, but frozen features are computed only once"
+            raise ValueError(f"augment.drop_words {why}; set it to 0")
         if self.mixed_share and not (self.mixup_alpha or self.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
         one_token = model.pooling in ("token", "first", "last")
         if self.image_tokens and one_token and not model.image.drops_tokens:
-            raise ValueError(
-                f"augment.image_tokens drops tokens that model.pooling={model.pooling!r} does not use; set it to 0"
-            )
+            unused = f"tokens that model.pooling={model.pooling!r} does not use"
+            raise ValueError(f"augment.image_tokens drops {unused}; set it to 0")
 
 
 class OptimConfig(Section):
@@ -228,27 +213,21 @@ class OptimConfig(Section):
     @model_validator(mode="after")
     def _stages_fit(self) -> "OptimConfig":
         if self.first_stage_epochs and self.freeze_image_epochs:
-            raise ValueError(
-                "optim.first_stage_epochs freezes the image encoder already; leave out optim.freeze_image_epochs"
-            )
+            key = "optim.freeze_image_epochs"
+            raise ValueError(f"optim.first_stage_epochs freezes the image encoder already; leave out {key}")
         return self
 
     def check(self, model: ModelConfig, epochs: int) -> None:
         """Refuse settings of optimiser and schedule that have no effect or contradict each other."""
         if self.layer_decay != 1 and not (model.image.has_blocks or model.text.has_blocks):
-            raise ValueError(
-                "optim.layer_decay needs the blocks of a clip encoder, but this model has none; leave it out"
-            )
+            raise ValueError("optim.layer_decay needs a clip encoder, but this model has none; leave it out")
         if self.freeze_image_epochs and not model.image.starts_pretrained:
-            raise ValueError(
-                f"optim.freeze_image_epochs={self.freeze_image_epochs} freezes a pre-trained image encoder, and"
-                f" the section model.image with kind={model.image.kind!r} starts from random weights; set it to 0"
-            )
+            given = f"optim.freeze_image_epochs={self.freeze_image_epochs} freezes a pre-trained image encoder"
+            random = f"the section model.image with kind={model.image.kind!r} starts from random weights"
+            raise ValueError(f"{given}, and {random}; set it to 0")
         if self.first_stage_epochs >= epochs:
-            raise ValueError(
-                f"optim.first_stage_epochs={self.first_stage_epochs} leaves no epoch of"
-                f" train.epochs={epochs} for the second stage; give fewer"
-            )
+            left = f"leaves no epoch of train.epochs={epochs} for the second stage"
+            raise ValueError(f"optim.first_stage_epochs={self.first_stage_epochs} {left}; give fewer")
 
 
 class TrainConfig(Section):
@@ -297,10 +276,8 @@ class TrainConfig(Section):
     def check(self) -> None:
         """Refuse averages of weights that contradict each other."""
         if self.anchor and not (self.start and (self.ema_decay or self.swa_epochs)):
-            raise ValueError(
-                f"train.anchor={self.anchor:g} mixes averaged weights with those of train.start; give train.start"
-                " and train.ema_decay, or leave it out"
-            )
+            found = f"train.anchor={self.anchor:g} mixes averaged weights with those of train.start"
+            raise ValueError(f"{found}; give train.start and train.ema_decay, or leave it out")
         if self.swa_epochs and self.ema_decay:
             raise ValueError("give either train.swa_epochs or train.ema_decay, not both")
         if self.swa_epochs > self.epochs:
@@ -321,9 +298,8 @@ class LossConfig(Section):
         """Refuse a loss that does not fit the model or the data."""
         distance = get_distance(self.distance)
         if not model.variance and distance.needs_variance:
-            raise ValueError(
-                f"loss.distance={distance.name!r} needs variances, but model.variance=false; use csd or squared_l2"
-            )
+            needs = f"loss.distance={distance.name!r} needs variances"
+            raise ValueError(f"{needs}, but model.variance=false; use csd or squared_l2")
         beta: float = getattr(self, "beta", 0.0)
         inclusion: float = getattr(self, "inclusion_weight", 0.0)
         if not model.variance and beta:
@@ -334,10 +310,8 @@ class LossConfig(Section):
             raise ValueError("loss.name='daa' learns from graded labels; set data.graded=true")
         model.check_head()
         if model.embeddings != distance.embeddings:
-            raise ValueError(
-                f"model.embeddings={model.embeddings} does not fit loss.distance={distance.name!r}; with"
-                " model.embeddings=2 use nearest_of_2, and with 1 any other"
-            )
+            found = f"model.embeddings={model.embeddings} does not fit loss.distance={distance.name!r}"
+            raise ValueError(f"{found}; with model.embeddings=2 use nearest_of_2, and with 1 any other")
 
 
 class UnknownLossConfig(LossConfig):
@@ -365,18 +339,15 @@ class VarianceStageConfig(Section):
         if not self.epochs:
             return
         if not model.variance:
-            raise ValueError(
-                "variance_stage.epochs must be 0 when model.variance=false: points have no variance to fit"
-            )
+            why = "points have no variance to fit"
+            raise ValueError(f"variance_stage.epochs must be 0 when model.variance=false: {why}")
         if get_source(data.source).streamed:
-            raise ValueError(
-                "variance_stage.epochs needs all pairs in memory, but shards are read as a stream; set it to 0"
-            )
+            why = "needs all pairs in memory, but shards are read as a stream"
+            raise ValueError(f"variance_stage.epochs {why}; set it to 0")
         if loss.distance != "squared_l2":
-            raise ValueError(
-                f"variance_stage.epochs changes variances after training, and loss.distance={loss.distance!r}"
-                " ranks by them; use squared_l2, with model.item_offset=true for what variances did"
-            )
+            found = f"changes variances after training, and loss.distance={loss.distance!r} ranks by them"
+            way = "use squared_l2, with model.item_offset=true for what variances did"
+            raise ValueError(f"variance_stage.epochs {found}; {way}")
 
 
 _loss_configs: dict[tuple[str, type[LossOptions]], type[LossConfig]] = {}

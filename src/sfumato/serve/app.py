@@ -65,11 +65,8 @@ class _CheckedRequest(Request):
         if len(body) > _MOST_PLAIN:
             plain = len(body) - sum(image.end() - image.start() for image in _IMAGE.finditer(body))
             if plain > _MOST_PLAIN:
-                raise Refusal(
-                    413,
-                    f"The request has {plain} bytes beside its images, more than the limit of {_MOST_PLAIN};"
-                    " send fewer queries or items at a time",
-                )
+                found = f"{plain} bytes beside its images, more than the limit of {_MOST_PLAIN}"
+                raise Refusal(413, f"The request has {found}; send fewer queries or items at a time")
         try:
             return from_json(body)
         except ValueError as error:

@@ -304,13 +304,11 @@ class _Process:
         except (OSError, EOFError, ValueError):
             self._end()
             if own_time and child.returncode == -signal.SIGPROF:
-                raise ValueError(
-                    f"takes more than {self.seconds:g} seconds of the processor to decode; send a smaller copy"
-                ) from None
+                reason = f"takes more than {self.seconds:g} seconds of the processor to decode; send a smaller copy"
+                raise ValueError(reason) from None
             if late.is_set() and own_time:
-                raise Unavailable(
-                    "The computer is too busy to decode an image; send the request again later", 5
-                ) from None
+                reason = "The computer is too busy to decode an image; send the request again later"
+                raise Unavailable(reason, 5) from None
             if late.is_set():
                 raise ValueError(f"takes more than {self.seconds:g} seconds to decode; send a smaller copy") from None
             return None

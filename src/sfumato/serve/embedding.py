@@ -239,11 +239,9 @@ class Embedder:
                 reason = f"{width} x {height} are more pixels than the limit of {limit}; send a smaller copy"
                 raise Refusal(413, f"{place}: {reason}")
             if total > limit:
-                raise Refusal(
-                    413,
-                    f"{place}: with this image the request has {total} pixels, more than the limit of {limit} for all"
-                    " images of a request; send fewer at a time, or smaller copies",
-                )
+                found = f"with this image the request has {total} pixels, more than the limit of {limit} for all"
+                way = "images of a request; send fewer at a time, or smaller copies"
+                raise Refusal(413, f"{place}: {found} {way}")
         with self.pixels.taken(total):
             yield
 

@@ -258,11 +258,8 @@ class Guard:
             if answering.done():
                 answering.result()
             elif not gone.done():
-                raise Refusal(
-                    504,
-                    f"No answer within {self.settings.timeout:g} seconds; it is not known whether a requested write"
-                    " was made",
-                )
+                reason = f"No answer within {self.settings.timeout:g} seconds"
+                raise Refusal(504, f"{reason}; it is not known whether a requested write was made")
         finally:
             for task in (answering, gone):
                 task.cancel()

@@ -203,11 +203,8 @@ class Judging:
         """Run work on the file of verdicts and the gallery, in a thread."""
         path, served = self.service.settings.judgements, self.service.sources.gallery("images")
         if path is None:
-            raise Refusal(
-                409,
-                "This service keeps no verdicts: it was started without --judgements; start it with --judgements FILE",
-                code="no-judgements",
-            )
+            reason = "it was started without --judgements; start it with --judgements FILE"
+            raise Refusal(409, f"This service keeps no verdicts: {reason}", code="no-judgements")
         async with self._lock:
             try:
                 return await self.service.threads.run(work, path, served)

@@ -108,9 +108,8 @@ class Searches:
         """Search by queries."""
         served, limits = self.sources.gallery(wanted.gallery), self.settings
         if len(asked) > limits.max_batch:
-            raise Refusal(
-                422, f"{len(asked)} queries are more than the limit of {limits.max_batch}; send fewer at a time"
-            )
+            reason = f"{len(asked)} queries are more than the limit of {limits.max_batch}; send fewer at a time"
+            raise Refusal(422, reason)
         k = wanted.max_results
         if "max_results" not in wanted.model_fields_set:
             k = min(k, limits.max_results)

@@ -52,15 +52,12 @@ def check_host(host: str, settings: Settings, no_key: bool) -> None:
     if is_loopback(host) or settings.all_keys:
         return
     if not no_key:
-        raise UserError(
-            f"--host {host}: others could use the service without a key; give --api-key-file FILE (or"
-            " SFUMATO_API_KEY), or --no-key if a proxy in front of it controls access"
-        )
+        ways = "give --api-key-file FILE (or SFUMATO_API_KEY), or --no-key if a proxy in front of it controls access"
+        raise UserError(f"--host {host}: others could use the service without a key; {ways}")
     if not settings.hosts:
-        raise UserError(
-            f"--host {host} --no-key: any web site could use the service through a visitor's browser; give its own"
-            " name with --allowed-host NAME (may be repeated), or give --api-key-file FILE"
-        )
+        found = "any web site could use the service through a visitor's browser"
+        ways = "give its own name with --allowed-host NAME (may be repeated), or give --api-key-file FILE"
+        raise UserError(f"--host {host} --no-key: {found}; {ways}")
 
 
 _FIELDS = ("request_id", "method", "path", "status", "milliseconds")

@@ -96,14 +96,12 @@ class Settings(Capacity):
         if self.max_batch > MOST:
             raise UserError(f"serve: max_batch must be at most {MOST}, got {self.max_batch}")
         if self.queue < self.max_batch:
-            raise UserError(
-                f"serve: queue must be at least max_batch, got {self.queue} and {self.max_batch}; else a request with"
-                " max_batch queries could never be accepted"
-            )
+            why = "else a request with max_batch queries could never be accepted"
+            given = f"{self.queue} and {self.max_batch}"
+            raise UserError(f"serve: queue must be at least max_batch, got {given}; {why}")
         if any(len(key) < 8 or not key.isascii() for key in self.all_keys):
-            raise UserError(
-                "serve: an API key must be at least 8 ASCII characters; make one with `openssl rand -hex 32`"
-            )
+            way = "make one with `openssl rand -hex 32`"
+            raise UserError(f"serve: an API key must be at least 8 ASCII characters; {way}")
         if set(self.keys) & set(self.reading_keys):
             raise UserError("serve: an API key is given both for reading and for writing; give it once")
 
@@ -243,10 +241,8 @@ def _check_beside(beside: Gallery, gallery: Gallery, texts: Path, run: str | Non
         raise UserError(f"{texts}: give a collection of texts there, and a collection of images as the first argument")
     models = {str(one.metadata.get("run", "")) for one in (gallery, beside)}
     if len(models) > 1 and run is None:
-        raise UserError(
-            f"the galleries were made by different models, {' and '.join(sorted(models))}; if they are the same"
-            " model in a new location, give the location with --run"
-        )
+        made = f"the galleries were made by different models, {' and '.join(sorted(models))}"
+        raise UserError(f"{made}; if they are the same model in a new location, give the location with --run")
 
 
 def kind(gallery: Gallery) -> GalleryName:

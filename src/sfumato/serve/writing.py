@@ -104,12 +104,9 @@ class Writer:
     def _writable(self, gallery: GalleryName) -> tuple[ServedGallery, GaussianCollection]:
         served = self.service.sources.gallery(gallery)
         if served.writable is None:
-            raise Refusal(
-                409,
-                f"The gallery of {gallery} is in memory and cannot be changed; build a collection with"
-                " `sfumato index RUN ... --out FOLDER` and serve that",
-                code="index",
-            )
+            way = "build a collection with `sfumato index RUN ... --out FOLDER` and serve that"
+            detail = f"The gallery of {gallery} is in memory and cannot be changed; {way}"
+            raise Refusal(409, detail, code="index")
         return served, served.writable
 
     def _check(self, gallery: GalleryName, items: Sequence[NewItem]) -> None:
@@ -177,11 +174,8 @@ class Writer:
             raise Refusal(409, detail, code="other-writer") from error
         except (UserError, OSError) as error:
             _LOG.error("the store failed: %s", error)
-            raise busy(
-                "The store failed. Send the same request again to complete it; the log of the service has the reason",
-                5,
-                code="store-failed",
-            ) from error
+            way = "Send the same request again to complete it; the log of the service has the reason"
+            raise busy(f"The store failed. {way}", 5, code="store-failed") from error
 
     async def _optimise(self, served: ServedGallery, *, least: int = 1) -> None:
         """Optimise the store if enough items were written; during this, writes wait and searches do not."""

@@ -53,15 +53,11 @@ class Augmentation:
         changes = [key for key in ("text_tokens", "drop_words") if getattr(self.config, key)]
         self.words = processor if isinstance(processor, TokenProcessor) and changes else None
         if self.words is not None and self.config.text_tokens and self.words.mask_id is None:
-            raise UserError(
-                "augment.text_tokens masks words, but the tokenizer has none of the tokens"
-                f" {', '.join(MASK_TOKENS)}; set it to 0, or give a tokenizer with one of them"
-            )
+            needed = f"none of the tokens {', '.join(MASK_TOKENS)}; set it to 0, or give a tokenizer with one of them"
+            raise UserError(f"augment.text_tokens masks words, but the tokenizer has {needed}")
         if self.words is not None and self.words.tokenizer.padding is not None:
-            raise UserError(
-                f"augment.{changes[0]} cannot be used with texts padded to one length for an encoder that reads the"
-                " padding (SigLIP); set it to 0"
-            )
+            why = "with texts padded to one length for an encoder that reads the padding (SigLIP)"
+            raise UserError(f"augment.{changes[0]} cannot be used {why}; set it to 0")
 
     def generator(self, epoch: int, step: int) -> torch.Generator:
         """The random generator of a step's changes on this process."""

@@ -273,10 +273,8 @@ def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> 
             max_problem_fraction=recipe.data.max_problem_fraction,
         )
     except ValueError as error:
-        raise UserError(
-            f"data.samples_per_epoch={recipe.data.samples_per_epoch},"
-            f" train.batch_size={recipe.train.batch_size}: {error}"
-        ) from error
+        given = f"data.samples_per_epoch={recipe.data.samples_per_epoch}, train.batch_size={recipe.train.batch_size}"
+        raise UserError(f"{given}: {error}") from error
 
 
 def training_batches(
@@ -287,9 +285,8 @@ def training_batches(
     if recipe.data.source == "shards":
         for side, section in (("image", recipe.model.image), ("text", recipe.model.text)):
             if getattr(section, "whiten", None) is not None:
-                raise UserError(
-                    f"model.{side}.whiten is fitted on a training split, but shards are a stream; leave it out"
-                )
+                why = "is fitted on a training split, but shards are a stream"
+                raise UserError(f"model.{side}.whiten {why}; leave it out")
         stream = _stream(recipe, problems, process_group)
         return ShardBatches(stream, model, augmentation, process_group, equal_texts=recipe.data.equal_texts)
     if "train" not in splits:
@@ -368,9 +365,8 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         held = lock.acquire()
     except filelock.Timeout as error:
-        raise UserError(
-            f"another process is training in {folder}; wait for it, or give another folder with --out"
-        ) from error
+        reason = f"another process is training in {folder}; wait for it, or give another folder with --out"
+        raise UserError(reason) from error
     with held:
         yield
 

@@ -173,10 +173,8 @@ def _measured(output: LossOutput, leaves: _Pair, match_i2t: Tensor, process_grou
 def _check_terms(measured: dict[str, float]) -> None:
     for name, value in measured.items():
         if name.startswith("loss/") and not math.isfinite(value):
-            raise DivergedError(
-                f"the loss term {name.removeprefix('loss/')!r} is {value};"
-                " lower optim.lr, lengthen optim.warmup_epochs, or lower model.init_total_variance"
-            )
+            ways = "lower optim.lr, lengthen optim.warmup_epochs, or lower model.init_total_variance"
+            raise DivergedError(f"the loss term {name.removeprefix('loss/')!r} is {value}; {ways}")
 
 
 def _random_state(device: torch.device) -> list[Tensor]:

@@ -238,10 +238,8 @@ def match_dispersion(
     partners (n, d), item (p,), partner (p,) -> (m,).
     """
     if partners.ndim != 2 or item.shape != partner.shape or item.ndim != 1:
-        raise ValueError(
-            f"match_dispersion: partners must be (n, d), item and partner (p,); got {tuple(partners.shape)},"
-            f" {tuple(item.shape)} and {tuple(partner.shape)}"
-        )
+        shapes = f"{tuple(partners.shape)}, {tuple(item.shape)} and {tuple(partner.shape)}"
+        raise ValueError(f"match_dispersion: partners must be (n, d), item and partner (p,); got {shapes}")
     if shrinkage < 0:
         raise ValueError(f"match_dispersion: shrinkage must not be negative, got {shrinkage}")
     w = partners.detach().to(accumulation_dtype(partners.dtype))
@@ -268,14 +266,11 @@ def dispersion_loss(log_var: Tensor, dispersion: Tensor, *, floor: float = 0.02)
     log_var (n, d), dispersion (n,).
     """
     if log_var.ndim != 2 or dispersion.shape != log_var.shape[:1]:
-        raise ValueError(
-            "dispersion_loss: log_var must be (n, d) and dispersion (n,), got"
-            f" {tuple(log_var.shape)} and {tuple(dispersion.shape)}"
-        )
+        shapes = f"{tuple(log_var.shape)} and {tuple(dispersion.shape)}"
+        raise ValueError(f"dispersion_loss: log_var must be (n, d) and dispersion (n,), got {shapes}")
     if not floor > 0:
-        raise ValueError(
-            f"dispersion_loss: floor must be positive, got {floor}; the best variance of a single match would be 0"
-        )
+        why = "the best variance of a single match would be 0"
+        raise ValueError(f"dispersion_loss: floor must be positive, got {floor}; {why}")
     wanted = (dispersion + floor)[:, None] / log_var.shape[1]
     return (wanted * (-log_var).exp() + log_var).mean() / 2
 
@@ -359,9 +354,8 @@ def _estimated(
     estimator = ESTIMATORS.get(config.teacher)
     if estimator is None or not estimator.needs_gallery or estimator.needs_variance:
         known = [name for name, e in ESTIMATORS.items() if e.needs_gallery and not e.needs_variance]
-        raise UserError(
-            f"unknown variance_stage.teacher {config.teacher!r}; known: dispersion, listed_matches, {', '.join(known)}"
-        )
+        found = f"unknown variance_stage.teacher {config.teacher!r}"
+        raise UserError(f"{found}; known: dispersion, listed_matches, {', '.join(known)}")
     random = np.random.default_rng([seed, items.n])
     chosen = np.sort(random.permutation(partners.n)[:_N_GALLERY])
     gallery, known_matches = partners[torch.from_numpy(chosen)], matches.select_gallery(chosen)
@@ -400,9 +394,8 @@ def fit_variance_stage(
     branches = [head.log_var, head.log_var_hidden, head.log_var_local, head.log_var_norm]
     learnt = [p for branch in branches if branch is not None for p in branch.parameters()]
     if not learnt:
-        raise ValueError(
-            "fit_variance_stage: the tower has no log variance to fit; build the model with model.variance=true"
-        )
+        way = "build the model with model.variance=true"
+        raise ValueError(f"fit_variance_stage: the tower has no log variance to fit; {way}")
     training, device = tower.training, tower.device
     tower.eval()  # No running statistics, and dropout only inside of what learns.
     if head.log_var_hidden is not None:
