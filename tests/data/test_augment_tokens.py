@@ -79,6 +79,9 @@ def test_rate_zero_and_the_seeds():
     torch.manual_seed(7)
     assert drop_tokens(mask).equal(one)
     assert not drop_tokens(mask).equal(one)
+    ids, mask = torch.tensor([[7, BEGIN, 8, 9, END, 6]]), torch.tensor([[False, True, False, True, True, False]])
+    new_ids, new_mask = augment(ids, mask, special=(1, 1), rate=0.0, pad_id=5)
+    assert new_ids.tolist() == [[BEGIN, 9, END, 5, 5, 5]] and new_mask.tolist() == [[True] * 3 + [False] * 3]
 
 
 def test_texts_keep_their_ends_their_order_and_a_word():
@@ -113,7 +116,7 @@ def test_a_text_that_would_lose_all_keeps_one_word_as_it_was():
     assert scipy.stats.chisquare(counts.numpy()).pvalue > 1e-4
 
 
-def test_words_change_as_often_as_stated():
+def test_words_change_as_often_as_stated_or_are_dropped():
     """21,000 words, 30 a text: binomial tests at 1e-4 for each fraction, chi-squared for the random ids."""
     ids, mask = texts([33] * 700, 33)
     new_ids, new_mask = augment(ids, mask, forbidden=[*range(10), *range(60, 1000)])  # random ids are 10 to 59
@@ -125,18 +128,8 @@ def test_words_change_as_often_as_stated():
         for wrong in (0.2, 0.8 * 0.4, 0.4 * 0.1):
             assert scipy.stats.binomtest(count, n, wrong).pvalue < 1e-9
     assert scipy.stats.chisquare(torch.bincount(drawn, minlength=60)[10:].numpy()).pvalue > 1e-4
-
-
-def test_captions_drop_words_and_change_none_of_those_left():
-    """PCME's caption dropping, without a token for hidden words: each is deleted, one in ten. Binomial test at 1e-4."""
     ids, mask = texts([23] * 2000, 23)
     dropped, kept = augment(ids, mask, mask_id=None, rate=0.1, masked=0.0, replaced=0.0)
     words = [row[m].tolist()[1:-2] for row, m in zip(dropped, kept, strict=True)]
     assert all(set(w) <= set(range(FIRST_WORD, FIRST_WORD + 20)) and w == sorted(set(w)) for w in words)
     assert scipy.stats.binomtest(2000 * 20 - sum(map(len, words)), 2000 * 20, 0.1).pvalue > 1e-4
-
-
-def test_rate_zero_only_moves_tokens_to_the_left():
-    ids, mask = torch.tensor([[7, BEGIN, 8, 9, END, 6]]), torch.tensor([[False, True, False, True, True, False]])
-    new_ids, new_mask = augment(ids, mask, special=(1, 1), rate=0.0, pad_id=5)
-    assert new_ids.tolist() == [[BEGIN, 9, END, 5, 5, 5]] and new_mask.tolist() == [[True] * 3 + [False] * 3]

@@ -25,7 +25,6 @@ def captions(path, images, annotations):
 
 
 def karpathy(path, name, **more):
-    """A split file with one image and one caption."""
     of_image = {"filename": name, "split": "test", "sentences": [{"sentid": 1, "raw": "x"}], **more}
     path.write_text(json.dumps({"images": [of_image], "dataset": "coco"}))
     return path
@@ -47,7 +46,7 @@ def coco(tmp_path):
     return tmp_path
 
 
-def test_a_folder_of_annotations_is_train_and_val(coco):
+def test_a_folder_of_annotations_is_train_and_val_and_one_file_is_divided_by_the_fractions(coco):
     problems = Problems()
     splits = read_coco_captions(coco / "annotations", problems)
     assert not problems and list(splits) == ["train", "val"]
@@ -57,14 +56,14 @@ def test_a_folder_of_annotations_is_train_and_val(coco):
     assert splits["val"].images[0].path == coco / "val2017" / padded(139)
     by_recipe = load_splits(DataConfig(source="coco", path=str(coco / "annotations")), Problems())
     assert by_recipe["train"].text_ids == train.text_ids
-
-
-def test_one_file_is_divided_by_the_fractions_alone(coco):
     path = coco / "annotations" / "captions_train2017.json"
     config = DataConfig(source="coco", path=str(path), val_fraction=0.0, test_fraction=0.0)
     assert list(get_source("coco").read(config, Problems())) == ["train"]
     found = read_coco_captions(path, Problems(), val_fraction=0.499, test_fraction=0.5)
     assert sorted(i for data in found.values() for i in data.image_ids) == ["42", "9"]
+    truth = read_ground_truth(coco / "annotations" / "captions_train2017.json")
+    assert (truth.image_ids, truth.text_ids) == (("9", "42"), ("900", "4200", "901", "4201"))
+    assert truth.i2t.to_dense().tolist() == [[True, False, True, False], [False, True, False, True]]
 
 
 def test_years_are_chosen_by_name(coco):
@@ -79,13 +78,6 @@ def test_years_are_chosen_by_name(coco):
     raises(UserError, message, read_coco_captions, coco / "annotations", Problems(), year="2015")
 
 
-def test_the_names_of_an_image_are_one_number_and_other_names_stay():
-    for name in ("COCO_val2014_000000000042.jpg", "000000000042", "val2014/COCO_val2014_000000000042.jpg", "42"):
-        assert coco_image_id(name) == "42"
-    for name in ("0042", "0042.jpg", "1000268201_693b08cb0e.jpg", "x000000000042.jpg", "a/42.jpg"):
-        assert coco_image_id(name) == name
-
-
 def test_karpathys_names_of_2014_find_the_images_of_2017_and_the_other_way_round(coco, tmp_path):
     split = karpathy(tmp_path / "dataset.json", "COCO_val2014_000000000042.jpg", filepath="val2014")
     found = read_karpathy(split, coco, Problems())["test"]
@@ -96,6 +88,10 @@ def test_karpathys_names_of_2014_find_the_images_of_2017_and_the_other_way_round
     new = captions(tmp_path / "captions.json", {42: padded(42)}, [(1, 42, "x")])
     found = read_coco_captions(new, Problems(), images=tmp_path / "old", val_fraction=0, test_fraction=0)
     assert found["train"].images[0].path == old
+    for name in ("COCO_val2014_000000000042.jpg", "000000000042", "val2014/COCO_val2014_000000000042.jpg", "42"):
+        assert coco_image_id(name) == "42"
+    for name in ("0042", "0042.jpg", "1000268201_693b08cb0e.jpg", "x000000000042.jpg", "a/42.jpg"):
+        assert coco_image_id(name) == name
 
 
 def test_every_bad_entry_is_named_and_the_rest_is_read(coco):
@@ -118,7 +114,7 @@ def test_every_bad_entry_is_named_and_the_rest_is_read(coco):
         assert reason in said
 
 
-def test_each_reader_names_the_other_ones_file(coco, tmp_path):
+def test_each_reader_names_the_other_ones_file_and_an_index_tells_them(coco, tmp_path):
     path = coco / "annotations" / "captions_val2017.json"
     split, instances = karpathy(tmp_path / "dataset.json", "a.jpg"), tmp_path / "instances_val2017.json"
     instances.write_text(json.dumps({"images": [], "annotations": [{"image_id": 1, "category_id": 2}]}))
@@ -130,17 +126,8 @@ def test_each_reader_names_the_other_ones_file(coco, tmp_path):
         raises(UserError, "COCO's annotations without captions", read)
     kinds = [json_kind(json.loads(p.read_text())) for p in (path, split, instances)]
     assert kinds == ["coco", "karpathy", "instances"] and json_kind([]) == ""
-
-
-def test_an_index_is_made_of_a_file_that_its_content_tells(coco):
     source = named_source(str(coco / "annotations" / "captions_train2017.json"))
     assert (source.kind, source.root) == ("coco", str(coco))
     items = {item.id: item for item in list_items(source, frozenset({".jpg"}), Problems())}
     assert items.keys() == {"9", "42"} and items["42"].file == f"train2017/{padded(42)}"
     assert items["42"].fields(png(), Problems())["captions"] == "image 42, said 0\nimage 42, said 1"
-
-
-def test_a_ground_truth_of_cocos_captions(coco):
-    truth = read_ground_truth(coco / "annotations" / "captions_train2017.json")
-    assert (truth.image_ids, truth.text_ids) == (("9", "42"), ("900", "4200", "901", "4201"))
-    assert truth.i2t.to_dense().tolist() == [[True, False, True, False], [False, True, False, True]]

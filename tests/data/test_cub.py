@@ -21,7 +21,6 @@ SEEN = ["001.Bird_a/a1.jpg", "003.Bird_c/c0.jpg", "006.Bird_f/f2.jpg"]
 
 @pytest.fixture
 def cub(tmp_path):
-    """Six birds with three images of two or three captions each, in images and text_c10, and the lists."""
     for c, bird in enumerate(BIRDS):
         for folder in ("images", "text_c10"):
             (tmp_path / folder / bird).mkdir(parents=True)
@@ -59,21 +58,24 @@ def test_splits_are_those_of_the_benchmark(cub, fold):
     assert {name: set(data.image_ids) for name, data in splits.items()} == expected
 
 
-def test_images_and_captions_of_a_class_match(cub):
+def test_images_and_captions_of_a_class_match_as_in_the_benchmark(cub):
     of = lambda identity: identity.split("/")[0]
     for data in read(cub).values():
         match = data.match(np.arange(len(data.image_ids)), np.arange(len(data.text_ids)))
         assert match.tolist() == [[of(image) == of(text) for text in data.text_ids] for image in data.image_ids]
         same = [[of(a) == of(b) for b in data.image_ids] for a in data.image_ids]
         assert ((data.groups[:, None] == data.groups) == same).all()
-
-
-def test_the_unseen_split_is_the_ground_truth_of_the_benchmark(cub):
     data = read(cub)["test"]
     truth = cub_captions(cub / "text_c10", classes=cub / "splits" / "testclasses.txt")
     assert (data.image_ids, data.text_ids) == (truth.image_ids, truth.text_ids)
     ours = data.relevance()
     assert ours.indices.tolist() == truth.i2t.indices.tolist() and ours.indptr.tolist() == truth.i2t.indptr.tolist()
+    splits = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[5], BIRDS[0])), val_fraction=0.3, test_fraction=0.3)
+    assert set().union(*(data.image_ids for data in splits.values())) == images_of([0, 5])
+    assert set(splits) <= {"train", "val", "test"} and len(splits) > 1
+    again = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[0],)), val_fraction=0.3, test_fraction=0.3)
+    for name, data in again.items():
+        assert set(data.image_ids) == set(splits[name].image_ids) & images_of([0])
 
 
 def test_own_pairs_are_for_training_only_and_a_batch_has_one_of_each_class(cub):
@@ -92,12 +94,3 @@ def test_own_pairs_are_for_training_only_and_a_batch_has_one_of_each_class(cub):
     smaller = PairSampler(train, 3, 0, epoch_over="groups", positives="sampled")
     assert all(len(set(train.groups[batch.image_index].tolist())) == 3 for batch in smaller.batches(0))
     assert len({tuple(sorted(train.groups[b.image_index])) for b in smaller.batches(0)}) > 1
-
-
-def test_chosen_classes_are_divided_by_a_hash_of_their_images(cub):
-    splits = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[5], BIRDS[0])), val_fraction=0.3, test_fraction=0.3)
-    assert set().union(*(data.image_ids for data in splits.values())) == images_of([0, 5])
-    assert set(splits) <= {"train", "val", "test"} and len(splits) > 1
-    again = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[0],)), val_fraction=0.3, test_fraction=0.3)
-    for name, data in again.items():
-        assert set(data.image_ids) == set(splits[name].image_ids) & images_of([0])

@@ -30,7 +30,7 @@ def test_an_array_is_points_with_the_numbers_of_the_file(dtype, order, tmp_path)
     assert np.array_equal(embeddings[1:3].mean, embeddings.mean[1:3]) and embeddings.log_var.shape == (N, D)
 
 
-def test_a_large_array_is_mapped_and_its_file_never_written(tmp_path):
+def test_arrays_mapped_and_log_variances_from_a_second_file(tmp_path):
     np.save(tmp_path / "a.npy", np.float32(MEAN))
     before = (tmp_path / "a.npy").read_bytes()
     embeddings, _ = read_embeddings(tmp_path / "a.npy")
@@ -41,9 +41,6 @@ def test_a_large_array_is_mapped_and_its_file_never_written(tmp_path):
     assert (tmp_path / "a.npy").read_bytes() == before
     # The variances of points are one number in memory, however many there are.
     assert embeddings.log_var.strides == (0, 0)
-
-
-def test_log_variances_from_a_second_file(tmp_path):
     np.save(tmp_path / "a.npy", np.float32(MEAN))
     np.save(tmp_path / "v.npy", LOG_VAR)
     embeddings, _ = read_embeddings(tmp_path / "a.npy", log_var=tmp_path / "v.npy")
@@ -104,8 +101,6 @@ def test_ids_of_every_kind_of_file(name, content, expected, tmp_path):
 
 
 class Bomb:
-    """Un-pickling it would make a test fail."""
-
     def __reduce__(self):
         return pytest.fail, ("a pickle was loaded",)
 

@@ -103,7 +103,7 @@ def test_other_files_of_pairs(arrays, ending):
     assert data.texts == tuple(f"words of {t}" for t in data.text_ids)
 
 
-def test_bad_rows_are_named_and_left_out_with_their_pairs(arrays):
+def test_bad_rows_and_lines_are_named_and_left_out_and_a_row_outside_is_an_error(arrays):
     images, texts = arrays
     images[3, 1], texts[5], texts[6, 2] = np.nan, 0, np.inf
     images[29] = 0  # In no pair.

@@ -21,7 +21,7 @@ def write_shards(folder, *shards, name="part_{}.npy", first=0):
     return folder
 
 
-def test_shards_and_files_side_by_side_are_one_array(tmp_path):
+def test_shards_and_files_side_by_side_are_one_array_and_opening_reads_no_row(tmp_path):
     """Twelve shards, so that the order of numbers differs from that of letters; float16 beside float64."""
     shards = [numbers(3 if k else 2, 4, np.float16, k) for k in range(12)]
     wide = numbers(35, 2, np.float64, 99)
@@ -36,10 +36,6 @@ def test_shards_and_files_side_by_side_are_one_array(tmp_path):
     row = EmbeddingRow(table, 17)
     np.testing.assert_array_equal(regions_from_bytes(row.read_bytes()), expected[17:18])
     assert row() == row.read_bytes() and row.location.endswith("wide.npy[17]")
-
-
-def test_opening_reads_no_row(tmp_path):
-    """A file of 100 GB, almost all of it a hole; more than most machines' memory."""
     array = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", np.float16, (100_000_000, 512))
     array[-1] = 1
     del array
@@ -60,7 +56,7 @@ def test_wrong_columns_of_parquet(tmp_path):
         raises(UserError, "of column 'a' differ in length, or some are missing", open_table, str(path))
 
 
-def test_bad_rows_are_found_in_every_block():
+def test_bad_rows_are_found_in_every_block_and_sizes_that_do_not_fit_are_named(tmp_path):
     values = torch.ones(10_000, 3)
     values[1, 2], values[5000, 0], values[7000] = torch.nan, -torch.inf, 0
     values[9_999] = torch.tensor([0, 0, -1])
@@ -70,9 +66,6 @@ def test_bad_rows_are_found_in_every_block():
     assert table.errors(np.array([0, 2, 7000])) == {7000: "holds zeros alone"}
     large = EmbeddingTable("t", [[torch.full((1, 2), 1e300, dtype=torch.float64)]])
     assert large.errors(np.arange(1)) == {0: "holds NaN or infinity"}
-
-
-def test_sizes_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(UserError, match="img: its files have 4 and 5 channels"):
         open_table(str(write_shards(tmp_path / "img", numbers(2, 4, np.float32), numbers(2, 5, np.float32))))
     np.save(tmp_path / "a.npy", numbers(3, 2, np.float32))

@@ -36,14 +36,11 @@ def test_sizes(splits, concepts):
     assert 0.17 < images["val"] / images["style"] < 0.23
 
 
-def test_training_sees_two_styles_and_validation_and_test_the_third_on_different_concepts(splits):
+def test_styles_and_concepts_of_the_splits_depend_on_nothing_else(splits):
     styles = {name: {i.split("/")[1] for i in data.image_ids} for name, data in splits.items()}
     assert styles == {"train": {"noto", "twemoji"}, "val": {"fluent3d"}, "test": {"fluent3d"}, "style": {"fluent3d"}}
     val, test = ({concept_of(i) for i in splits[name].image_ids} for name in ("val", "test"))
     assert not val & test and val | test == {concept_of(i) for i in splits["style"].image_ids}
-
-
-def test_a_concepts_part_depends_on_nothing_but_itself(splits):
     assert set(load_emoji(val_fraction=0.1)["val"].image_ids) < set(splits["val"].image_ids)
     other = {concept_of(i) for i in load_emoji(held_out_style="noto")["val"].image_ids}
     assert {concept_of(i) for i in splits["val"].image_ids} <= other
@@ -67,7 +64,7 @@ def test_held_out_wordings_are_in_no_training_pair_and_each_is_held_out_once(spl
     assert max(map(len, counts)) - min(map(len, counts)) < 30
 
 
-def test_held_out_concepts_are_absent_in_all_styles_with_their_own_names(splits):
+def test_held_out_concepts_are_absent_in_all_styles_with_their_own_names_and_no_part_is_refused(splits):
     part = load_emoji(held_out_concepts="3/10")
     new = {concept_of(i) for i in part["concepts"].image_ids}
     assert 170 < len(new) < 200 and not new & {concept_of(i) for i in part["train"].image_ids}
@@ -77,9 +74,6 @@ def test_held_out_concepts_are_absent_in_all_styles_with_their_own_names(splits)
     assert new == missing & {concept_of(i) for i in splits["style"].image_ids} and 185 < len(missing) < 197
     names = {t for t, kind in zip(part["concepts"].texts, part["concepts"].text_kinds, strict=True) if kind == "name"}
     assert len(names - set(part["train"].texts)) > 100
-
-
-def test_a_part_that_is_none_is_refused():
     raises(ValueError, "expected a part I/K", load_emoji, held_out_wordings="5/5")
     with pytest.raises(ValueError, match=r"data\.options\.held_out_concepts: .*expected a part I/K"):
         DataConfig(options={"held_out_concepts": "10"})
@@ -116,15 +110,12 @@ def test_every_text_is_true_of_exactly_the_concepts_that_carry_it(splits, concep
         assert all(kind[emoji_names()[code].lower()] == "name" for code in shown)
 
 
-def test_texts_are_distinct_wordings_of_the_four_kinds_and_true_of_something(splits):
+def test_texts_are_distinct_and_every_picture_decodes_and_shows_something(splits):
     for data in splits.values():
         assert set(data.text_kinds) == set(KINDS)
         assert len(set(data.texts)) == len(data.texts) and all(t == t.strip().lower() and t for t in data.texts)
         assert set(data.pairs[:, 1]) == set(range(len(data.texts)))
         assert set(data.pairs[:, 0]) == set(range(len(data.image_ids)))
-
-
-def test_every_picture_is_there_decodes_and_shows_something(splits):
     with zipfile.ZipFile((FOLDER / "pictures.zip").open("rb")) as archive:
         assert archive.testzip() is None
         images = splits["train"].images + splits["style"].images

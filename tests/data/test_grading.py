@@ -46,10 +46,15 @@ def test_grades_are_the_loop(data):
     assert grades.max() > 0.3
 
 
-def test_an_image_without_texts_has_nothing_to_share():
+def test_an_image_without_texts_shares_nothing_and_equal_captions_are_just_below_a_match():
     data = PairData(("a", "b"), (FileImage("a"),) * 2, ("x",), ("some words",), ("caption",), [[0, 0]])
     assert Grades(data)(np.array([0, 1]), np.array([0])).tolist() == [[pytest.approx(1)], [0]]
     assert Grades(data)(np.array([], int), np.array([0])).shape == (0, 1)
+    data = make_pair_data("abcdefgh", [FileImage("x")] * 8, [[f"word{i // 2} and more"] for i in range(8)])
+    batch = next(iter(PairSampler(data, 8, 0, grades=Grades(data)).batches(0)))
+    twins = (batch.image_index[:, None] // 2 == batch.text_index // 2) & ~np.eye(8, dtype=bool)
+    assert ((batch.match >= 0.5) == np.eye(8, dtype=bool)).all()
+    assert twins.sum() == 8 and (batch.match[twins] > 0.4999).all()
 
 
 @pytest.mark.parametrize("positives", ["listed", "sampled"])
@@ -65,11 +70,3 @@ def test_a_batch_keeps_its_matches_and_grades_the_rest_below_a_half(positives):
     assert 0 < rest.max() < 0.5
     rows, columns = np.array([2, 0]), np.array([3, 1, 2])
     np.testing.assert_array_equal(graded.labels(rows, columns), graded.match[rows][:, columns])
-
-
-def test_equal_captions_of_two_images_are_graded_just_below_a_match():
-    data = make_pair_data("abcdefgh", [FileImage("x")] * 8, [[f"word{i // 2} and more"] for i in range(8)])
-    batch = next(iter(PairSampler(data, 8, 0, grades=Grades(data)).batches(0)))
-    twins = (batch.image_index[:, None] // 2 == batch.text_index // 2) & ~np.eye(8, dtype=bool)
-    assert ((batch.match >= 0.5) == np.eye(8, dtype=bool)).all()
-    assert twins.sum() == 8 and (batch.match[twins] > 0.4999).all()

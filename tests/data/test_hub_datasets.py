@@ -31,7 +31,6 @@ def read(path, **options):
 
 
 def test_images_with_captions_of_their_own_and_shared_ones(datasets, tmp_path):
-    """Rows of one image each, read from a folder of Parquet files and from one of save_to_disk."""
     words, several = datasets.Value("string"), datasets.List(datasets.Value("string"))
     kinds = {"image": datasets.Image(), "captions": several, "id": words, "caption_ids": several}
     rows = [
@@ -52,7 +51,7 @@ def test_images_with_captions_of_their_own_and_shared_ones(datasets, tmp_path):
         assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 1], [1, 2], [2, 1], [2, 3]]
 
 
-def test_a_row_for_each_caption_and_a_column_of_splits(datasets, tmp_path):
+def test_a_row_for_each_caption_a_column_of_splits_and_equal_file_names(datasets, tmp_path):
     splits, image = ("train", "train", "val", "test"), lambda i: {"bytes": png((i, 0, 0)), "path": f"{i}.png"}
     numbers = [(i, k) for i in range(4) for k in range(2)]
     rows = [{"image": image(i), "sentences": f"{i} {k}", "split": splits[i]} for i, k in numbers]
@@ -64,9 +63,6 @@ def test_a_row_for_each_caption_and_a_column_of_splits(datasets, tmp_path):
     assert found["train"].texts == ("0 0", "0 1", "1 0", "1 1") and not len(problems)
     config = DataConfig(source="datasets", path=str(tmp_path / "saved"), options={"captions": "sentences"})
     assert get_source("datasets").read(config, Problems())["test"].texts == ("3 0", "3 1")
-
-
-def test_equal_file_names_of_other_images_are_other_images(datasets, tmp_path):
     kinds = {"image": datasets.Image(), "caption": datasets.Value("string")}
     row = lambda red: {"image": {"bytes": png((red, 0, 0)), "path": "1.png"}, "caption": f"{red}"}
     made = lambda reds: datasets.Dataset.from_list([*map(row, reds)], datasets.Features(kinds))

@@ -21,7 +21,6 @@ NAMES = ("a.jpg", "val2014/b.jpg", "c.jpg", "d.jpg")
 
 @pytest.fixture(params=["folder", "tar", "tar with ./"])
 def images(request, tmp_path):
-    """The same four pictures in a folder and in tar files."""
     if request.param == "folder":
         (tmp_path / "val2014").mkdir()
         for name in NAMES:

@@ -51,7 +51,6 @@ def write_jsonl(path, rows):
 
 
 def written(pictures, kind, rows):
-    """The rows as a manifest of a kind, with a column that is not used."""
     path = pictures / f"m.{kind}"
     if kind == "jsonl":
         return write_jsonl(path, rows)
@@ -203,7 +202,7 @@ def test_manifests_and_folders_that_cannot_be_used(pictures, tmp_path_factory):
     assert [p for p, _ in read(path)[1]] == [":1"]
 
 
-def test_folder(pictures):
+def test_folders_of_pictures_and_captions(pictures):
     (pictures / "a.txt").write_bytes("\ufeffone\r\n\r\n  zwei \r\n".encode())
     (pictures / "my pictures" / "d.txt").write_text("three")
     (pictures / "b.txt").write_text(" \n\n")
@@ -211,6 +210,18 @@ def test_folder(pictures):
     splits, found = read(pictures)
     assert splits == {"train": {"a.png": ["one", "zwei"], "my pictures/d.PNG": ["three"]}}
     assert found == [("b.txt", "empty caption"), ("c.webp", "no captions: c.txt is missing")]
+    (pictures / "a.txt").write_bytes(b"caf\xe9")
+    (pictures / "b.txt").write_text("fine")
+    strange = pictures / "caf\udce9.png"
+    try:
+        strange.write_bytes(b"")
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 only")
+    strange.with_suffix(".txt").write_text("x")
+    splits, found = read(pictures)
+    assert splits == {"train": {"b.jpg": ["fine"], "my pictures/d.PNG": ["three"]}}
+    assert found[0][0] == "a.txt" and found[0][1].startswith("not UTF-8")
+    assert ("caf\\udce9.png", "the name is not valid UTF-8") in found
 
 
 def test_folder_with_splits(pictures):
@@ -227,21 +238,6 @@ def test_folder_with_splits(pictures):
     }
     outside = "lies outside of the split folders test, train, validation"
     assert ("a.png", outside) in found and ("other/4.png", outside) in found
-
-
-def test_folder_with_undecodable_captions_and_names(pictures):
-    (pictures / "a.txt").write_bytes(b"caf\xe9")
-    (pictures / "b.txt").write_text("fine")
-    strange = pictures / "caf\udce9.png"
-    try:
-        strange.write_bytes(b"")
-    except OSError:
-        pytest.skip("this file system has names in UTF-8 only")
-    strange.with_suffix(".txt").write_text("x")
-    splits, found = read(pictures)
-    assert splits == {"train": {"b.jpg": ["fine"]}}
-    assert found[0][0] == "a.txt" and found[0][1].startswith("not UTF-8")
-    assert ("caf\\udce9.png", "the name is not valid UTF-8") in found
 
 
 def many_to_many(path):

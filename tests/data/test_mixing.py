@@ -19,7 +19,6 @@ def pixels(n=9, size=SIZE, seed=1):
 
 
 def loop(plan, values):
-    """Pixel by pixel, in float64."""
     out = values.double().clone()
     for i in range(len(plan)):
         top, bottom, left, right = plan.box[i].tolist()

@@ -14,7 +14,6 @@ in_text_order = lambda data: sorted(((int(i), int(t)) for i, t in data.pairs), k
 
 
 def noisy_pairs(data, image_of_pair):
-    """Whether each pair is none of the clean ones."""
     clean = in_text_order(data)
     return np.array([(i, t) not in clean for i, (_, t) in zip(image_of_pair.tolist(), clean, strict=True)])
 
@@ -40,7 +39,6 @@ def test_the_stated_number_of_pairs_is_truly_wrong(data, rate):
 
 
 def test_the_code_of_ncr_leaves_true_pairs_and_ours_does_not():
-    """Four images with five captions: a plain permutation of all leaves a quarter right, on average."""
     data = captions(4, 5)
     clean = np.arange(20) // 5
     random = np.random.default_rng(0)
@@ -49,7 +47,7 @@ def test_the_code_of_ncr_leaves_true_pairs_and_ours_does_not():
     assert {int(noisy_pairs(data, shuffle_pairs(data, 1.0, seed)[1]).sum()) for seed in range(50)} == {20}
 
 
-def test_every_pair_is_as_likely_to_be_noisy_and_every_wrong_image_as_likely_to_come():
+def test_every_pair_and_wrong_image_is_as_likely_and_every_process_draws_the_same():
     """Chi-squared tests at 1e-4 over 600 seeds: a false alarm in about 1 of 5,000 sets of seeds."""
     data = captions(6, 2)
     indices = np.stack([shuffle_pairs(data, 0.5, seed)[1] for seed in range(600)])
@@ -57,10 +55,6 @@ def test_every_pair_is_as_likely_to_be_noisy_and_every_wrong_image_as_likely_to_
     assert scipy.stats.chisquare(noisy.sum(0)).pvalue > 1e-4
     first = indices[noisy[:, 0], 0]
     assert scipy.stats.chisquare(np.bincount(first, minlength=6)[1:]).pvalue > 1e-4
-
-
-def test_every_process_draws_the_same():
-    """What one process drew, written down."""
     assert shuffle_pairs(captions(4, 3), 0.5, 3)[1].tolist() == [3, 2, 3, 1, 1, 1, 2, 0, 2, 3, 0, 0]
     assert not np.array_equal(shuffle_pairs(captions(20, 5), 0.5, 3)[1], shuffle_pairs(captions(20, 5), 0.5, 4)[1])
 
@@ -74,7 +68,7 @@ def test_an_image_that_loses_its_texts_stays_and_is_drawn_no_more():
         assert seen <= {1, 2, 3}
 
 
-def test_what_cannot_be_shuffled_is_refused():
+def test_what_cannot_be_shuffled_is_refused_and_tight_data_find_their_only_way():
     uneven = make_pair_data(["a", "b"], [FileImage("x")] * 2, [["1", "2", "3"], ["4"]])
     for data, rate, message in (
         (captions(5, 2), -0.1, r"rate must lie in \[0, 1\], got -0.1"),
@@ -84,10 +78,6 @@ def test_what_cannot_be_shuffled_is_refused():
         (uneven, 1.0, "no way to give 4 of 4 pairs"),
     ):
         raises(ValueError, message, shuffle_pairs, data, rate, 0)
-
-
-def test_tight_data_find_their_only_way():
-    """Of two images every caption must go to the other. Three in a ring: only one of two ways is right."""
     assert shuffle_pairs(captions(2, 5), 1.0, 0)[1].tolist() == [1] * 5 + [0] * 5
     names, pairs = ("a", "b", "c"), [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [0, 2]]
     ring = PairData(names, (FileImage("x"),) * 3, names, names, ("tag",) * 3, pairs)

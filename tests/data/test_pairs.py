@@ -17,7 +17,7 @@ from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError
 
 
-def test_match_equals_a_loop_over_the_pairs():
+def test_match_equals_a_loop_over_the_pairs_and_keep_images_keeps_it():
     data = many_to_many()
     ground_truth = {(int(i), int(t)) for i, t in data.pairs}
     random = np.random.default_rng(1)
@@ -29,9 +29,15 @@ def test_match_equals_a_loop_over_the_pairs():
     assert 0 < match.mean() < 1
     dense = data.match(np.arange(23), np.arange(17))
     assert np.array_equal(dense.astype(bool), data.relevance().to_dense())
-
-
-def test_bad_pair_data_is_named():
+    index = np.array([20, 3, 7, 4])
+    kept = data.keep_images(index)
+    assert kept.image_ids == ("i20", "i3", "i7", "i4") and kept.images[0].path == "20.png"
+    assert kept.groups.tolist() == [20, 3, 7, 4]
+    listed = {(data.image_ids[i], data.text_ids[t]) for i, t in data.pairs if i in index}
+    assert {(kept.image_ids[i], kept.text_ids[t]) for i, t in kept.pairs} == listed
+    assert set(kept.text_ids) == {t for _, t in listed}
+    assert [data.texts[data.text_ids.index(t)] for t in kept.text_ids] == list(kept.texts)
+    assert [data.text_kinds[data.text_ids.index(t)] for t in kept.text_ids] == list(kept.text_kinds)
     good = {
         **{"image_ids": ("a", "b"), "images": (FileImage("a"), FileImage("b")), "text_ids": ("x", "y")},
         **{"texts": ("x", "y"), "text_kinds": ("caption",) * 2, "pairs": [[0, 0], [1, 1]]},
@@ -48,19 +54,6 @@ def test_bad_pair_data_is_named():
         ({"groups": np.zeros(3)}, "3 groups for 2 images"),
     ):
         raises(ValueError, message, PairData, **good | change)
-
-
-def test_keep_images_keeps_the_truth_among_what_is_left():
-    data = many_to_many()
-    index = np.array([20, 3, 7, 4])
-    kept = data.keep_images(index)
-    assert kept.image_ids == ("i20", "i3", "i7", "i4") and kept.images[0].path == "20.png"
-    assert kept.groups.tolist() == [20, 3, 7, 4]
-    listed = {(data.image_ids[i], data.text_ids[t]) for i, t in data.pairs if i in index}
-    assert {(kept.image_ids[i], kept.text_ids[t]) for i, t in kept.pairs} == listed
-    assert set(kept.text_ids) == {t for _, t in listed}
-    assert [data.texts[data.text_ids.index(t)] for t in kept.text_ids] == list(kept.texts)
-    assert [data.text_kinds[data.text_ids.index(t)] for t in kept.text_ids] == list(kept.text_kinds)
 
 
 @pytest.mark.parametrize("epoch_over", ["images", "pairs"])

@@ -83,7 +83,7 @@ def test_one_vector_a_picture_and_other_floats(tmp_path, dtype):
     assert np.array_equal(found[:, 0], FEATURES[:, 0].astype(dtype).astype(np.float32))
 
 
-def test_what_cannot_be_used_is_noted_and_left_out(tmp_path):
+def test_what_cannot_be_used_is_noted_and_left_out_and_bytes_that_are_no_features_say_why(tmp_path):
     lines = ["a", "  ", "c", b"\xff\n", "", "\tf  f ", "g", "h"]
     write(tmp_path, "train", FEATURES, lines, ids=["p", "q", "r", "p"])
     problems = Problems()
@@ -97,10 +97,22 @@ def test_what_cannot_be_used_is_noted_and_left_out(tmp_path):
         (f"{caps}:7", "id p belongs to another row already"),
         (f"{caps}:8", "id p belongs to another row already"),
     ]
+    for data, message in (
+        (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not an image"),
+        (regions_to_bytes(FEATURES[0])[:-3], "not a complete .npy file"),
+        (regions_to_bytes(FEATURES), r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one image"),
+        (regions_to_bytes(np.full((2, 5), np.nan, np.float32)), "NaN or infinity"),
+        (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),
+        (regions_to_bytes(np.ones((2, 5), bool)), r"bool of shape \(2, 5\)"),
+        (regions_to_bytes(np.full((2, 5), 1e300)), "NaN or infinity"),
+        (b"\x93NUMPY\x01", "not a complete .npy file"),
+    ):
+        with warnings.catch_warnings(), pytest.raises(ValueError, match=message):
+            warnings.simplefilter("error")
+            regions_from_bytes(data, 5)
 
 
 def test_a_bad_file_is_refused_by_its_name(tmp_path):
-    """What is wrong with any .npy file: test_embedding_files.py."""
     path = tmp_path / "train_ims.npy"
     for array, message in (
         (np.ones((4, 3, 5), np.int32), r"of shape \(4, 3, 5\) and type int32; expected .* float32"),
@@ -121,22 +133,6 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path):
     assert np.array_equal(file.features(3), FEATURES[3])
     path.write_bytes(path.read_bytes()[:-4])
     raises(OSError, "ends within row 3", file.features, 3)
-
-
-def test_bytes_that_are_no_features_say_why():
-    for data, message in (
-        (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not an image"),
-        (regions_to_bytes(FEATURES[0])[:-3], "not a complete .npy file"),
-        (regions_to_bytes(FEATURES), r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one image"),
-        (regions_to_bytes(np.full((2, 5), np.nan, np.float32)), "NaN or infinity"),
-        (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),
-        (regions_to_bytes(np.ones((2, 5), bool)), r"bool of shape \(2, 5\)"),
-        (regions_to_bytes(np.full((2, 5), 1e300)), "NaN or infinity"),
-        (b"\x93NUMPY\x01", "not a complete .npy file"),
-    ):
-        with warnings.catch_warnings(), pytest.raises(ValueError, match=message):
-            warnings.simplefilter("error")
-            regions_from_bytes(data, 5)
 
 
 def test_of_rows_that_differ_the_beginnings_are_read(tmp_path, monkeypatch):

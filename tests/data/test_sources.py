@@ -77,15 +77,12 @@ def test_options_pass_the_model_of_the_source(toy, options, message):
     raises(ValidationError, message, DataConfig, source="toy", options=options)
 
 
-def test_options_of_a_source_that_has_none():
-    with pytest.raises(ValidationError, match="data.source='folder' takes no options; leave out n "):
-        DataConfig(source="folder", path="data", options={"n": 1})
-
-
-def test_an_unknown_source_lists_the_known_ones(tmp_path):
+def test_unknown_sources_and_options(tmp_path):
     told = r"unknown source 'emojy'; did you mean 'emoji'\? known: emoji, manifest, folder, "
     raises(UserError, told, load_recipe, make_toy(tmp_path), ["data.source=emojy"])
     raises(ValueError, "there is a source 'folder' already; known: emoji, ", register_source, "folder", read_toy)
+    with pytest.raises(ValidationError, match="data.source='folder' takes no options; leave out n "):
+        DataConfig(source="folder", path="data", options={"n": 1})
 
 
 @pytest.mark.parametrize("key", ["noise_rate=0.1", "graded=true", "leave_out=0/2"])

@@ -95,7 +95,7 @@ def test_a_picture_with_damaged_exif_is_still_read():
             assert decoded.shape == (8, 16, 3) and decoded[..., 0].min() > 240
 
 
-def test_files_cut_short_and_what_is_no_picture_are_refused():
+def test_files_cut_short_and_what_is_no_picture_are_refused_and_damaged_exif_is_read():
     for kind in ("PNG", "WEBP", "GIF", "BMP", "TIFF"):
         whole = encoded(noise(32, 32), kind)
         decode_image(whole, 16)
@@ -125,7 +125,6 @@ noise = lambda width, height: Image.fromarray(pictures.noise(width, height))
 
 
 def photograph(width, height, quality=90, **options):
-    """A JPEG with edges and smooth parts, as a camera would make it."""
     small = noise(width // 40, height // 40).resize((width, height), Image.Resampling.BICUBIC)
     return encoded(small, "JPEG", quality=quality, **options)
 
@@ -164,14 +163,6 @@ def test_the_nearest_crop_starts_where_torchvision_and_open_clip_start(longer, s
     assert decode_image(encoded(Image.fromarray(columns)), 10, fit="crop").min() == (longer - 10) // 2
 
 
-def test_a_line_of_a_picture_does_not_fill_the_memory():
-    # Its longer side resized in full would be 6 gigabytes. Grey grows by 1 every 500 pixels; the middle is at 100.
-    line = (np.arange(100_000) // 500).astype(np.uint8)[None].repeat(3, 0).T[None]
-    for picture in (line, line.transpose(1, 0, 2)):
-        square = decode_image(encoded(Image.fromarray(np.ascontiguousarray(picture))), 224, fit="crop")
-        assert square.shape == (3, 224, 224) and square.min() >= 99 and square.max() <= 100
-
-
 @pytest.mark.parametrize("fit", ["squash", "crop"])
 def test_crop_is_cut_in_whole_pixels_of_the_upright_picture_before_resizing(fit):
     stored = noise(90, 60)
@@ -184,13 +175,23 @@ def test_crop_is_cut_in_whole_pixels_of_the_upright_picture_before_resizing(fit)
         assert np.array_equal(got, decode_image(part, size, fit=fit))
 
 
-def test_a_crop_of_everything_of_almost_nothing_or_from_outside():
+def test_a_crop_of_everything_of_almost_nothing_from_outside_or_by_the_aspect():
     data = encoded(noise(7, 5))
     assert np.array_equal(decode_image(data, None, crop=(0, 0, 1, 1)), decode_image(data, None))
     assert decode_image(data, None, crop=(0.999, 0.999, 0.001, 0.001)).shape == (3, 1, 1)
     assert np.array_equal(decode_image(data, None, crop=(0, 0, 1e-9, 1e-9)), decode_image(data, None)[:, :1, :1])
     for box in ((-0.1, 0, 0.5, 0.5), (0, 0.6, 0.5, 0.5), (0, 0, 0, 0.5), (0, 0, float("nan"), 1)):
         raises(ValueError, "crop must be .* in fractions of the image", decode_image, data, 8, crop=box)
+    data, seen = encoded(Image.new("RGB", (40, 20)), exif=turned()), []
+    whole = lambda aspect: seen.append(aspect) or (0.0, 0.0, 1.0, 1.0)
+    decode_image(data, 8, crop=whole)
+    decode_image(data, 8, crop=whole, upright=False)
+    assert seen == [0.5, 2.0]
+    # Its longer side resized in full would be 6 gigabytes. Grey grows by 1 every 500 pixels; the middle is at 100.
+    line = (np.arange(100_000) // 500).astype(np.uint8)[None].repeat(3, 0).T[None]
+    for picture in (line, line.transpose(1, 0, 2)):
+        square = decode_image(encoded(Image.fromarray(np.ascontiguousarray(picture))), 224, fit="crop")
+        assert square.shape == (3, 224, 224) and square.min() >= 99 and square.max() <= 100
 
 
 def test_a_large_jpeg_cropped_at_a_reduced_size_is_the_same_part_of_it():
@@ -276,14 +277,6 @@ def test_resized_crops_have_the_area_and_the_aspects_of_imagenet(aspect):
     if aspect == 8:  # 8/3 % of such an image is a third of its width: most samples do not fit, and the centre is cut.
         centre = np.isclose(height, 1) & np.isclose(width, 4 / 3 / 8)
         assert centre.mean() > 0.1 and np.allclose(left[centre], (1 - width[centre]) / 2)
-
-
-def test_a_crop_from_the_aspect_sees_the_upright_image():
-    data, seen = encoded(Image.new("RGB", (40, 20)), exif=turned()), []
-    whole = lambda aspect: seen.append(aspect) or (0.0, 0.0, 1.0, 1.0)
-    decode_image(data, 8, crop=whole)
-    decode_image(data, 8, crop=whole, upright=False)
-    assert seen == [0.5, 2.0]
 
 
 def test_random_crop_boxes_are_anisotropic_uniform_and_inside():

@@ -28,7 +28,7 @@ def splits(captions=five):
     return {name: photographs(own, captions) for name, own in numbers.items()}
 
 
-def test_each_image_has_one_caption_of_five_left_out():
+def test_each_image_has_one_caption_of_five_left_out_and_the_parts_are_all_captions_each_once():
     found = hold_out_wordings(splits(), 0, 5)
     train, wordings = found["train"], found[WORDINGS]
     assert train.image_ids == splits()["train"].image_ids
@@ -40,9 +40,6 @@ def test_each_image_has_one_caption_of_five_left_out():
     for data in (train, wordings):
         for image, text in data.pairs:
             assert data.texts[text].endswith(f"of {data.image_ids[image].replace('-', ' ')}")
-
-
-def test_the_parts_are_all_captions_each_once_and_not_always_the_first():
     parts = [hold_out_wordings(splits(), part, 5)[WORDINGS].texts for part in range(5)]
     everything = sorted(itertools.chain.from_iterable(parts))
     assert everything == sorted(splits()["train"].texts + splits()["val"].texts)
@@ -58,21 +55,23 @@ def test_other_images_change_nothing():
     assert len(common) == 40 and all(of[0][i] == of[1][i] for i in common)
 
 
-def test_an_only_caption_stays():
+def test_a_text_of_several_images_or_an_only_caption_stays():
+    data = splits(lambda n: [*five(n), "A dog", "an  animal", "a photo"])
+    for part in range(5):
+        found = hold_out_wordings(data, part, 5)
+        assert {"A dog", "an  animal", "a photo"} <= set(found["train"].texts)
+        assert np.bincount(found[WORDINGS].pairs[:, 0]).tolist() == [1] * 50
     data = splits(lambda n: [f"the only caption of {n}"])
     assert hold_out_wordings(data, 0, 5) == data
     mixed = splits(lambda n: five(n)[: 1 + n % 2])
     found = hold_out_wordings(mixed, 0, 2)
     assert np.bincount(found["train"].pairs[:, 0]).tolist() == [1] * 40
     assert all(found[WORDINGS].image_ids[i].endswith(tuple("13579")) for i in found[WORDINGS].pairs[:, 0])
-
-
-def test_a_text_of_several_images_stays_where_images_have_their_own():
-    data = splits(lambda n: [*five(n), "A dog", "an  animal", "a photo"])
-    for part in range(5):
-        found = hold_out_wordings(data, part, 5)
-        assert {"A dog", "an  animal", "a photo"} <= set(found["train"].texts)
-        assert np.bincount(found[WORDINGS].pairs[:, 0]).tolist() == [1] * 50
+    data = splits(lambda n: [*five(n), f"A  dog {n % 3}"])
+    for part in range(3):
+        found = hold_out_wordings(data, part, 3, merged=False)
+        trained = {normal_wording(text) for text in found["train"].texts}
+        assert not trained & {normal_wording(text) for text in found[WORDINGS].texts}
 
 
 def test_where_all_texts_are_shared_they_are_left_out_of_all_their_images():
@@ -86,20 +85,6 @@ def test_where_all_texts_are_shared_they_are_left_out_of_all_their_images():
     assert "tag 7" not in found["train"].texts
 
 
-def test_separate_texts_with_the_words_of_a_trained_one_are_not_left_out():
-    data = splits(lambda n: [*five(n), f"A  dog {n % 3}"])
-    for part in range(3):
-        found = hold_out_wordings(data, part, 3, merged=False)
-        trained = {normal_wording(text) for text in found["train"].texts}
-        assert not trained & {normal_wording(text) for text in found[WORDINGS].texts}
-
-
-def test_groups_of_the_two_splits_stay_apart():
-    first, second = (replace(data, groups=np.arange(len(data.image_ids)) // 2) for data in list(splits().values())[:2])
-    both = joined(first, second)
-    assert both.groups.tolist() == [*np.arange(40) // 2, *20 + np.arange(10) // 2]
-
-
 def manifest(tmp_path, **settings):
     lines = (f'{{"image": "{n}.png", "captions": ["one {n}", "two {n}", "three {n}"]}}' for n in range(60))
     for n in range(60):
@@ -108,18 +93,18 @@ def manifest(tmp_path, **settings):
     return DataConfig(source="manifest", path=str(tmp_path / "data.jsonl"), **settings)
 
 
-def test_a_recipe_has_the_split_and_all_images_are_still_each_once(tmp_path):
+def test_a_recipe_has_the_split_and_wrong_settings_are_refused(tmp_path):
     found = load_splits(manifest(tmp_path, held_out_wordings="0/3"), Problems())
     assert set(found) == {"train", "val", "test", WORDINGS}
     assert set(split_names(found, "all")) == {"train", "val", "test"}
     assert WORDINGS not in load_splits(manifest(tmp_path), Problems())
     alone = load_splits(manifest(tmp_path, held_out_wordings="0/3", val_fraction=0, test_fraction=0), Problems())
     assert len(alone[WORDINGS].image_ids) == len(alone["train"].image_ids) == 60
-
-
-def test_wrong_settings_are_refused(tmp_path):
     raises(ValueError, "expected a part I/K", manifest, tmp_path, held_out_wordings="5/5")
     with pytest.raises(ValueError, match=r"data\.held_out_wordings needs all pairs in memory"):
         DataConfig(source="shards", path="x", held_out_wordings="0/5")
     twice = DataConfig(options={"held_out_wordings": "0/5"}, held_out_wordings="0/5")
     raises(UserError, "have a split 'wordings' already", load_splits, twice, Problems())
+    first, second = (replace(data, groups=np.arange(len(data.image_ids)) // 2) for data in list(splits().values())[:2])
+    both = joined(first, second)
+    assert both.groups.tolist() == [*np.arange(40) // 2, *20 + np.arange(10) // 2]

@@ -77,7 +77,6 @@ def standardised(values):
 
 
 def before_last_norm(backbone, values):
-    """What the last block of a whole tower gives."""
     seen = []
     with torch.no_grad(), backbone.encoder.layers[-1].register_forward_hook(lambda _, __, out: seen.append(out)):
         backbone(values)
@@ -121,7 +120,6 @@ def test_features_are_those_of_the_whole_tower_and_the_log_variance_has_its_own_
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_features_of_a_model_of_both_sides_saved_to_a_folder(kind, tmp_path):
-    """Through the files of transformers: each side finds its part, and SigLIP its own pixel statistics."""
     vision = plain(kind, "image", torch.float32, **IMAGE["clip 8/24"][1])
     words = plain(kind, "text", torch.float32, **TEXT["clip"][1])
     name = {"clip": "CLIP", "siglip": "Siglip"}[kind]
@@ -211,7 +209,6 @@ def test_position_codes_are_interpolated_to_another_size(kind, size, tmp_path):
 
 @pytest.mark.parametrize(("side", "case", "size"), [*((*case, None) for case in CASES), ("image", "clip 8/24", 40)])
 def test_an_encoder_is_built_again_from_its_description(side, case, size, tmp_path):
-    """Without weights another one, with them the same; and it describes itself in the same words."""
     kind, options = (IMAGE if side == "image" else TEXT)[case]
     plain(kind, side, torch.float32, **options).save_pretrained(tmp_path)
     if side == "image":

@@ -27,15 +27,12 @@ def npy(values):
 context = lambda tmp_path, description=None: BuildContext(8, False, 0.25, 0.0, tmp_path, description=description)
 
 
-def test_rows_go_into_batches_as_one_token_each():
+def test_rows_go_into_batches_as_one_token_each_and_files_of_one_vector_are_read_too():
     store, kept = EmbeddingProcessor(6).read([EmbeddingRow(TABLE, row) for row in (3, 19, 0, 7)])
     assert len(store) == 4 and kept.tolist() == [0, 1, 2, 3]
     inputs = store.batch(np.array([2, 0, 0])).to("cpu")
     assert inputs.mask is None and inputs.values.dtype == torch.float32
     torch.testing.assert_close(inputs.values, VALUES[[0, 3, 3]].float().unsqueeze(1), rtol=0, atol=0)
-
-
-def test_files_of_one_vector_are_read_too():
     items = [lambda: npy(np.arange(6.0)), EmbeddingRow(TABLE, 5), lambda: npy(np.ones((1, 6), np.float32))]
     store, kept = EmbeddingProcessor(6).read(items)
     expected = torch.stack([torch.arange(6.0), VALUES[5].float(), torch.ones(6)]).unsqueeze(1)

@@ -25,8 +25,6 @@ from sfumato.workflows.export import export_run
 
 
 class ToyImageConfig(ImageEncoderConfig):
-    """Rows of pixels, mixed linearly."""
-
     kind: Literal["toy"] = "toy"
     size: int = Field(8, ge=2, description="side of the square images in pixels")
     width: PositiveInt = Field(5, description="channels of the token features")
@@ -56,8 +54,6 @@ build_toy_image = lambda config, context: (PixelProcessor(config.size), ToyImage
 
 
 class ToyTextConfig(TextEncoderConfig):
-    """A vector for each character."""
-
     kind: Literal["toy"] = "toy"
     width: PositiveInt = 4
 

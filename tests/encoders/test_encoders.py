@@ -39,7 +39,7 @@ def test_masked_tokens_have_no_influence(name):
     assert torch.isfinite(features.grad).all()
 
 
-def test_gpo_has_average_and_maximum_as_special_cases():
+def test_gpo_and_head_options():
     features = torch.randn(4, 6, 3)
     mask = torch.arange(6) < torch.tensor([6, 3, 1, 4]).unsqueeze(1)
     gpo = GPO()
@@ -47,6 +47,14 @@ def test_gpo_has_average_and_maximum_as_special_cases():
     torch.testing.assert_close(gpo(features, mask), AveragePool()(features, mask))
     gpo.weights = lambda lengths: torch.eye(1, int(lengths.max())).expand(len(lengths), -1)
     torch.testing.assert_close(gpo(features, mask), MaxPool()(features, mask))
+    features = TokenFeatures(torch.randn(3, 4, 8))
+    loose = GaussianHead(8, 5, HeadOptions(normalize=False, variance=False, mlp=True))(features)
+    assert loose.log_var.isneginf().all() and not torch.allclose(loose.mean.norm(dim=1), torch.ones(3))
+    for options, width in ((HeadOptions(mlp=True), 5), (HeadOptions(mlp=True, mlp_width=2), 2)):
+        mlp = GaussianHead(8, 5, options).mean.mlp
+        assert (mlp[0].weight.shape, mlp[2].weight.shape) == ((width, 8), (5, width))
+    raises(ValueError, "unknown pooling 'mean'; known: gpo", HeadOptions, pooling="mean")
+    raises(ValueError, "2 embeddings of an item are points; set variance=False", HeadOptions, embeddings=2)
 
 
 @pytest.mark.parametrize(
@@ -72,17 +80,6 @@ def test_head_starts_at_the_stated_total_variance(options):
         assert head.log_var_local.linear.bias.grad.abs().max() > 0 or "variance_norm" in options
 
 
-def test_head_options():
-    features = TokenFeatures(torch.randn(3, 4, 8))
-    loose = GaussianHead(8, 5, HeadOptions(normalize=False, variance=False, mlp=True))(features)
-    assert loose.log_var.isneginf().all() and not torch.allclose(loose.mean.norm(dim=1), torch.ones(3))
-    for options, width in ((HeadOptions(mlp=True), 5), (HeadOptions(mlp=True, mlp_width=2), 2)):
-        mlp = GaussianHead(8, 5, options).mean.mlp
-        assert (mlp[0].weight.shape, mlp[2].weight.shape) == ((width, 8), (5, width))
-    raises(ValueError, "unknown pooling 'mean'; known: gpo", HeadOptions, pooling="mean")
-    raises(ValueError, "2 embeddings of an item are points; set variance=False", HeadOptions, embeddings=2)
-
-
 def small_model():
     torch.manual_seed(0)
     tokenizer = train_tokenizer(["a red circle", "a blue square"], 100)
@@ -103,9 +100,6 @@ def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
     raises(TypeError, "expected a list", model.embed_texts, "a red circle")
     raises(ValueError, "not an image", model.embed_images, [b"nonsense"])
     raises(ValueError, "nothing to embed", model.embed_texts, [])
-
-
-def test_tokenizer_is_the_same_every_time_and_knows_every_character():
     texts = ["giraffe", "fire engine", "Pokémon"] * 2
     first, second = train_tokenizer(texts, 60), train_tokenizer(texts, 60)
     assert first.to_str() == second.to_str()

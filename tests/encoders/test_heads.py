@@ -46,7 +46,6 @@ def linear(module, x):
 
 
 def attended(local, tokens):
-    """The weighted mean of single tokens, mapped."""
     scores = [float(linear(local.attention[2], np.tanh(linear(local.attention[0], token)))[0]) for token in tokens]
     total = sum(math.exp(score) for score in scores)
     mean = sum(math.exp(score) / total * token for score, token in zip(scores, tokens, strict=True))
@@ -54,7 +53,6 @@ def attended(local, tokens):
 
 
 def expected(head, tokens, item):
-    """Mean and log variance of an item, from the formulas of PCME."""
     values = tokens.mean if tokens.log_var is None else tokens.log_var
     local, mask = (tokens.local, tokens.local_mask) if tokens.local is not None else (None, tokens.mask)
     of_mean = rows(tokens.mean if local is None else local, mask, item)

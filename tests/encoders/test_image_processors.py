@@ -54,7 +54,7 @@ def test_a_training_batch_is_what_the_recipe_says_one_by_one(workers):
     assert 0 < flips < len(INDEX)
 
 
-def test_a_picture_that_becomes_unreadable_is_named_by_its_position():
+def test_a_picture_that_becomes_unreadable_is_named_and_bad_ones_are_left_out():
     def gone():
         raise FileNotFoundError("gone.jpg")
 
@@ -63,9 +63,6 @@ def test_a_picture_that_becomes_unreadable_is_named_by_its_position():
     message = "the image at position {} can no longer be read: {}"
     raises(OSError, message.format(3, r"gone\.jpg"), store.batch, np.array([0, 3, 1]))
     raises(OSError, message.format(4, "cannot be decoded"), store.training_batch, np.array([4]), (0,))
-
-
-def test_the_reader_leaves_bad_pictures_out_and_reads_each_file_once():
     reads, told, done = [], {}, []
 
     def reading(position, data):

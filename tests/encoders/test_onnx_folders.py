@@ -65,7 +65,6 @@ def dump(path, value):
 
 @pytest.fixture
 def immich(tmp_path):
-    """A graph takes one item at a time, and texts of one length."""
     of_images(tmp_path / "visual" / "model.onnx", "image", "embedding", 1)
     of_texts(tmp_path / "textual" / "model.onnx", "embedding", {"text": (TensorProto.INT32, [1, LENGTH])})
     text = {"context_length": LENGTH, "tokenizer_kwargs": {"clean": "lower"}}
@@ -127,7 +126,7 @@ def test_a_folder_of_graphs_is_a_model_of_points(layout, request):
     assert model_digest(model.model) != model_digest(load_model(folder).model)
 
 
-def test_cases_and_sizes_are_as_the_settings_say(immich):
+def test_settings_are_followed(immich):
     found = load_model(immich).embed_texts(["A RED dog"])
     np.testing.assert_allclose(found.mean, [expected_text("a red dog", True)], atol=1e-5)
     path = immich / "visual" / "preprocess_cfg.json"

@@ -32,7 +32,7 @@ def test_features_are_those_of_open_clip(tmp_path):
     torch.testing.assert_close(torch.tensor(half(captions)[0]), of_texts[:1], atol=0.05, rtol=0.05)
 
 
-def test_names_of_open_clip_are_told_from_those_of_transformers(tmp_path):
+def test_names_and_models_of_open_clip_that_cannot_be_loaded(tmp_path, monkeypatch):
     assert is_open_clip("open_clip:ViT-B-32/laion2b_s34b_b79k") and is_open_clip("hf-hub:timm/ViT-B-16-SigLIP")
     assert not is_open_clip("openai/clip-vit-base-patch32") and not is_open_clip(str(tmp_path))
     (tmp_path / "open_clip_config.json").touch()
@@ -42,9 +42,6 @@ def test_names_of_open_clip_are_told_from_those_of_transformers(tmp_path):
     for config in (FrozenImageConfig, FrozenTextConfig):
         assert config(backbone="hf-hub:a/b", projected=True).extras == {"open-clip"}
         assert config(backbone="openai/clip-vit-base-patch32").extras == {"backbones"}
-
-
-def test_models_that_cannot_be_loaded_are_named(tmp_path, monkeypatch):
     import_open_clip()
     monkeypatch.setattr("sfumato.encoders.joint.hub_reachable", lambda: False)
     for name in ("open_clip:ViT-B-32/laion2b_s34b_b79k", "hf-hub:nobody/nothing"):

@@ -60,16 +60,13 @@ def test_a_graph_layer_is_the_loop(training):
     assert torch.equal(found[~mask], regions[~mask])
 
 
-def test_a_new_layer_is_the_identity_whose_norm_can_learn():
+def test_a_new_layer_is_the_identity_and_a_single_region_is_normalised_by_the_running_statistics():
     torch.manual_seed(0)
     layer, regions = GraphLayer(6), torch.randn(2, 4, 6)
     found = layer(regions, torch.ones(2, 4, dtype=torch.bool))
     assert torch.equal(found, regions)
     found.square().sum().backward()
     assert layer.norm.weight.grad.abs().sum() > 0
-
-
-def test_a_single_region_is_normalised_by_the_running_statistics():
     layer = layer_of(4).train()
     regions, mask = torch.randn(1, 2, 4, dtype=torch.float64), torch.tensor([[True, False]])
     before = {name: value.clone() for name, value in layer.norm.named_buffers()}
@@ -119,7 +116,7 @@ def test_the_gru_ends_at_the_last_region_in_their_order():
         torch.testing.assert_close(found[n], state[0])
 
 
-def test_the_log_variance_shares_nothing_with_the_mean():
+def test_the_log_variance_shares_nothing_with_the_mean_and_regions_are_dropped_while_training():
     encoder = encoder_of(variance=True)
     inputs = Inputs(torch.randn(3, 4, 5))
     encoder(inputs).log_var.sum().backward()
@@ -128,9 +125,6 @@ def test_the_log_variance_shares_nothing_with_the_mean():
     shapes = [[tuple(p.shape) for p in part.parameters()] for part in (encoder.mean, encoder.variance_layers)]
     assert shapes[0] == shapes[1]
     assert encoder_of().variance_layers is None and encoder_of()(inputs).log_var is None
-
-
-def test_regions_pass_without_layers_and_gru_and_are_dropped_while_training_only():
     encoder = RegionEncoder(5, 6, layers=0, recurrent=False, variance=True, region_dropout=0.5)
     inputs = Inputs(torch.randn(200, 8, 5))
     torch.manual_seed(0)

@@ -40,21 +40,12 @@ def ids(processor, *texts):
     return [row[mask].tolist() for row, mask in zip(inputs.values, inputs.mask, strict=True)]
 
 
-def test_begin_and_end_survive_cutting(tokenizer):
+def test_begin_and_end_survive_cutting_padding_and_texts_that_spell_them(tokenizer):
     texts = ("A b", "a b c", "a b c a b c", "", "x")
     assert ids(processor(tokenizer), *texts) == [[2, 3, 4, 1], [2, 3, 4, 5, 1], [2, 3, 4, 5, 1], [2, 1], [2, 6, 1]]
     assert ids(processor(tokenizer, begin=""), *texts[:3]) == [[3, 4, 1], [3, 4, 5, 1], [3, 4, 5, 3, 1]]
-
-
-def test_padding_to_the_full_length_is_in_the_mask(tokenizer):
     assert ids(processor(tokenizer, pad_to_max=True), "a", "a b c a") == [[2, 3, 1, 1, 1], [2, 3, 4, 5, 1]]
-
-
-def test_a_text_that_spells_the_end_ends_there(tokenizer):
     assert ids(processor(tokenizer), "a <e> b") == [[2, 3, 1]]
-
-
-def test_the_tokenizer_is_looked_for_once_with_the_first_text(tokenizer):
     asked = []
 
     def find():

@@ -43,7 +43,7 @@ IDS = torch.randint(1, 30, (4, 6), generator=torch.Generator().manual_seed(2))
 MASK = torch.arange(6) < torch.tensor([6, 2, 3, 1]).unsqueeze(1)
 
 
-def test_the_image_mean_passes_the_last_norm_once_and_as_released_twice():
+def test_norms_of_the_image_mean_and_what_the_variance_token_moves():
     clean, released = image_encoder(), image_encoder(released=True)
     torch.nn.init.normal_(clean.encoder.norm_out.weight)
     torch.nn.init.normal_(clean.encoder.norm_out.bias)
@@ -52,9 +52,6 @@ def test_the_image_mean_passes_the_last_norm_once_and_as_released_twice():
     torch.testing.assert_close(twice.mean, clean.encoder.norm_out(once.mean))
     torch.testing.assert_close(twice.log_var, once.log_var)
     assert (twice.mean - once.mean).abs().max() > 0.1
-
-
-def test_the_log_variance_is_that_of_the_variance_token_and_the_mean_sees_it_too():
     encoder = image_encoder()
     before = encoder(Inputs(PIXELS))
     torch.nn.init.normal_(encoder.variance_token)
@@ -80,7 +77,7 @@ def test_padding_has_no_influence_on_texts(causal):
         torch.testing.assert_close(head(alone).mean, head(together).mean[i : i + 1])
 
 
-def test_a_causal_text_does_not_see_what_is_appended():
+def test_a_causal_text_does_not_see_what_is_appended_and_as_released_it_fills_the_context():
     plain = clip_text_encoder(ClipTextConfig(variance_blocks=0), description=TEXT).eval()
     encoder = UncTokenTextEncoder(plain).eval()
     assert encoder.causal
@@ -89,9 +86,6 @@ def test_a_causal_text_does_not_see_what_is_appended():
     free = UncTokenTextEncoder(plain).eval()
     free.causal = False
     assert (free(Inputs(IDS, MASK)).mean - plain(Inputs(IDS, MASK)).mean)[MASK].abs().max() > 1e-3
-
-
-def test_as_released_a_text_fills_the_context():
     encoder = text_encoder(released=True)
     whole = torch.nn.functional.pad(IDS, (0, 1), value=1)
     tokens = encoder(Inputs(whole))

@@ -129,7 +129,6 @@ def released_total(case, leaves):
 
 
 def test_parity_with_the_released_loss(shared):
-    """All terms, totals and gradients of all cases to 1e-10."""
     about = json.loads((shared / "parity" / "prolip" / "loss.json").read_text())
     tensors = load_file(shared / "parity" / "prolip" / "loss.safetensors")
     assert len(about["cases"]) > 10

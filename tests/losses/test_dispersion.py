@@ -16,16 +16,13 @@ def partners(n=7, d=5, seed=0):
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.5
 
 
-def test_dispersion_is_the_loops():
+def test_dispersion_is_the_loops_and_whitened_it_does_not_depend_on_axes_or_scales():
     x = partners()
     dispersion, count = match_dispersion(x, ITEM, PARTNER, 5, whiten=False)
     own = [[x[j].tolist() for i, j in zip(ITEM, PARTNER, strict=True) if i == k] for k in range(5)]
     expected = [*map(references.match_dispersion, own)]
     assert dispersion.tolist() == pytest.approx(expected, rel=1e-12) and count.tolist() == [3, 2, 0, 3, 0]
     assert dispersion[2] == dispersion[4] == 0
-
-
-def test_whitened_dispersion_does_not_depend_on_the_axes_or_scales_of_the_space():
     x = partners(40)
     change = partners(5, 5, seed=1) @ torch.diag(torch.tensor([1.0, 20.0, 0.1, 3.0, 1.0], dtype=torch.float64))
     item, partner = torch.arange(40) // 5, torch.arange(40).flip(0)
@@ -33,9 +30,6 @@ def test_whitened_dispersion_does_not_depend_on_the_axes_or_scales_of_the_space(
     torch.testing.assert_close(whitened, moved, rtol=1e-5, atol=1e-5)
     plain, moved = (match_dispersion(y, item, partner, 8, whiten=False)[0] for y in (x, x @ change + 2))
     assert (plain - moved).abs().max() > 0.1
-
-
-def test_near_twins_count_as_many_only_where_the_space_is_whitened():
     crowd = torch.eye(8, dtype=torch.float64) + 10
     item, partner = torch.zeros(4, dtype=torch.int64), torch.arange(4)
     assert match_dispersion(crowd, item, partner, 1, whiten=False)[0] < 0.01

@@ -166,8 +166,6 @@ def test_the_blocks_of_a_batch_whoever_holds_them_add_up_to_its_loss_and_gradien
         return outputs
 
     def uneven(rows, columns):
-        """Blocks of these sizes, in as many processes; some are empty."""
-
         def outputs(loss, image, text):
             blocks, r, c = [], 0, 0
             for more_rows, more_columns in zip(rows, columns, strict=True):

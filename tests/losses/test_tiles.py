@@ -112,7 +112,7 @@ def test_sparse_labels_are_dense_labels(name):
             torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_sparse_labels_are_checked_and_a_batch_without_a_match_is_refused():
+def test_sparse_labels_are_checked_and_gradients_may_be_taken_again():
     image, text = batch()
     twice = torch.sparse_coo_tensor([[1, 1], [2, 2]], [1.0, 1.0], (4, 6), check_invariants=True)
     raises(ValueError, r"match must lie in \[0, 1\], got values from 2 to 2", PCMEPPLoss(), image, text, twice)
@@ -122,10 +122,6 @@ def test_sparse_labels_are_checked_and_a_batch_without_a_match_is_refused():
     for name in ("infonce", "triplet"):
         for nothing in (torch.zeros(4, 6), torch.zeros(4, 6).to_sparse()):
             raises(ValueError, "no pair of the batch matches", LOSSES[name](), image, text, nothing)
-
-
-def test_gradients_of_one_side_may_be_taken_again_and_by_functions():
-    image, text = batch()
     module = PCMEPPLoss().double()
     loss = lambda mean: module(GaussianEmbedding(mean, image.log_var), text, MATCH).total
     mean = image.mean.clone().requires_grad_()
@@ -139,7 +135,6 @@ def test_gradients_of_one_side_may_be_taken_again_and_by_functions():
 
 @pytest.mark.parametrize("name", ["pcmepp", "infonce"])
 def test_a_large_batch_holds_no_matrix_of_its_pairs(name):
-    """By itself: neither labels nor distances of all 2,100 x 2,100 pairs exist, forward and backward."""
     n, d = 2100, 4
     tensors = leaves(batch(n, n, d, dtype=torch.float32))
     places = torch.arange(n).expand(2, -1)

@@ -32,7 +32,6 @@ def test_triplet_is_the_loops(mining, margin):
 
 
 def test_a_collapsed_model_has_twice_the_margin_and_a_triplet_without_a_negative_no_loss_and_no_gradient():
-    """Every loss at 2 * margin is the fixed point that users report."""
     e = GaussianEmbedding.point(torch.ones(4, 3))
     output = triplet_loss(e, e, torch.eye(4), TripletOptions(margin=0.4))
     assert output.total.item() == pytest.approx(0.8) and output.stats["active"] == 1
@@ -166,7 +165,6 @@ def test_a_weight_beside_summed_hinges_on_the_cosine_is_2_over_n_of_it_here(rele
 
 
 def test_rows_of_a_block_are_the_whole(monkeypatch):
-    """That blocks of a batch are the whole is tested with every other loss."""
     image, text = batch()
     leaf = image.mean.clone().requires_grad_()
     found = []

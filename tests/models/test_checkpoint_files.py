@@ -71,7 +71,6 @@ def test_what_does_not_fit_is_named(changes, message, checkpoint):
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory):
-    """A run folder and the model exported from it."""
     folder = tmp_path_factory.mktemp("untrained")
     encoders = {"image": {"kind": "small", "size": 16, "width": 4}, "text": {"kind": "small", "width": 16}}
     recipe = Recipe.model_validate({"name": "untrained", "model": {"dim": 8, **encoders}})

@@ -46,7 +46,13 @@ def test_tensors_and_settings(tmp_path, monkeypatch):
     assert content["state_dict"]["b"].dtype == torch.float16
 
 
-def test_numpy_scalars_are_numbers(tmp_path):
+def test_tensors_settings_and_formats(tmp_path):
+    state = {"weight": torch.arange(4.0)}
+    save_file(state, tmp_path / "new.safetensors")
+    torch.save(state, tmp_path / "zip.pt")
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    for name in ("new.safetensors", "zip.pt", "old.pth"):
+        assert torch.equal(read_checkpoint(tmp_path / name)["weight"], state["weight"])
     values = {
         "float64": np.float64(0.1), "float32": np.float32(0.5), "int64": np.int64(-7), "bool": np.bool_(True),
         "swapped": np.array(3, dtype=">i4")[()],
@@ -55,15 +61,6 @@ def test_numpy_scalars_are_numbers(tmp_path):
     metadata = read_checkpoint(tmp_path / "pcme.pth")["metadata"]
     assert metadata == {key: value.item() for key, value in values.items()}
     assert {type(value) for value in metadata.values()} == {float, int, bool}
-
-
-def test_formats(tmp_path):
-    state = {"weight": torch.arange(4.0)}
-    save_file(state, tmp_path / "new.safetensors")
-    torch.save(state, tmp_path / "zip.pt")
-    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    for name in ("new.safetensors", "zip.pt", "old.pth"):
-        assert torch.equal(read_checkpoint(tmp_path / name)["weight"], state["weight"])
 
 
 class Trap:
@@ -88,13 +85,7 @@ class Own:
     pass
 
 
-def test_foreign_classes_are_named(tmp_path):
-    torch.save({"model": Own()}, tmp_path / "module.pt")
-    with pytest.raises(UserError, match=r"holds a .*test_foreign_checkpoints.Own.*save only its state dict"):
-        read_checkpoint(tmp_path / "module.pt")
-
-
-def test_damaged_files_and_files_of_something_else(tmp_path):
+def test_damaged_files_files_of_something_else_and_foreign_classes(tmp_path):
     raises(UserError, "there is no checkpoint", read_checkpoint, tmp_path / "missing.pt")
     torch.save({"a": torch.ones(1000)}, tmp_path / "whole.pt")
     whole = (tmp_path / "whole.pt").read_bytes()
@@ -114,3 +105,6 @@ def test_damaged_files_and_files_of_something_else(tmp_path):
     raises(UserError, r"old\.pt: damaged, or not a checkpoint", read_checkpoint, tmp_path / "old.pt")
     torch.save([torch.ones(1)], tmp_path / "list.pt")
     raises(UserError, "holds a list, expected a dictionary", read_checkpoint, tmp_path / "list.pt")
+    torch.save({"model": Own()}, tmp_path / "module.pt")
+    with pytest.raises(UserError, match=r"holds a .*test_foreign_checkpoints.Own.*save only its state dict"):
+        read_checkpoint(tmp_path / "module.pt")

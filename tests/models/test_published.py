@@ -42,7 +42,6 @@ def parity(shared):
 
 
 def clip_vision(model):
-    """The vision transformer of an image tower."""
     encoder = model.image.encoder
     return getattr(encoder, "encoder", encoder)
 
@@ -233,7 +232,6 @@ def fits_whole(layout, config, shapes):
 
 
 def test_full_size_pcmepp_hub(parity):
-    """And ProLIP."""
     pcmepp, prolip = (json.loads((parity / f / "full_size_keys.json").read_text()) for f in ("hf_pcmepp", "prolip"))
     assert len(pcmepp["tensors"]) == 354 == pcmepp["n_tensors"] and len(prolip["tensors"]) == 311 == prolip["n_tensors"]
     # Three logits are not the model's; the four projections have biases here, which are 0.
@@ -246,7 +244,6 @@ def test_full_size_pcmepp_hub(parity):
 
 
 def large(key, shape):
-    """ViT-B/32's shapes in a ViT-L/14."""
     image = key.startswith("img_enc")
     wider = {768: 1024, 2304: 3072, 3072: 4096} if image else {512: 768, 1536: 2304, 2048: 3072}
     special = {"img_enc.backbone.positional_embedding": [257, 1024], "img_enc.backbone.conv1.weight": [1024, 3, 14, 14]}
@@ -357,7 +354,6 @@ def test_configurations_that_cannot_be_loaded(pcmepp, prolip, tmp_path):
 
 
 def words_tokenizer(vocabulary, special):
-    """A tokenizer of words w2, w3 ... whose ids are their numbers, and of the special tokens."""
     pieces = {f"w{i}": i for i in range(vocabulary) if i not in special.values()} | special
     tokenizer = Tokenizer(models.WordLevel(pieces, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -43,7 +43,7 @@ def test_pieces_are_those_of_the_tokenizer(pieces):
     assert own[0] == 1 < own[1]
 
 
-def test_new_words_and_made_up_ones_are_told_apart(judge, pieces, splits):
+def test_new_words_and_made_up_ones_are_told_apart(judge, pieces, splits, tmp_path):
     known = set(splits["train"].texts)
     new = [text for text in splits["test"].texts if text not in known]
     made_up = nonsense(600, seed=99)
@@ -51,21 +51,12 @@ def test_new_words_and_made_up_ones_are_told_apart(judge, pieces, splits):
         score = judge.score([*new, *texts], pieces)
         assert auroc(score, np.arange(len(score)) >= len(new)) > least
     assert np.mean(judge.of(new, pieces)) < 0.08 < 0.8 < np.mean(judge.of(made_up[::2], pieces))
-
-
-def test_what_training_knows_or_has_no_word_is_never_unfamiliar(judge, pieces, splits):
     assert not any(judge.of(splits["train"].texts, pieces))
     assert judge.of(["", "?!", "Clock", "asdfgh qwrtzp"], pieces) == [False, False, False, True]
-
-
-def test_a_file_has_what_was_saved_and_a_damaged_one_is_named(judge, tmp_path):
     judge.save(tmp_path / WORDS)
     assert UnfamiliarTexts.load(tmp_path / WORDS) == judge
     (tmp_path / WORDS).write_text(json.dumps({"weights": [1.0]}))
     raises(UserError, r"words\.json is damaged .*; delete it", UnfamiliarTexts.load, tmp_path / WORDS)
-
-
-def test_few_texts_are_refused():
     with pytest.raises(ValueError, match="needs 100 texts with words, got 2"):
         UnfamiliarTexts.fit(["a", "b", "?"], lambda words: [1] * len(words))
 

@@ -139,7 +139,7 @@ def test_what_users_wrote_cannot_become_markup():
     assert "img" not in Checker(gone).tags
 
 
-def test_mistakes_are_counted_as_loops_count_them():
+def test_mistakes_and_calibration_are_as_loops_count_them():
     data = scene(seed=3)
     distance = csd_matrix(data.images, data.texts)
     report, ground_truth = undrawn_report(data), truth(data)
@@ -150,9 +150,6 @@ def test_mistakes_are_counted_as_loops_count_them():
         assert report.mistakes[key] == {"n": len(judged), "wrong": len(wrong), "plausible": plausible}
         assert 0 < len(wrong) < len(judged)
     assert report.mistakes["i2t"]["n"] == data.images.n - 1 and report.mistakes["t2i"]["n"] == data.texts.n - 1
-
-
-def test_calibration_is_that_of_all_pairs_and_of_first_hits_before_and_after():
     data = scene(seed=1)
     distance = csd_matrix(data.images, data.texts).double()
     found, ground_truth = undrawn_report(data).calibration, truth(data).double()
@@ -199,7 +196,6 @@ def test_the_most_uncertain_come_with_what_they_retrieved():
 
 
 def test_words_about_the_uncertainty_follow_its_sign():
-    """Queries whose variance grows with their distance from their match, and the same turned round."""
     data = scene(n=40, m=300, seed=5)
     right = truth(data).T[torch.arange(300), csd_matrix(data.images, data.texts).argmin(0)]
     sizes = torch.where(right, -12.0, -10.0) + 0.01 * torch.arange(300) / 300

@@ -119,7 +119,6 @@ def test_a_model_has_its_average_inside_and_its_own_weights_outside():
 
 
 def spied_run(recipe, folder):
-    """A run, with the weights after each epoch and those that each validation saw."""
     after, validated = [], []
     save, embed = saving.save_state, loop.embed_split
 
@@ -193,7 +192,6 @@ def test_the_epoch_that_is_kept(tmp_path, monkeypatch, scores, changes, kept):
 
 
 def test_the_moving_average_of_a_run_takes_in_every_step(tmp_path, monkeypatch):
-    """Recomputed from the first weights and those that each step leaves."""
     recipe = load_recipe(make_toy(tmp_path), ["train.epochs=2", "train.ema_decay=0.4", "train.select=last"])
     states, build_optimiser = [], learner.build_optimiser
 

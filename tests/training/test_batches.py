@@ -62,12 +62,10 @@ def indexed(settings, process_group):
 
 
 def drawn(batch):
-    """Positions of its pictures and of its texts."""
     return batch.images.values[:, 0, 0, 0].tolist(), batch.texts.values[:, 0].tolist()
 
 
 def same(a, b):
-    """Whether two batches are equal to the bit."""
     tensors = lambda x: [x.images.values, x.texts.values, x.texts.mask, *x.labels(alone()), *plan_tensors(x.mix)]
     return all(map(torch.equal, tensors(a), tensors(b)))
 
@@ -85,8 +83,6 @@ def fixed_plan(n, **_):
 
 @dataclass
 class Given:
-    """Stands in for a sampler: one batch of given pairs."""
-
     data: PairData
     images: list[int]
     texts: list[int]
@@ -136,7 +132,6 @@ def test_labels_by_hand_with_duplicate_captions(augment, expected, monkeypatch):
 
 
 def test_seeds_of_different_streams_differ_and_fit_a_generator():
-    """All that a run of 3 seeds, 4 epochs, 3 processes and 5 steps asks for."""
     keys = []
     for seed, epoch, rank in itertools.product(range(3), range(4), range(3)):
         own = (rank,) if rank else ()
@@ -236,7 +231,6 @@ def test_processes_share_the_batches_of_one_without_gaps_or_doubles(size):
 
 
 def test_processes_change_their_pictures_and_words_independently():
-    """Equal pictures and texts, of which each process draws its own version."""
     pictures = PixelStore(torch.full((4, 3, 16, 16), 90, dtype=torch.uint8))
     words = Inputs(torch.ones(4, 9, dtype=torch.int64), torch.ones(4, 9, dtype=torch.bool))
     drawn = []

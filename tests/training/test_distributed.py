@@ -15,7 +15,6 @@ from sfumato.models.process_group import PeerLostError, ProcessGroup, _answered,
 
 
 def succeed(size, function, *arguments):
-    """What the processes said."""
     everything = []
     for process in process_group(size, function, *arguments):
         status, said = process.finish()
@@ -39,7 +38,7 @@ def worlds(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_losses_and_gradients_are_those_of_one_process(worlds):
+def test_losses_and_gradients_are_those_of_one_process_and_agree_to_the_bit(worlds):
     expected_values, expected = worlds[1][0]
     for values, gradients in worlds[3]:
         assert values.keys() == expected_values.keys()
@@ -48,20 +47,24 @@ def test_losses_and_gradients_are_those_of_one_process(worlds):
         torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=1e-9)
     for loss in (*LOSSES, "plain"):
         assert max(g.abs().max() for name, g in expected.items() if name.startswith(loss)) > 1e-4, loss
-
-
-@pytest.mark.slow
-def test_the_processes_agree_to_the_bit(worlds):
     first = worlds[3][0][1]
     assert all(torch.equal(g[name], first[name]) for _, g in worlds[3] for name in first)
 
 
-def test_parts_cover_everything_once():
+def test_parts_cover_everything_once_and_a_lost_process_is_told_from_memory_that_ran_out():
     for n in (0, 1, 3, 10):
         parts = [ProcessGroup(rank, 4, torch.device("cpu")).part(n) for rank in range(4)]
         assert [int(i) for part in parts for i in part] == list(range(n))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert alone().main and alone().part(3).tolist() == [0, 1, 2]
+
+    def fail(error):
+        raise error
+
+    with pytest.raises(PeerLostError, match="another process of this run has ended"):
+        _answered(lambda dist: fail(RuntimeError("")))
+    with pytest.raises(torch.OutOfMemoryError):
+        _answered(lambda dist: fail(torch.OutOfMemoryError("CUDA out of memory")))
 
 
 HALF = [
@@ -108,13 +111,3 @@ def test_a_run_of_two_processes_evaluates_and_resumes_like_one(tmp_path, sfumato
     assert "resuming in epoch" in said[0], said
     a, b = load_file(whole / "last.safetensors"), load_file(parts / "last.safetensors")
     assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_lost_process_is_told_from_memory_that_ran_out():
-    def fail(error):
-        raise error
-
-    with pytest.raises(PeerLostError, match="another process of this run has ended"):
-        _answered(lambda dist: fail(RuntimeError("")))
-    with pytest.raises(torch.OutOfMemoryError):
-        _answered(lambda dist: fail(torch.OutOfMemoryError("CUDA out of memory")))

@@ -67,7 +67,6 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
     ids=["moving-average", "mean", "float16"],
 )
 def test_resumed_within_epochs_equals_uninterrupted(toy, tmp_path, capsys, overrides):
-    """Stopped after a part of the first epoch and of the second: the same bits as without any interruption."""
     fit(load_recipe(toy, overrides), tmp_path / "whole")
     recipe = load_recipe(toy, [*overrides, "train.save_minutes=1e-9"])
     for epoch, step in ((-1, 1), (0, 2)):
@@ -123,7 +122,6 @@ def test_a_scaled_gradient_that_overflows_float16_skips_its_step_and_halves_the_
 
 
 def train_until_sigterm(recipe, out):
-    """In a process of its own: it gets SIGTERM while it saves after the first step."""
     save = saving.save_state
 
     def save_and_end(path, *rest):
@@ -144,7 +142,6 @@ def test_sigterm_saves_after_the_step_in_work(toy, run, tmp_path):
 
 
 def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
-    """Killed again and again at growing delays, the run must end with the weights of the uninterrupted one."""
     folder = toy.parent / "killed"
     kills = 0
     for delay in (0.0, 0.02, None):
@@ -209,7 +206,6 @@ def test_one_text_an_image_is_said_before_anything_is_trained(tmp_path, capsys, 
 
 
 def test_folders_that_a_run_cannot_go_on_in_say_why(toy, run, tmp_path):
-    """Another recipe's, those of no run, one in use, and runs that cannot be extended."""
     averaged, stripped, locked = (tmp_path / name for name in ("averaged", "stripped", "locked"))
     fit(load_recipe(toy, ["train.epochs=1", "train.swa_epochs=1"]), averaged)
     shutil.copytree(run[0], stripped)
@@ -230,7 +226,6 @@ def test_folders_that_a_run_cannot_go_on_in_say_why(toy, run, tmp_path):
 
 
 def test_an_extended_run_is_the_longer_run_where_the_learning_rate_has_no_schedule(toy, run, tmp_path, capsys):
-    """A constant learning rate knows nothing of the number of epochs, so both must agree in every bit."""
     recipe = [load_recipe(toy, ["optim.schedule=constant", f"train.epochs={n}"]) for n in (1, 2)]
     for one in recipe:
         fit(one, tmp_path / "extended")
@@ -246,7 +241,6 @@ def test_an_extended_run_is_the_longer_run_where_the_learning_rate_has_no_schedu
 
 
 def test_a_run_is_found_from_any_folder(toy, tmp_path, monkeypatch):
-    """The run folder has absolute paths, also where the recipe's are relative."""
     monkeypatch.chdir(toy.parent)
     recipe = load_recipe(toy, ["data.path=data", "train.epochs=1"])
     fit(recipe, tmp_path / "run")

@@ -31,7 +31,6 @@ from sfumato.training.step import (
 
 
 def clip_model(image_blocks=3, text_blocks=2, *, variance_blocks=1):
-    """Two tiny transformers of different depth, with heads."""
     torch.manual_seed(0)
     shape = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
     of_image = {"model_type": "clip_vision_model", "patch_size": 4, "image_size": 8}
@@ -155,7 +154,6 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
     optimiser = build_optimiser(model, loss, OptimConfig(lr=1e-2, weight_decay=0.5))
 
     def moved():
-        """The names of what a step changes."""
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         optimiser.zero_grad()
         image, text = model(Inputs(torch.rand(4, 3, 8, 8)), Inputs(torch.randint(0, 20, (4, 6))))
@@ -281,7 +279,6 @@ def with_gradients(*gradients):
 
 
 def test_gradients_are_clipped_at_a_joint_norm():
-    """Zero only measures, and infinity is told."""
     for norm, given, measured, left in (
         (2.0, [[3.0, 0.0], [4.0]], 5, [[1.2, 0.0], [1.6]]),
         (2.0, [[1.2], [-1.5]], math.hypot(1.2, 1.5), [[1.2], [-1.5]]),
@@ -296,7 +293,6 @@ def test_gradients_are_clipped_at_a_joint_norm():
 
 
 def test_a_run_clips_all_that_it_trains_before_each_step(tmp_path, monkeypatch):
-    """The norm over both towers and the match logits together; the log has those before."""
     recipe, norms = load_recipe(make_toy(tmp_path), ["train.epochs=2", "optim.clip_norm=0.01"]), []
     assert check_recipe({"name": "x"}, "here").optim.clip_norm == 2
 

@@ -27,7 +27,7 @@ def chosen(monkeypatch, tmp_path, place, *overrides):
     return recipe.name, recipe, reason
 
 
-def test_the_choice_follows_what_can_be_had_and_says_so(monkeypatch, tmp_path):
+def test_the_choice_follows_what_can_be_had_and_says_so_with_what_to_expect(monkeypatch, tmp_path):
     name, recipe, reason = chosen(monkeypatch, tmp_path, "cache", "data.path=mine", "train.seed=3")
     assert name == CLIP and recipe.data.path == "mine" and recipe.train.seed == 3
     assert "in the hub's cache" in reason and "model.image.backbone=efficientnet-lite0" in reason
@@ -37,9 +37,6 @@ def test_the_choice_follows_what_can_be_had_and_says_so(monkeypatch, tmp_path):
     assert name == OWN and "efficientnet-lite0 and minilm-l6-v2" in reason and "find less" in reason
     for override in ("model.image.backbone=efficientnet-lite0", "loss.alpha=0.1"):
         assert chosen(monkeypatch, tmp_path, "cache", override)[::2] == (OWN, "")
-
-
-def test_what_to_expect_of_few_and_of_many_images_is_said_with_the_way_without_training():
     recipe = load_recipe(find_recipe(OWN), ["data.path=my pictures"])
     few, many = what_to_expect(recipe, 400), what_to_expect(recipe, 3000)
     assert few.startswith("training on 400 images: below 3,000 it finds fewer of them than their captions")

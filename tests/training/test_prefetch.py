@@ -61,7 +61,6 @@ def endless(closed):
 
 
 def test_a_consumer_that_stops_early_stops_the_thread_and_closes_the_source():
-    """By closing, by break or by an exception; the fixture sees that no thread is left."""
     closed = []
     items = prefetch(endless(closed), 2)
     assert next(items) == 0

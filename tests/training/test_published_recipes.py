@@ -29,7 +29,6 @@ RECIPES = [name for name in recipe_files() if name.startswith(("coco-", "cub-"))
 
 
 def lines_of(name):
-    """A recipe as it is, and with the override lines of its header."""
     text = recipe_files()[name].read_text(encoding="utf-8").splitlines()
     lines = [line[4:] for line in takewhile(lambda line: line.startswith("#"), text) if re.match(r"#   \S", line)]
     return [(name,), *((name, *shlex.split(line)) for line in lines if not re.search("weights=|swa_epochs", line))]
@@ -66,12 +65,10 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done():
-    """The kinds of recipes that have trained."""
     return set()
 
 
 def make_cub(folder, random):
-    """The nine classes that the recipe names, with two images of two captions each."""
     line = next(line for line in CASES["cub-pcme"] if any("classes=" in word for word in line))
     nine = list(load_recipe(find_recipe("cub-pcme"), line).data.options["classes"])
     for name in nine:
@@ -131,7 +128,6 @@ def small(recipe, folder):
 
 
 def inline(values):
-    """A table of TOML."""
     return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
 
 

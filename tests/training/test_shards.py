@@ -17,7 +17,6 @@ from sfumato.training.loop import fit
 
 
 def write_shards(split, folder, per_shard=20):
-    """A sample for every pair of a split."""
     folder.mkdir()
     for start in range(0, len(split.pairs), per_shard):
         members = []
@@ -40,7 +39,6 @@ def toy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(toy):
-    """(folder, what the training returned)."""
     recipe, stream, _ = toy
     return recipe.parent / "run", fit(load_recipe(recipe, stream), recipe.parent / "run")
 

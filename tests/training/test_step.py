@@ -26,8 +26,6 @@ N = 7
 
 
 class PatchEncoder(nn.Module):
-    """Pixels to one token for each quarter of the picture."""
-
     channels = 6
 
     def __init__(self):
@@ -50,14 +48,12 @@ def build(*, variance=True, dropout=0.0, token_dropout=0.0, image=None):
 
 
 def labels(dtype=torch.float32):
-    """The diagonal, a second match, and a soft one."""
     match = torch.eye(N, dtype=dtype)
     match[0, N - 1], match[3, 0] = 1, 0.6
     return match
 
 
 def batch(match=None):
-    """Random features, texts of different lengths."""
     generator = torch.Generator().manual_seed(5)
     image, text = (torch.randn(N, t, 6, generator=generator, dtype=torch.float64) for t in (4, 5))
     mask = torch.arange(5) < torch.tensor([5, 1, 3, 2, 5, 4, 2]).unsqueeze(1)
@@ -66,7 +62,6 @@ def batch(match=None):
 
 
 def float_batch():
-    """Pictures and features in float32."""
     pixels = torch.rand(N, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     texts = Inputs(batch().texts.values.float(), batch().texts.mask)
     return TrainBatch(Inputs(pixels), texts, lambda _: (labels(), labels().T))
@@ -123,25 +118,6 @@ def test_gradients_are_those_of_a_plain_backward_pass_whole_or_in_pieces(name, v
         assert ("pseudo_positives_i2t" in measured) == (epoch == 3)
 
 
-def test_mixed_images_are_mixed_before_they_are_encoded():
-    make = lambda: (build(image=PatchEncoder()), LOSSES["pcmepp"]().double())
-    generator = torch.Generator().manual_seed(1)
-    pixels = torch.randint(0, 256, (N, 3, 8, 8), dtype=torch.uint8, generator=generator)
-    plan = plan_mixing(N, size=(8, 8), generator=generator, fraction=1.0)
-    assert (plan.own_fraction < 1).sum() >= 4
-    match, texts = plan.match(labels()), batch().texts
-    mixed = plan.apply(pixels)
-    take = lambda _: (match, match.T)
-    _, expected = plain(*make(), TrainBatch(Inputs(mixed), texts, take))
-    model, loss = make()
-    forward_backward(model, loss, TrainBatch(Inputs(pixels), texts, take, plan), alone(), epoch=5)
-    got = gradients(model, loss)
-    for name in expected:  # The pixels are float32.
-        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
-    unmixed = plain(*make(), TrainBatch(Inputs(pixels / 255), texts, take))[1]
-    assert (unmixed["image.encoder.patches.weight"] - expected["image.encoder.patches.weight"]).abs().max() > 1e-4
-
-
 random_case = lambda: (build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]().double())
 
 
@@ -159,7 +135,7 @@ def test_the_second_pass_repeats_the_random_draws_of_the_first(micro_batch):
     assert_same_gradients(gradients(model, loss), expected)
 
 
-def test_no_more_than_a_piece_is_encoded_at_a_time_and_the_first_pass_keeps_no_graph():
+def test_no_more_than_a_piece_is_encoded_at_a_time_and_mixed_images_are_mixed_before():
     model, loss = random_case()
     seen = []
     model.image.register_forward_hook(lambda _, args, out: seen.append((len(args[0]), out.mean.requires_grad)))
@@ -168,6 +144,22 @@ def test_no_more_than_a_piece_is_encoded_at_a_time_and_the_first_pass_keeps_no_g
     seen.clear()
     forward_backward(model, loss, batch(), alone(), epoch=5)
     assert seen == [(7, True)]
+    make = lambda: (build(image=PatchEncoder()), LOSSES["pcmepp"]().double())
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (N, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    plan = plan_mixing(N, size=(8, 8), generator=generator, fraction=1.0)
+    assert (plan.own_fraction < 1).sum() >= 4
+    match, texts = plan.match(labels()), batch().texts
+    mixed = plan.apply(pixels)
+    take = lambda _: (match, match.T)
+    _, expected = plain(*make(), TrainBatch(Inputs(mixed), texts, take))
+    model, loss = make()
+    forward_backward(model, loss, TrainBatch(Inputs(pixels), texts, take, plan), alone(), epoch=5)
+    got = gradients(model, loss)
+    for name in expected:  # The pixels are float32.
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
+    unmixed = plain(*make(), TrainBatch(Inputs(pixels / 255), texts, take))[1]
+    assert (unmixed["image.encoder.patches.weight"] - expected["image.encoder.patches.weight"]).abs().max() > 1e-4
 
 
 def test_bfloat16_is_for_encoders_and_the_linear_maps_of_heads():
@@ -258,7 +250,6 @@ def test_a_run_that_diverges_takes_no_half_step_and_keeps_its_last_epoch(tmp_pat
 
 
 def test_the_encoders_are_compiled_when_asked_and_the_result_is_used(tmp_path, monkeypatch):
-    """torch.compile is replaced by something that counts; the released code compiled and went on with what it had."""
     compiled, calls = [], []
 
     def spy(function, **options):

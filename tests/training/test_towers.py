@@ -31,7 +31,7 @@ def vectors_file(folder):
     return path
 
 
-def test_a_run_needs_its_file_of_word_vectors_once(tmp_path, capsys):
+def test_a_run_needs_its_file_of_word_vectors_once_and_refuses_what_has_no_effect(tmp_path, capsys):
     toy, path = make_toy(tmp_path), vectors_file(tmp_path)
     changes = [GRU, f"model.text.vectors={path}", "model.text.freeze=true", "train.epochs=1", "train.ema_decay=0.5"]
     fit(load_recipe(toy, changes), tmp_path / "run")
@@ -42,6 +42,16 @@ def test_a_run_needs_its_file_of_word_vectors_once(tmp_path, capsys):
     id_of = model.text.processor.tokenizer.token_to_id
     vectors = model.text.encoder.words.weight
     torch.testing.assert_close(vectors[[id_of("red"), id_of("some")]], torch.tensor([RED, SOME]), rtol=0, atol=0)
+    stage = "optim.first_stage_epochs"
+    points = ["model.local_attention=true", "model.embeddings=2", "model.variance=false", "loss.beta=0"]
+    for overrides, message in (
+        ([f"{stage}=3"], f"{stage}=3 leaves no epoch of train.epochs=3 for the second stage"),
+        ([f"{stage}=1", "optim.freeze_image_epochs=1"], "leave out optim.freeze_image_epochs"),
+        (points, "leave out model.local_attention"),
+        (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase changes pixels"),
+        (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words changes the texts"),
+    ):  # fmt: skip
+        raises(UserError, message, load_recipe, toy, overrides)
 
 
 def test_several_processes_average_running_statistics_and_no_word_vectors(monkeypatch):
@@ -155,16 +165,3 @@ def test_infonce_keeps_its_scale_below_the_largest_and_a_free_scale_that_crosses
     recipe = load_recipe(toy, ["loss.free_scale=true", "optim.logits_lr_multiplier=1e4"])
     message = r"epoch 1, step \d+: the free scale of the match logits is -"
     raises(DivergedError, message, fit, recipe, tmp_path / "free")
-
-
-def test_what_would_have_no_effect_is_refused(tmp_path):
-    toy, stage = make_toy(tmp_path), "optim.first_stage_epochs"
-    points = ["model.local_attention=true", "model.embeddings=2", "model.variance=false", "loss.beta=0"]
-    for overrides, message in (
-        ([f"{stage}=3"], f"{stage}=3 leaves no epoch of train.epochs=3 for the second stage"),
-        ([f"{stage}=1", "optim.freeze_image_epochs=1"], "leave out optim.freeze_image_epochs"),
-        (points, "leave out model.local_attention"),
-        (["model.image.kind=frozen", "augment.erase=0.2"], "augment.erase changes pixels"),
-        (["model.text.kind=frozen", "augment.drop_words=0.2"], "augment.drop_words changes the texts"),
-    ):  # fmt: skip
-        raises(UserError, message, load_recipe, toy, overrides)

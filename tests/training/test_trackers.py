@@ -26,7 +26,6 @@ def test_a_callback_gets_every_epoch_once(tmp_path):
 
 
 def trained(tmp_path, tracker):
-    """The folder of a run with a tracker."""
     fit(load_recipe(make_toy(tmp_path), [*CHANGES, f"train.tracker={tracker}"]), tmp_path / "run")
     return tmp_path / "run"
 

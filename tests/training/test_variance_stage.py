@@ -70,13 +70,24 @@ def test_what_belongs_to_the_log_variance_learns_with_it_and_nothing_else(option
     assert all(k.startswith(tuple(LEARN[option])) for k in changed)
 
 
-def test_two_equal_fits_are_bitwise_equal_and_seeds_differ():
+def test_equal_fits_are_equal_and_only_estimators_of_a_gallery_can_teach(monkeypatch):
     results = []
     for seed in (1, 1, 2):
         built, store = tower()
         fit_variance_stage(built, store, SPREAD, np.arange(len(WORDS)), SHORT, seed=seed)
         results.append(built.embed(store).log_var)
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    message = "known: dispersion, listed_matches, expected_matches, match_entropy,"
+    for name in ("total_variance", "best"):
+        raises(UserError, message, teacher_values, VarianceStageConfig(teacher=name), *related(), "t2i")
+    texts, images, relevance = related()
+    config = VarianceStageConfig(teacher="top1_mismatch")
+    taught = lambda: teacher_values(config, texts, images, relevance, "t2i", seed=1)
+    whole = taught()
+    monkeypatch.setattr(variance_stage, "_N_GALLERY", 50)
+    part = taught()
+    assert not torch.equal(whole, part)
+    assert spearman(whole.numpy(), part.numpy()) > 0.3
 
 
 def related(seed=0, n=120, m=80):
@@ -103,23 +114,6 @@ def test_a_teacher_gives_its_value_over_the_training_gallery_scaled_to_1(teacher
     }[teacher].numpy()
     low, high = np.quantile(slow, [0.01, 0.99])
     np.testing.assert_allclose(found, np.clip((slow - low) / (high - low), 0, 1), atol=1e-4)
-
-
-def test_a_teacher_can_see_a_part_of_the_gallery(monkeypatch):
-    texts, images, relevance = related()
-    config = VarianceStageConfig(teacher="top1_mismatch")
-    taught = lambda: teacher_values(config, texts, images, relevance, "t2i", seed=1)
-    whole = taught()
-    monkeypatch.setattr(variance_stage, "_N_GALLERY", 50)
-    part = taught()
-    assert not torch.equal(whole, part)
-    assert spearman(whole.numpy(), part.numpy()) > 0.3
-
-
-def test_only_estimators_that_look_at_a_gallery_can_teach():
-    message = "known: dispersion, listed_matches, expected_matches, match_entropy,"
-    for name in ("total_variance", "best"):
-        raises(UserError, message, teacher_values, VarianceStageConfig(teacher=name), *related(), "t2i")
 
 
 def test_a_run_with_a_second_stage_differs_in_variances_alone_and_has_it_once(tmp_path, capsys):
