@@ -168,9 +168,8 @@ class Chart:
 def _environment(*folders: Path) -> "jinja2.Environment":
     import jinja2
 
-    templates = jinja2.ChoiceLoader(
-        [jinja2.PackageLoader("sfumato", "reports/templates"), *map(jinja2.FileSystemLoader, folders)]
-    )
+    packaged = jinja2.PackageLoader("sfumato", "reports/templates")
+    templates = jinja2.ChoiceLoader([packaged, *map(jinja2.FileSystemLoader, folders)])
     return jinja2.Environment(loader=templates, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 

@@ -113,9 +113,8 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
 
         call.__annotations__ = {name: hint for name, hint, _ in taken}
         kind = inspect.Parameter.KEYWORD_ONLY
-        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, kind, default=default, annotation=hint) for name, hint, default in taken]
-        )
+        parameters = [inspect.Parameter(name, kind, default=value, annotation=hint) for name, hint, value in taken]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return (of or app).command()(call)
 
     return register

@@ -251,9 +251,8 @@ def _evaluate(
     chosen, embedded = opened.model.ranking_distance(flags.distance), None
     options.check_samples(chosen)
     if flags.per_query or ground_truths:
-        embedded = embed_for_evaluation(
-            opened.model, opened.data, opened.split, ground_truths=ground_truths, process_group=group
-        )  # fmt: skip
+        data = opened.model, opened.data, opened.split
+        embedded = embed_for_evaluation(*data, ground_truths=ground_truths, process_group=group)
     result: Evaluation | Measured | None = None
     name = f"evaluation-{opened.split}-{chosen.name}"
     if benchmark is None:

@@ -49,10 +49,8 @@ def refuse_cocos_own(path: Path, loaded: Any) -> None:
     """Raise an error that names the way out where a Karpathy split file is expected and COCO's own file was given."""
     kind = json_kind(loaded)
     if kind == "coco":
-        raise UserError(
-            f"{path}: this is COCO's own captions file, not a Karpathy split file. Read it with data.source=coco"
-            f" data.path={path}; Karpathy's dataset_coco.json, which has the test split of the papers, is another file"
-        )
+        way = f"Read it with data.source=coco data.path={path}; Karpathy's dataset_coco.json has the papers' test split"
+        raise UserError(f"{path}: this is COCO's own captions file, not a Karpathy split file. {way}")
     if kind == "instances":
         found = f"{path}: COCO's annotations without captions"
         raise UserError(f"{found}; expected Karpathy's dataset_coco.json, or captions_*.json with data.source=coco")

@@ -114,9 +114,8 @@ def load_emoji(
             *parse_part(held_out_wordings),
         )
     if held_out_concepts:
-        new_concept = _dealt(
-            len(concepts), lambda c: uniform_hash("concept " + concepts[c]["hexcode"]), *parse_part(held_out_concepts)
-        )
+        parts = parse_part(held_out_concepts)
+        new_concept = _dealt(len(concepts), lambda c: uniform_hash("concept " + concepts[c]["hexcode"]), *parts)
 
     def split(styles: list[str], chosen: list[int], kept: np.ndarray | None = None) -> PairData:
         drawn = [(c, style) for c in chosen for style in styles if style in concepts[c]["styles"]]

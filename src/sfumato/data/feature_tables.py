@@ -194,9 +194,8 @@ def vectors_of(chunks: Sequence[Any], what: str) -> np.ndarray:
 
 
 def _is_list_of_floats(kind: Any) -> bool:
-    return str(kind).startswith(("list<", "large_list<", "fixed_size_list<")) and any(
-        str(kind.value_type) == name for name in ("halffloat", "float", "double")
-    )
+    lists = str(kind).startswith(("list<", "large_list<", "fixed_size_list<"))
+    return lists and str(kind.value_type) in ("halffloat", "float", "double")
 
 
 def _pickled(path: Path) -> bool:

@@ -123,10 +123,8 @@ def _class_list(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"cannot read the list {path}: {error}; data.options.lists is the folder of the splits of Xian et al., CVPR"
-            " 2017, which the code of PCME has in datasets/annotations/cub"
-        ) from error
+        lists = "the folder of the splits of Xian et al., CVPR 2017, in the code of PCME datasets/annotations/cub"
+        raise UserError(f"cannot read the list {path}: {error}; data.options.lists is {lists}") from error
     return [line.strip() for line in lines if line.strip()]
 
 
@@ -276,11 +274,10 @@ class _Listed:
 def _row_by_row(tables: _Tables) -> _Listed:
     n, m = (named.table.n for named in tables)
     if n != m:
-        raise UserError(
-            f"{tables[0].table.name} has {n} rows and {tables[1].table.name} has {m}; without pairs row i belongs"
-            " to row i. Name the pairs in a file with the columns image and text: data.path=pairs.csv (sfumato adopt:"
-            " --pairs pairs.csv; in Python: pairs=)"
-        )
+        sizes = f"{tables[0].table.name} has {n} rows and {tables[1].table.name} has {m}"
+        way = "Name the pairs in a file with the columns image and text: data.path=pairs.csv"
+        other = "sfumato adopt: --pairs pairs.csv; in Python: pairs="
+        raise UserError(f"{sizes}; without pairs row i belongs to row i. {way} ({other})")
     return _Listed(np.stack([np.arange(n)] * 2, axis=1), [""] * n, [""] * n)
 
 
@@ -321,10 +318,8 @@ def _from_rows(path: Path, tables: _Tables, problems: Problems) -> tuple[_Tables
             captions.append(own[3])
     if not names:
         raise UserError(f"{path} names no usable pair:\n{problems.summary()}")
-    columns = [
-        _positions([own[k] for own in names], named, side, locations)
-        for k, (side, named) in enumerate(zip(_SIDES, tables, strict=True))
-    ]
+    sides = enumerate(zip(_SIDES, tables, strict=True))
+    columns = [_positions([own[k] for own in names], named, side, locations) for k, (side, named) in sides]
     if any(captions):
         wordings = list(tables[1].captions or [""] * tables[1].table.n)
         for text, caption in zip(reversed(columns[1]), reversed(captions), strict=True):
@@ -335,10 +330,9 @@ def _from_rows(path: Path, tables: _Tables, problems: Problems) -> tuple[_Tables
 
 def _rows(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix.lower() in (".npy", ".npz", ".safetensors"):
-        raise UserError(
-            f"{path} holds embeddings, not pairs; pairs are a .csv, .jsonl or .parquet file with the columns image and"
-            " text, of ids or row numbers. Without pairs row i of the images belongs to row i of the texts"
-        )
+        form = "pairs are a .csv, .jsonl or .parquet file with the columns image and text, of ids or row numbers"
+        without = "Without pairs row i of the images belongs to row i of the texts"
+        raise UserError(f"{path} holds embeddings, not pairs; {form}. {without}")
     if path.suffix.lower() != ".json":
         yield from usable_rows(path, problems, _SIDES)
         return

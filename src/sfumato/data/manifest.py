@@ -276,10 +276,8 @@ def _nothing_usable(source: Path, problems: Problems) -> UserError:
     if problems.left_out:
         return UserError(f"{source} holds no usable pair of image and caption:\n{problems.summary()}")
     if source.is_dir():
-        return UserError(
-            f"{source} holds no image ({spelt(IMAGE_ENDINGS)}); expected images, each with a .txt file of"
-            " the same name that holds its captions, one a line"
-        )
+        expected = "expected images, each with a .txt file of the same name that holds its captions, one a line"
+        return UserError(f"{source} holds no image ({spelt(IMAGE_ENDINGS)}); {expected}")
     return UserError(f"{source} is empty; expected a line for each image, with its path and its captions")
 
 

@@ -78,9 +78,8 @@ class PairData:
         Returns:
             (n, m): image -> its matching texts.
         """
-        return Relevance.from_pairs(
-            self.pairs[:, 0], self.pairs[:, 1], n_queries=len(self.image_ids), n_gallery=len(self.text_ids)
-        )
+        n, m = len(self.image_ids), len(self.text_ids)
+        return Relevance.from_pairs(self.pairs[:, 0], self.pairs[:, 1], n_queries=n, n_gallery=m)
 
     def match(self, image_index: np.ndarray, text_index: np.ndarray) -> np.ndarray:
         """The labels of all pairs of some images and texts.
@@ -348,9 +347,8 @@ class Grades:
         n_texts = np.bincount(image, minlength=len(data.image_ids))
         of_pair, entry = self._texts.take(text)
         ends = np.cumsum(np.bincount(image[of_pair], minlength=len(data.image_ids)))
-        self._images = _Rows(
-            np.concatenate([[0], ends]), self._texts.word[entry], self._texts.weight[entry] / n_texts[image[of_pair]]
-        )
+        weight = self._texts.weight[entry] / n_texts[image[of_pair]]
+        self._images = _Rows(np.concatenate([[0], ends]), self._texts.word[entry], weight)
 
     def __call__(self, images: np.ndarray, texts: np.ndarray) -> np.ndarray:
         """(r,) and (c,) positions -> (r, c) float32 in [0, 1], the mean cosine of each text with each image's texts."""

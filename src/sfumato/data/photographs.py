@@ -244,9 +244,8 @@ def _of_xmp(packet: bytes) -> Found:
     text = packet.decode("utf-8-sig").strip("\0 \r\n\t")
     if not text or "<!DOCTYPE" in text or "<!ENTITY" in text:
         return
-    named = (
-        one for one in ElementTree.fromstring(text).iter() if one.tag in _XMP or not _XMP.keys().isdisjoint(one.attrib)
-    )
+    every = ElementTree.fromstring(text).iter()
+    named = (one for one in every if one.tag in _XMP or not _XMP.keys().isdisjoint(one.attrib))
     for element in itertools.islice(named, _MOST_ELEMENTS):
         yield from ((_XMP[name], value) for name, value in element.attrib.items() if name in _XMP)
         if field := _XMP.get(element.tag):

@@ -281,11 +281,10 @@ class ShardStream:
                 yield sample
             self.problems.check(self._usable, self.max_problem_fraction)
             if not found:
-                raise UserError(
-                    f"process {self.rank} of {self.n_processes} found no usable sample in {len(own)} shards, the first"
-                    f" {self.shards[own[0]]}; a sample is KEY.jpg, .jpeg, .png or .webp with KEY.txt or KEY.json:\n"
-                    f"{self.problems.summary()}"
-                )
+                none = f"process {self.rank} of {self.n_processes} found no usable sample in {len(own)} shards"
+                form = "a sample is KEY.jpg, .jpeg, .png or .webp with KEY.txt or KEY.json"
+                first = self.shards[own[0]]
+                raise UserError(f"{none}, the first {first}; {form}:\n{self.problems.summary()}")
 
     def skip(self, key: str, reason: str) -> None:
         """Record a sample that turns out to be unusable, for instance because its image cannot be decoded.

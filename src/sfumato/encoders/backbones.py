@@ -236,21 +236,17 @@ def foreign_towers(folder: Path) -> TwoTowers | None:
     if not found:
         return None
     *graphs, settings, place = found[0]
-    files = [
-        folder / settings,
-        folder / "config.json",
-        *(folder / place / name for name in ("tokenizer.json", "tokenizer_config.json")),
-    ]
+    tokens = (folder / place / name for name in ("tokenizer.json", "tokenizer_config.json"))
+    files = [folder / settings, folder / "config.json", *tokens]
     try:
         size, fit, *pixels = _prepared(read_json(files[0]))
         tokenizer, clean = _tokenizer(Tokenizer.from_file(str(files[2])), read_json(files[1]), read_json(files[3]))
         image = OnnxTower(ImageFileProcessor(size, fit=fit), folder / graphs[0], pixels=(pixels[0], pixels[1]))
     except Exception as error:  # The tokenizer's library raises no narrower class.
-        raise UserError(
-            f"{folder}: holds ONNX graphs, but not the settings of images and texts as immich or transformers.js write"
-            f" them, or others than sfumato knows ({type(error).__name__}: {first_line(error)}); expected"
-            f" {', '.join(str(file.relative_to(folder)) for file in files)}"
-        ) from error
+        held = "holds ONNX graphs, but not the settings of images and texts as immich or transformers.js write them"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        expected = ", ".join(str(file.relative_to(folder)) for file in files)
+        raise UserError(f"{folder}: {held}, or others ({reason}); expected {expected}") from error
     text = OnnxTower(EncodedTexts(tokenizer, clean), folder / graphs[1])
     own = [file for graph in graphs for file in sorted((folder / graph).parent.glob(f"{Path(graph).name}*"))]
     return TwoTowers(image, text, _digest([*own, *files]))

@@ -391,9 +391,8 @@ class UncTokenTextEncoder(_UncTokenEncoder):
         extra = [token for token in (self.variance_token, self.class_token) if token is not None]
         embedded = self.encoder.embeddings(inputs.values)
         embedded = torch.cat([embedded, *(token.expand(len(embedded), 1, -1) for token in extra)], 1)
-        tokens = self.encoder.tokens(
-            embedded, None, causal=self.causal and mask is None, attention=_attention(mask, len(extra), self.causal)
-        ).mean
+        visible = _attention(mask, len(extra), self.causal)
+        tokens = self.encoder.tokens(embedded, None, causal=self.causal and mask is None, attention=visible).mean
         text, unc, last = tokens[:, : -len(extra)], tokens[:, -len(extra), None], tokens[:, -1:]
         if self.released:
             return TokenFeatures(last)

@@ -162,10 +162,9 @@ class RegionStore:
             try:
                 found.append(self.processor.prepare(self.items[position]()))
             except (ValueError, OSError) as error:
-                raise OSError(
-                    f"the features at position {position} can no longer be read: {error}. They were readable when the"
-                    " data were checked. Check that the file is unchanged and that its disk is mounted"
-                ) from error
+                reason = f"the features at position {position} can no longer be read: {error}"
+                way = "Check that the file is unchanged and that its disk is mounted"
+                raise OSError(f"{reason}. They were readable when the data were checked. {way}") from error
         return self.processor.stack(found).batch(np.arange(len(found)))
 
 

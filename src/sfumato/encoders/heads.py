@@ -112,9 +112,8 @@ class GPO(Pooling):
     def weights(self, lengths: Tensor) -> Tensor:
         """The weights of the sorted values. lengths (u,) -> (u, max)."""
         codes = _position_codes(int(lengths.max()), self.d_pe).to(self.linear.weight)
-        packed = pack_padded_sequence(
-            codes.expand(len(lengths), -1, -1), lengths.cpu(), batch_first=True, enforce_sorted=False
-        )
+        inputs, sizes = codes.expand(len(lengths), -1, -1), lengths.cpu()
+        packed = pack_padded_sequence(inputs, sizes, batch_first=True, enforce_sorted=False)
         hidden, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True)
         scores = self.linear(hidden.unflatten(-1, (2, -1)).mean(-2)).squeeze(-1)
         beyond = torch.arange(scores.shape[1], device=scores.device) >= lengths.unsqueeze(1)
@@ -199,9 +198,8 @@ class _LocalAttention(nn.Module):
         super().__init__()
         self.squash = squash
         hidden = max(1, channels // 2)
-        self.attention = nn.Sequential(
-            nn.Linear(channels, hidden, bias=False), nn.Tanh(), nn.Linear(hidden, embeddings, bias=False)
-        )
+        first, second = nn.Linear(channels, hidden, bias=False), nn.Linear(hidden, embeddings, bias=False)
+        self.attention = nn.Sequential(first, nn.Tanh(), second)
         self.linear = nn.Linear(channels, dim)
 
     def forward(self, features: Tensor, mask: Tensor | None) -> Tensor:

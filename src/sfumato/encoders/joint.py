@@ -318,11 +318,10 @@ def save_model_object(model: Any, folder: Path) -> None:
         loaded = np.ravel(joint_backbone(str(folder), side)([stored])[0])
         error = np.abs(loaded - expected).max() / np.abs(expected).max() if loaded.shape == expected.shape else np.inf
         if not error < tolerance:
-            raise UserError(
-                f"model: the {side} side of this model embeds otherwise when it is loaded again (difference"
-                f" {error:.1g} of the largest number): it has settings that {architecture or 'its folder'} does not"
-                " say. Embed with it, and give the arrays to sfumato.adopt"
-            )
+            other = f"embeds otherwise when it is loaded again (difference {error:.1g} of the largest number)"
+            why = f"it has settings that {architecture or 'its folder'} does not say"
+            way = "Embed with it, and give the arrays to sfumato.adopt"
+            raise UserError(f"model: the {side} side of this model {other}: {why}. {way}")
     network.train(was_training)
 
 

@@ -338,10 +338,8 @@ class MiniLM:
             if (self._cut.truncation or {}).get("max_length") != max_tokens:
                 self._cut.enable_truncation(max_tokens)
             found = self._cut.encode_batch(texts)
-        return {
-            "input_ids": np.array([one.ids for one in found], np.int64),
-            "attention_mask": np.array([one.attention_mask for one in found], np.int64),
-        }
+        masks = np.array([one.attention_mask for one in found], np.int64)
+        return {"input_ids": np.array([one.ids for one in found], np.int64), "attention_mask": masks}
 
     def states(self, tokens: Mapping[str, np.ndarray], layers: Sequence[int]) -> list[np.ndarray]:
         states = self._states(tokens, [*layers, LAYERS])

@@ -130,10 +130,9 @@ class ImageFileStore:
             try:
                 pixels[i] = decode(i, _bytes(self.items[position]()))
             except (ValueError, OSError) as error:
-                raise OSError(
-                    f"the image at position {position} can no longer be read: {error}. It was readable when the data"
-                    " were checked. Check that the file is unchanged and that its disk is mounted"
-                ) from error
+                reason = f"the image at position {position} can no longer be read: {error}"
+                way = "Check that the file is unchanged and that its disk is mounted"
+                raise OSError(f"{reason}. It was readable when the data were checked. {way}") from error
 
         with ThreadPoolExecutor(self.workers) as pool:
             for _ in pool.map(fill, range(len(index))):
@@ -189,9 +188,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         found = f"{len(tokens)} single characters do not fit into a vocabulary of {vocabulary} tokens"
         raise ValueError(f"train_tokenizer: {found}; raise model.text.vocabulary")
     for counts in (words, endings):
-        ranked = sorted(
-            (token for token in counts if counts[token] > 1 or counts is words), key=lambda t: (-counts[t], t)
-        )
+        usual = (token for token in counts if counts[token] > 1 or counts is words)
+        ranked = sorted(usual, key=lambda t: (-counts[t], t))
         tokens += ranked[: vocabulary - len(tokens)]
     tokenizer.model = models.WordPiece({t: i for i, t in enumerate(dict.fromkeys(tokens))}, unk_token="[UNK]")
     return tokenizer

@@ -202,22 +202,16 @@ def small_tokenizer(config: SmallTextConfig, texts: Iterable[str]) -> Tokenizer:
 class _Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.inner = nn.Sequential(
-            _convolution(channels, channels),
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
+        second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.inner = nn.Sequential(_convolution(channels, channels), second, nn.BatchNorm2d(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x + self.inner(x))
 
 
 def _convolution(channels_in: int, channels_out: int, *, kernel: int = 3, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=kernel // 2, bias=False),
-        nn.BatchNorm2d(channels_out),
-        nn.ReLU(inplace=True),
-    )
+    filters = nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(filters, nn.BatchNorm2d(channels_out), nn.ReLU(inplace=True))
 
 
 States = Literal["final", "all"]

@@ -188,9 +188,8 @@ def pmrp(instances: Sequence[Path], captions: GroundTruth, folded: GroundTruth) 
     for zeta in _ZETAS:
         name = f"pmrp@{zeta}"
         t2i = relevance_from_table(difference <= zeta).select_queries(image_of_text)
-        ground_truths[name] = GroundTruth(
-            name, image_ids, text_ids, t2i.transpose(), t2i, ("r_precision",), averaged_as="pmrp", source=source
-        )
+        listed = t2i.transpose(), t2i, ("r_precision",)
+        ground_truths[name] = GroundTruth(name, image_ids, text_ids, *listed, averaged_as="pmrp", source=source)
     for zeta in _ZETAS:
         name = f"pmrp_1k@{zeta}"
         ground_truths[name] = in_folds_of(folded, ground_truths[f"pmrp@{zeta}"], name=name, averaged_as="pmrp_1k")

@@ -120,11 +120,9 @@ def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str) 
     if annotations is not None and annotations.is_file():
         by_name = read_coco(annotations, split=split)
     elif split not in ("test", "testall"):  # The second name is that of SCAN's features.
-        raise UserError(
-            f"CxC and ECCV Caption are of the test split; for --split {split} name Karpathy's file with --annotations"
-            " dataset_coco.json, or --benchmark-split test if the split holds the benchmark's images, as COCO's own"
-            " val2014 does"
-        )
+        way = f"for --split {split} name Karpathy's file with --annotations dataset_coco.json"
+        more = "or --benchmark-split test if the split holds the benchmark's images, as COCO's own val2014 does"
+        raise UserError(f"CxC and ECCV Caption are of the test split; {way}, {more}")
     else:
         by_name = eccv_caption(annotations)
     if instances:
@@ -134,11 +132,10 @@ def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str) 
 
 def _read_cub(captions: Path, classes: Path | None, split: str) -> GroundTruth:
     if classes is None:
-        raise UserError(
-            "CUB's 200 classes are divided into classes to train on and classes to test on; name with a further"
-            " --annotations the folder of the public lists (testclasses.txt, trainvalclasses.txt, ...), from which"
-            f" --split chooses ({', '.join(CUB_SPLITS)}), or a file with the names of the classes"
-        )
+        lists = "the folder of the public lists (testclasses.txt, trainvalclasses.txt, ...)"
+        ways = f"{lists}, from which --split chooses ({', '.join(CUB_SPLITS)}), or a file with the names of the classes"
+        found = "CUB's 200 classes are divided into classes to train on and classes to test on"
+        raise UserError(f"{found}; name with a further --annotations {ways}")
     if classes.is_dir():
         return cub_split(captions, classes, split)
     if split != "test":
@@ -305,10 +302,8 @@ def measure_scores(
     measured = _measured(f"{scores_are} matrix", Scores(scores, SCORES_ARE[scores_are]), ids, ground_truths)
     if (place := _mean_place(measured.ranks)) > _BACKWARDS:
         other = next(kind for kind in SCORES_ARE if kind != scores_are)
-        say(
-            f"note: matches stand at {place:.0%} of the ranking on average, where a random order has 50%: are the"
-            f" scores a {other}? --scores-are {other} ranks the other way round"
-        )
+        found = f"matches stand at {place:.0%} of the ranking on average, where a random order has 50%"
+        say(f"note: {found}: are the scores a {other}? --scores-are {other} ranks the other way round")
     return replace(measured, ids={"images": str(image_ids or _OF_TRUTH), "texts": str(text_ids or _OF_TRUTH)})
 
 
@@ -365,9 +360,8 @@ def _check_files(files: Files, score: str | None) -> None:
     if files.scores_are is not None and files.scores is None:
         raise UserError("--scores-are belongs to a matrix of scores; add --scores FILE, or leave it out")
     if not pair and score is not None:
-        what = (
-            "ranked lists are already ranked" if files.ranked is not None else "a matrix of scores is ranked as it is"
-        )
+        ranked = files.ranked is not None
+        what = "ranked lists are already ranked" if ranked else "a matrix of scores is ranked as it is"
         raise UserError(f"{what}; leave out --score")
 
 

@@ -116,9 +116,8 @@ def audit_pairs(
     image, text = relevance.query_of_item, relevance.indices
     by_text = np.lexsort((image, text))
     of_images = _side(images, texts, relevance, get_distance(distance), memory_mb, progress)
-    found = _side(
-        texts, images, relevance.transpose(), get_distance(distance).for_direction("t2i"), memory_mb, progress
-    )
+    t2i = get_distance(distance).for_direction("t2i")
+    found = _side(texts, images, relevance.transpose(), t2i, memory_mb, progress)
     back = np.empty_like(by_text)
     back[by_text] = np.arange(len(by_text))
     of_texts = _Side(found.distance[back], found.rank[back], found.near, found.near_distance)

@@ -213,11 +213,8 @@ def samples_of(distance: Distance) -> dict[str, int] | None:
 def _multiplicity(uncertainty: np.ndarray, counts: np.ndarray) -> dict[str, float | None] | None:
     if counts.max(initial=0) <= 1:
         return None
-    return {
-        "all": none_if_nan(spearman(uncertainty, counts)),
-        "balanced": none_if_nan(balanced_spearman(uncertainty, counts)),
-        "n_texts": len(counts),
-    }
+    balanced = none_if_nan(balanced_spearman(uncertainty, counts))
+    return {"all": none_if_nan(spearman(uncertainty, counts)), "balanced": balanced, "n_texts": len(counts)}
 
 
 Similarity = Literal["cosine", "dot"]

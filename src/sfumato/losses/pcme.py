@@ -134,9 +134,8 @@ def _sampled_noise(
     """(n, s, d) and (m, s, d) noise for all images and all texts of the batch, always in float32."""
     # A checksum, as equal seeds of several generators would be correlated: a generator on the CPU takes 32 bits.
     generator = torch.Generator().manual_seed(zlib.crc32(f"0 {step}".encode()))
-    image, text = (
-        torch.randn((x.n, options.n_samples, x.d), generator=generator).to(x.device) for x in (images, texts)
-    )
+    shape = options.n_samples, images.d
+    image, text = (torch.randn((x.n, *shape), generator=generator).to(x.device) for x in (images, texts))
     return image, text
 
 

@@ -61,10 +61,8 @@ def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | No
 def _dual_encoder(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> DualEncoder:
     # Texts with token ids are augmented before the encoder reads them; only features are dropped here.
     text_tokens = 0.0 if encoder_entry("text", config.text.kind).tokenizer else augment.text_tokens
-    return DualEncoder(
-        _tower("image", config, assets, augment.image_tokens, config.image.drops_tokens),
-        _tower("text", config, assets, text_tokens, False),
-    )
+    image = _tower("image", config, assets, augment.image_tokens, config.image.drops_tokens)
+    return DualEncoder(image, _tower("text", config, assets, text_tokens, False))
 
 
 def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float, encoder_drops: bool) -> Tower:

@@ -212,15 +212,12 @@ def _hits(
     """The logits of hits given the nearest items, and the scores by them of each half by the fit on the other."""
     halves = [_nearest_items(queries, half, logit, population) for half in (False, True)]
     sizes = [int((queries.half == half).sum()) for half in (False, True)]
-    of_false, of_true = (
-        ConditionalLogits.fit(items, n_queries=n, population=population) for items, n in zip(halves, sizes, strict=True)
-    )
+    both = zip(halves, sizes, strict=True)
+    of_false, of_true = (ConditionalLogits.fit(items, n_queries=n, population=population) for items, n in both)
     fitted = ConditionalLogits.fit([*halves[0], *halves[1]], n_queries=sum(sizes), population=population)
     pairs = ((of_false, halves[1]), (of_true, halves[0]))
-    with_first, without = (
-        sum(fit.first_hit_loss(other) for fit, other in chosen)
-        for chosen in (pairs, [(replace(fit, first=None), other) for fit, other in pairs])
-    )
+    bare = [(replace(fit, first=None), other) for fit, other in pairs]
+    with_first, without = (sum(fit.first_hit_loss(other) for fit, other in chosen) for chosen in (pairs, bare))
     if with_first >= without:  # What reference queries say does not carry over from one half to the other.
         of_false, of_true, fitted = (replace(fit, first=None) for fit in (of_false, of_true, fitted))
 

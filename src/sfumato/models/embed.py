@@ -102,10 +102,8 @@ def say_problems(problems: Problems) -> None:
 def embed_split(model: TwoTowers, split: PreparedSplit, process_group: ProcessGroup | None = None) -> Sides:
     """Embed a split; each process computes its part, and every process returns all embeddings."""
     process_group = process_group or alone()
-    image, text = (
-        _embed_part(tower, store, process_group)
-        for tower, store in ((model.image, split.images), (model.text, split.texts))
-    )
+    sides = (model.image, split.images), (model.text, split.texts)
+    image, text = (_embed_part(tower, store, process_group) for tower, store in sides)
     return image, text
 
 

@@ -68,10 +68,8 @@ class UnfamiliarTexts:
     def of(self, texts: Sequence[str], pieces: Pieces) -> list[bool]:
         """Which texts are unfamiliar."""
         above = self.score(texts, pieces) > self.threshold
-        return [
-            bool(over) and not all(word.lower() in self.words for word in _WORD.findall(text))
-            for text, over in zip(texts, above, strict=True)
-        ]
+        known = [all(word.lower() in self.words for word in _WORD.findall(text)) for text in texts]
+        return [bool(over) and not familiar for over, familiar in zip(above, known, strict=True)]
 
     def save(self, path: str | Path) -> None:
         """Write the judge into a JSON file, atomically."""
@@ -99,9 +97,8 @@ def remember_words(model: TwoTowers, texts: Sequence[str], path: Path) -> None:
 def nonsense(n: int, *, seed: int = 0) -> list[str]:
     """Made-up texts of one or two words: the even ones of random letters, the odd ones of syllables."""
     random = np.random.default_rng(seed)
-    letters, vowels, consonants = (
-        np.array(list(some)) for some in ("abcdefghijklmnopqrstuvwxyz", "aeiou", "bcdfghjklmnprstvwz")
-    )
+    kinds = "abcdefghijklmnopqrstuvwxyz", "aeiou", "bcdfghjklmnprstvwz"
+    letters, vowels, consonants = (np.array(list(some)) for some in kinds)
 
     def letters_of_a_word() -> str:
         return "".join(random.choice(letters, random.integers(4, 10)))

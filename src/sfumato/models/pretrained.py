@@ -60,10 +60,8 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
         image_head = GaussianHead(vision.width, dim, HeadOptions(pooling="first"))
         text_head = GaussianHead(text.width, dim, HeadOptions(pooling="last"))
         image_encoder = vision.image_encoder(CLIP_MEAN, CLIP_STD, own, final_norm=True)
-        return DualEncoder(
-            Tower(ImageFileProcessor(vision.size, fit="crop"), image_encoder, image_head),
-            Tower(_clip_processor(find, text), text.text_encoder(text_own), text_head),
-        )
+        image = Tower(ImageFileProcessor(vision.size, fit="crop"), image_encoder, image_head)
+        return DualEncoder(image, Tower(_clip_processor(find, text), text.text_encoder(text_own), text_head))
 
     prefixes = {"image.encoder.": "visual.", "text.encoder.": ""}
     projections = {
@@ -73,9 +71,8 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
         "text.head.log_var.linear": "uncertainty_text_projection",
     }
     others: Shapes = {name: ((vision if "visual" in name else text).width, dim) for name in projections.values()}
-    model, state = renamed(
-        build, prefixes, tensors, where, others | {"logit_scale": (), "shift": (1,), "negative_scale": (1,)}
-    )
+    shapes = others | {"logit_scale": (), "shift": (1,), "negative_scale": (1,)}
+    model, state = renamed(build, prefixes, tensors, where, shapes)
     for ours, released in projections.items():
         state |= projection(ours, tensors[released])
     return Layout(model, state, number_of(tensors["negative_scale"]), number_of(tensors["shift"]))
@@ -111,10 +108,9 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     def build() -> DualEncoder:
         image = UncTokenImageEncoder(vision.image_encoder(CLIP_MEAN, CLIP_STD, 0, final_norm=True), released=True)
         heads = [GaussianHead(width, dim, HeadOptions(pooling="first")) for width in (vision.width, text.width)]
-        return DualEncoder(
-            Tower(ImageFileProcessor(vision.size, fit="crop-nearest"), image, heads[0]),
-            Tower(processor, UncTokenTextEncoder(text.text_encoder(0), released=True), heads[1]),
-        )
+        encoder = UncTokenTextEncoder(text.text_encoder(0), released=True)
+        pictures = Tower(ImageFileProcessor(vision.size, fit="crop-nearest"), image, heads[0])
+        return DualEncoder(pictures, Tower(processor, encoder, heads[1]))
 
     prefixes = {
         "image.encoder.encoder.": "visual.",
@@ -181,25 +177,20 @@ def pcmepp_training(
     vision, text, tokens = _training_sizes(tensors, heads)
     variance, gpo = "img_enc.image_std_encoder.fc.weight" in tensors, "txt_enc.gpool.linear.weight" in tensors
     dim, norm = len(tensors[_ANCHORS[2]]), variance and "txt_enc.text_std_ln.weight" in tensors
-    own_blocks = [
-        count_blocks(tensors, f"{name}resblocks")
-        for name in ("img_enc.backbone.uncertainty_transformer.", "txt_enc.backbone.transformer.prob_")
-    ]
+    names = "img_enc.backbone.uncertainty_transformer.", "txt_enc.backbone.transformer.prob_"
+    own_blocks = [count_blocks(tensors, f"{name}resblocks") for name in names]
 
     def head(channels: int, without_gpo: str, normalize: bool) -> GaussianHead:
         pooling = "gpo" if gpo else without_gpo
-        return GaussianHead(
-            channels, dim, HeadOptions(pooling=pooling, normalize=normalize, variance=variance, variance_norm=norm)
-        )
+        options = HeadOptions(pooling=pooling, normalize=normalize, variance=variance, variance_norm=norm)
+        return GaussianHead(channels, dim, options)
 
     def build() -> DualEncoder:
         image_encoder = vision.image_encoder(IMAGENET_MEAN, IMAGENET_STD, own_blocks[0], final_norm=False)
         image_head = head(vision.width, "average", not model_options.get("no_imgnorm"))
         text_head = head(text.width, "last", not model_options.get("no_txtnorm"))
-        return DualEncoder(
-            Tower(BilinearProcessor(vision.size), image_encoder, image_head),
-            Tower(_clip_processor(find, text), text.text_encoder(own_blocks[1]), text_head),
-        )
+        texts = Tower(_clip_processor(find, text), text.text_encoder(own_blocks[1]), text_head)
+        return DualEncoder(Tower(BilinearProcessor(vision.size), image_encoder, image_head), texts)
 
     if not variance:  # The other learnt parameters of the baselines are not logits of a distance.
         tensors = {key: value for key, value in tensors.items() if not key.startswith("criterion.")}
@@ -343,11 +334,10 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
     for needed in (CONFIG, WEIGHTS):
         if not (folder / needed).is_file():
             index = (folder / "manifest.json").is_file()
-            raise UserError(
-                f"{where} holds an index or embeddings, not a model; give the folder of the model"
-                if index
-                else f"{where}: no {needed} in it; expected a run, or a published model with its {CONFIG} and {WEIGHTS}"
-            )
+            if index:
+                raise UserError(f"{where} holds an index or embeddings, not a model; give the folder of the model")
+            expected = f"expected a run, or a published model with its {CONFIG} and {WEIGHTS}"
+            raise UserError(f"{where}: no {needed} in it; {expected}")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -394,11 +384,9 @@ def _training_file(path: Path, content: dict[str, Any]) -> tuple[dict[str, Any],
     averaging = bool(averaged) and all(int(count) > 0 for count in counts)
     settings = content.get("hyper_parameters")
     options = settings.get("opt", settings) if isinstance(settings, dict) else {}
-    return (
-        options if isinstance(options, dict) else {},
-        last | averaged if averaging else last,
-        f"PCME++ training, {'averaged' if averaging else 'last'} weights",
-    )
+    kind = "averaged" if averaging else "last"
+    known = options if isinstance(options, dict) else {}
+    return known, last | averaged if averaging else last, f"PCME++ training, {kind} weights"
 
 
 def _finder(own: Tokenizer | None, folder: Path) -> TokenizerFinder:

@@ -51,11 +51,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
         if foreign is None:
             raise UserError(f"{path}: damaged, or not a checkpoint of torch.save") from error
-        raise UserError(
-            f"{path}: holds a {foreign[1]}, and reading that would run code; only tensors and plain settings are read."
-            " If you trust the file, load it where it was made and save only its state dict:"
-            " torch.save(model.state_dict(), path)"
-        ) from error
+        found = f"holds a {foreign[1]}, and reading that would run code; only tensors and plain settings are read"
+        way = "load it where it was made and save only its state dict: torch.save(model.state_dict(), path)"
+        raise UserError(f"{path}: {found}. If you trust the file, {way}") from error
     except Exception as error:  # The readers raise whatever damage leads to, also AssertionError and struct.error.
         raise UserError(f"{path}: damaged, or not a checkpoint ({first_line(error)})") from error
     plain = _plain(content)
@@ -270,9 +268,8 @@ class Sizes:
         own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
         own |= {"vocab_size": self.vocabulary, "max_position_embeddings": self.context}
         backbone = self._backbone("clip_text_model", **own)
-        return clip.clip_text_encoder(
-            clip.ClipTextConfig(variance_blocks=variance_blocks), description={"backbone": backbone}
-        )
+        config = clip.ClipTextConfig(variance_blocks=variance_blocks)
+        return clip.clip_text_encoder(config, description={"backbone": backbone})
 
 
 class ConfigSection:

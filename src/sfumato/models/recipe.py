@@ -203,10 +203,9 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 def absolute_data(config: DataConfig) -> DataConfig:
     """The same data with absolute paths, so that they are found from any folder."""
     table = resolved_table if config.source == "embeddings" else _absolute
-    return config.model_copy(
-        update={name: _absolute(getattr(config, name)) for name in ("path", "val_path")}
-        | {name: table(getattr(config, name)) for name in ("images", "texts") if getattr(config, name)}
-    )
+    update = {name: _absolute(getattr(config, name)) for name in ("path", "val_path")}
+    update |= {name: table(getattr(config, name)) for name in ("images", "texts") if getattr(config, name)}
+    return config.model_copy(update=update)
 
 
 def absolute_recipe(recipe: Recipe) -> Recipe:
@@ -217,9 +216,8 @@ def absolute_recipe(recipe: Recipe) -> Recipe:
         sides[side] = section.model_copy(update=paths)
     start = recipe.train.start
     train = recipe.train if start == "small" else recipe.train.model_copy(update={"start": _absolute(start)})
-    return recipe.model_copy(
-        update={"data": absolute_data(recipe.data), "model": recipe.model.model_copy(update=sides), "train": train}
-    )
+    model = recipe.model.model_copy(update=sides)
+    return recipe.model_copy(update={"data": absolute_data(recipe.data), "model": model, "train": train})
 
 
 def _absolute(path: str) -> str:
@@ -284,23 +282,20 @@ def _explain(item: Any) -> str:
         near = difflib.get_close_matches(shown, known, n=1, cutoff=0.5) or difflib.get_close_matches(
             path[-1], [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.5
         )
-        return f"unknown key {shown!r}" + (
-            f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
-        )
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+        return f"unknown key {shown!r}; {hint}"
     if item["type"] == "union_tag_invalid":
         known_tags = sorted(re.findall(r"'([^']+)'", item["ctx"]["expected_tags"]))
         key, tag = f"{shown}.{item['ctx']['discriminator'].strip(chr(39))}", item["ctx"]["tag"]
         near = difflib.get_close_matches(tag, known_tags, n=1)
         own = f"; {HOW}" if path[-1] == "loss" else ""
-        return f"{key}: unknown {tag!r}; " + (
-            f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known_tags)}{own}"
-        )
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known_tags)}{own}"
+        return f"{key}: unknown {tag!r}; {hint}"
     if item["type"] == "union_tag_not_found":
         return f"{shown}: needs its {item['ctx']['discriminator']}, which determines the other keys"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{shown or 'recipe'}: {message}" + (
-        "" if not shown or item["type"] == "missing" else f" (got {item['input']!r})"
-    )
+    given = "" if not shown or item["type"] == "missing" else f" (got {item['input']!r})"
+    return f"{shown or 'recipe'}: {message}{given}"
 
 
 def _keys(model: type[BaseModel] = Recipe, prefix: str = "") -> set[str]:
@@ -323,11 +318,8 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, list[type[BaseModel]]
 
 def recipe_files() -> dict[str, Traversable]:
     """The recipes of the package, or in a checkout of its folder ``recipes``."""
-    return {
-        f.name.removesuffix(".toml"): f
-        for f in sorted(recipe_folder().iterdir(), key=lambda f: f.name)
-        if f.name.endswith(".toml")
-    }
+    files = sorted((f for f in recipe_folder().iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    return {f.name.removesuffix(".toml"): f for f in files}
 
 
 def find_recipe(name: str) -> Path:

@@ -52,11 +52,8 @@ def with_own_encoder(config: "ModelConfig", folder: Path) -> "ModelConfig":
     """The section whose sides are the frozen model in a folder, if it has one."""
     own = (folder / ENCODER).resolve()
     sides = {side: getattr(config, side) for side in get_args(Side)}
-    changed = {
-        side: section.model_copy(update={section.base_field: str(own)})
-        for side, section in sides.items()
-        if section.frozen_backbone == ENCODER
-    }
+    own_sides = {side: section for side, section in sides.items() if section.frozen_backbone == ENCODER}
+    changed = {side: section.model_copy(update={section.base_field: str(own)}) for side, section in own_sides.items()}
     if changed and not own.is_dir():
         raise UserError(f"{folder / ENCODER}, the frozen model, is missing; the folder is incomplete, copy it whole")
     return config.model_copy(update=changed)
@@ -224,10 +221,9 @@ def default_model() -> tuple[str, str]:
     if not place:
         return SMALL, ""
     how = "in the hub's cache" if place == "cache" else "downloaded once (0.6 GB)"
-    return CLIP, (
-        f"using {CLIP}, {how}. It finds more than small, the model of the package, but shows no probabilities until it"
-        f" is adopted with captions of yours (sfumato adopt {CLIP} --data FOLDER). For small: sfumato index small ..."
-    )
+    finds = "It finds more than small, the model of the package, but shows no probabilities until it is adopted"
+    ways = f"with captions of yours (sfumato adopt {CLIP} --data FOLDER). For small: sfumato index small ..."
+    return CLIP, f"using {CLIP}, {how}. {finds} {ways}"
 
 
 HEADS: dict[Side, str] = {"image": "image_head.onnx", "text": "text_head.onnx"}

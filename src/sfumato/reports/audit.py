@@ -38,10 +38,8 @@ def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
     sizes = [counted(figures[f"n_{name}"], noun) for name, noun in nouns.items()]
     others = [f"--split {name} ({counted(n, 'image')})" for name, n in figures["other_splits"].items()]
     elsewhere = f". Others are checked with {' or '.join(others)}" if others else ""
-    print_wrapped(
-        f"checked the split {figures['split']}: {sizes[0]}, {sizes[1]}, {sizes[2]}, by {figures['distance']} of"
-        f" {figures['model']}{elsewhere}"
-    )
+    checked = f"the split {figures['split']}: {', '.join(sizes)}, by {figures['distance']} of {figures['model']}"
+    print_wrapped(f"checked {checked}{elsewhere}")
     for sentence in wrong_pairs(figures):
         print_wrapped(sentence, indent=2)
     print()
@@ -58,24 +56,19 @@ def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
     if of_all and all(p is not None and p < _UNSUSPICIOUS for p in of_all):
         some = figures["n_pairs"] > len(of_all)
         pairs = f"each of the {counted(len(of_all), 'least certain pair')}" if some else "every listed pair"
-        print_wrapped(
-            f"nothing is suspicious: {pairs} is wrong with a probability below {_UNSUSPICIOUS:.0%}; {PAIRS} has all"
-            " pairs, the least certain first",
-            indent=2,
-        )
+        below = f"is wrong with a probability below {_UNSUSPICIOUS:.0%}"
+        found = f"nothing is suspicious: {pairs} {below}; {PAIRS} has all pairs, the least certain first"
+        print_wrapped(found, indent=2)
     else:
-        print_table(
-            f"the most suspicious listed pairs, by distance minus that of the {NEIGHBOURS} closest unlisted items",
-            ["wrong", "image", "text", "closest unlisted text"], rows, left=2, running=(2, 3),
-        )  # fmt: skip
+        title = f"the most suspicious listed pairs, by distance minus that of the {NEIGHBOURS} closest unlisted items"
+        headings = ["wrong", "image", "text", "closest unlisted text"]
+        print_table(title, headings, rows, left=2, running=(2, 3))
     first = "closest" if all(row["match_probability"] is None for row in figures["missing"]) else "most probable"
     missing = figures["missing"][:shown]
     rows = [[probability(row["match_probability"]), row["image"], clipped(row["text"])] for row in missing]
     print()
-    print_table(
-        f"unlisted pairs that may match, the {first} of {counted(figures['candidates'], 'candidate')}",
-        ["match", "image", "text"], rows, left=2, running=(2,),
-    )  # fmt: skip
+    title = f"unlisted pairs that may match, the {first} of {counted(figures['candidates'], 'candidate')}"
+    print_table(title, ["match", "image", "text"], rows, left=2, running=(2,))
     for note in figures["notes"]:
         print_wrapped(note)
 
@@ -95,16 +88,13 @@ def wrong_pairs(figures: Mapping[str, Any]) -> list[str]:
         return []
     low, high = figures["wrong_share_interval"]
     if high - low > _VAGUE:
-        return [
-            f"how many are wrong cannot be estimated from these pairs: between {percent(low, 0)} and {percent(high, 0)}"
-        ]
+        between = f"between {percent(low, 0)} and {percent(high, 0)}"
+        return [f"how many are wrong cannot be estimated from these pairs: {between}"]
     suspects = figures["suspects"]
     more = f"{suspects:,} of them {'is' if suspects == 1 else 'are'} more likely wrong than right"
-    return [
-        f"about {round(fraction * n):,} of {n:,} are wrong: {percent(fraction)} by their distances"
-        f" (95% interval {percent(low)} to {percent(high)})",
-        more if suspects else "no single pair is more likely wrong than right",
-    ]
+    interval = f"95% interval {percent(low)} to {percent(high)}"
+    about = f"about {round(fraction * n):,} of {n:,} are wrong: {percent(fraction)} by their distances ({interval})"
+    return [about, more if suspects else "no single pair is more likely wrong than right"]
 
 
 _UNSUSPICIOUS = 0.01

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 def print_calibration(result: dict[str, Any]) -> None:
     """Print the guarantees of a calibration."""
     population = {"planted": "every query has a match", "independent": "some queries have no match"}[result["queries"]]
-    print_wrapped(
-        f"calibrated by {result['method']} on {counted(result['pairs'], 'pair')} of the split {result['split']};"
-        f" {result['queries']} queries: {population}"
-    )
+    pairs = f"{counted(result['pairs'], 'pair')} of the split {result['split']}"
+    print_wrapped(f"calibrated by {result['method']} on {pairs}; {result['queries']} queries: {population}")
     for key, name in ARROWS.items():
         if (found := result.get(key)) is None:
             continue
@@ -33,23 +31,15 @@ def print_calibration(result: dict[str, Any]) -> None:
             indent=2,
         )
         if (first := found.get("first_hit")) is not None:
-            print_wrapped(
-                f"  first hit: {first['mean_probability']:.1%} probable on average, right in {first['rate']:.1%};"
-                f" calibration error {first['ece']:.3f}, of perfect probabilities {first['ece_by_chance']:.3f}",
-                indent=4,
-            )
+            right = f"{first['mean_probability']:.1%} probable on average, right in {first['rate']:.1%}"
+            error = f"{first['ece']:.3f}, of perfect probabilities {first['ece_by_chance']:.3f}"
+            print_wrapped(f"  first hit: {right}; calibration error {error}", indent=4)
             if first["auroc"] is not None:
-                print_wrapped(
-                    f"  right against wrong first hits: AUROC {first['auroc']:.3f}, by the distance alone"
-                    f" {first['auroc_of_distance']:.3f}",
-                    indent=4,
-                )
+                auroc = f"{first['auroc']:.3f}, by the distance alone {first['auroc_of_distance']:.3f}"
+                print_wrapped(f"  right against wrong first hits: AUROC {auroc}", indent=4)
         else:
-            print_wrapped(
-                "  too few queries for probabilities of hits (about 100 are needed): they are those of random pairs,"
-                " whatever --queries says",
-                indent=4,
-            )
+            few = "too few queries for probabilities of hits (about 100 are needed)"
+            print_wrapped(f"  {few}: they are those of random pairs, whatever --queries says", indent=4)
         if rows := _guarantees(found):
             print_table("", ["guarantee", "limit of the probability", "what it costs"], rows, running=(1, 2))
         for kind in ("precision", "risk", "coverage"):
@@ -93,10 +83,8 @@ def print_adopted(adopted: "AdoptedModel") -> None:
     images, texts = sum(adopted.n_images.values()), sum(adopted.n_texts.values())
     channels = adopted.run.recipe.model.dim
     left_out = f"; {adopted.n_left_out:,} left out, see problems.jsonl" if adopted.n_left_out else ""
-    print_wrapped(
-        f"adopted {counted(images, 'image')} and {counted(texts, 'text')} of {counted(channels, 'channel')} in"
-        f" {adopted.seconds:.0f} s{left_out}"
-    )
+    items = f"{counted(images, 'image')} and {counted(texts, 'text')} of {counted(channels, 'channel')}"
+    print_wrapped(f"adopted {items} in {adopted.seconds:.0f} s{left_out}")
     asking = (
         (adopted.n_queries.get("t2i", 0), adopted.n_texts["val"], "text"),
         (adopted.n_queries.get("i2t", 0), adopted.n_images["val"], "image"),
@@ -114,25 +102,19 @@ def print_adopted(adopted: "AdoptedModel") -> None:
             ]
             for name, found in adopted.comparison.items()
         ]
-        print_table(
-            "log loss of first hits (lower is better), fitted on half of the calibrating images and measured on the"
-            " other half; in brackets 95 % intervals",
-            ["method", "log loss", "more", "computed from"], rows, running=(3,),
-        )  # fmt: skip
+        halves = "fitted on half of the calibrating images and measured on the other half"
+        title = f"log loss of first hits (lower is better), {halves}; in brackets 95 % intervals"
+        print_table(title, ["method", "log loss", "more", "computed from"], rows, running=(3,))
     if (n := adopted.n_images["val"]) < _ENOUGH:
-        print_wrapped(
-            f"warning: only {counted(n, 'image')} calibrate; with fewer than {_ENOUGH} all of these figures are rough"
-        )
+        rough = f"with fewer than {_ENOUGH} all of these figures are rough"
+        print_wrapped(f"warning: only {counted(n, 'image')} calibrate; {rough}")
     if adopted.retrieval is None:
-        print_wrapped(
-            "no split 'test': the probabilities are not measured; `sfumato trust` measures them on other pairs"
-        )
+        way = "`sfumato trust` measures them on other pairs"
+        print_wrapped(f"no split 'test': the probabilities are not measured; {way}")
         return
     retrieval = adopted.retrieval
-    print_wrapped(
-        f"on {counted(retrieval.n_images, 'other image')} and {counted(retrieval.n_texts, 'text')}, with the frozen"
-        " model's own ranking:"
-    )
+    items = f"{counted(retrieval.n_images, 'other image')} and {counted(retrieval.n_texts, 'text')}"
+    print_wrapped(f"on {items}, with the frozen model's own ranking:")
     for key, name in ARROWS.items():
         served, alone = (
             next(f for f in adopted.hits[kind] if f.direction == key and f.hits == 1) for kind in ("served", "distance")
@@ -167,11 +149,9 @@ def print_fitted_lists(found: FittedLists, name: object) -> None:
             print_wrapped("These queries are few, so figures and probabilities are rough. Judge thirty or more.")
     else:
         print_wrapped(f"{title}. They are too few to measure the probabilities.")
-    print_wrapped(
-        "Scores of different queries seem comparable, by held-out queries, and are used as such."
-        if found.comparable
-        else "Scores of different queries do not seem comparable: only the shape of each list counts."
-    )
+    seem = "Scores of different queries seem comparable, by held-out queries, and are used as such."
+    not_so = "Scores of different queries do not seem comparable: only the shape of each list counts."
+    print_wrapped(seem if found.comparable else not_so)
 
 
 _UNKNOWN = "Hits that nobody judged are unknown and do not count. Intervals: 95 %, over queries."
@@ -216,17 +196,14 @@ def print_refined(found: Refined, folder: Path) -> None:
     rows = [[name, before, after] for (name, before), (_, after) in columns]
     judged = f"{counted(found.n, 'judged hit')} of {counted(found.n_queries, 'query', 'queries')}"
     print_table(f"{folder}: {judged}", ["figure", "before", "after"], rows)
-    print_wrapped(
-        f"Precision {_percents(found.before.precision)}. {percent(found.judged)} of the first hits are judged."
-        f" Before: packaged constants. After: each query with the verdicts on the others. {_UNKNOWN}"
-    )
+    precision = f"{_percents(found.before.precision)}. {percent(found.judged)} of the first hits are judged."
+    columns_are = "Before: packaged constants. After: each query with the verdicts on the others."
+    print_wrapped(f"Precision {precision} {columns_are} {_UNKNOWN}")
     if found.not_found:
         print_wrapped(f"{counted(found.not_found, 'judged pair')} left out: not among the hits of this collection.")
     if found.changed:
         print_wrapped(f"Refined: {' and '.join(found.changed)}. Searches of {folder} use it from now on.")
     else:
         few = f" Verdicts on {counted(found.n_queries, 'query', 'queries')} are too few; at least {N_FOLDS} are needed."
-        print_wrapped(
-            "The packaged constants stay, or are used again: no change is clearly better. More verdicts may tell."
-            + (few if found.n_queries < N_FOLDS else "")
-        )
+        stay = "The packaged constants stay, or are used again: no change is clearly better. More verdicts may tell."
+        print_wrapped(stay + (few if found.n_queries < N_FOLDS else ""))

@@ -57,10 +57,8 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
             shown = [f"{by_chance[name]:.1%}" if name in by_chance else "" for name in names]
             rows.append(["  by chance", *shown, "", ""])
     print_table(title, ["direction", "recall@1", "@5", "@10", "R-P", "mAP@R", "median rank", "queries"], rows)
-    print_wrapped(
-        f"RSUM {evaluation.rsum * 100:.1f} of 600, {evaluation.chance_rsum * 100:.1f} by chance"
-        f" | images {evaluation.n_images}, texts {evaluation.n_texts}"
-    )
+    rsum = f"RSUM {evaluation.rsum * 100:.1f} of 600, {evaluation.chance_rsum * 100:.1f} by chance"
+    print_wrapped(f"{rsum} | images {evaluation.n_images}, texts {evaluation.n_texts}")
     for line in (_RSUM, _R_PRECISION, *([_CSD] if evaluation.distance == "csd" else [])):
         print_wrapped(f"  {line}", indent=4)
     if not evaluation.above_chance:
@@ -70,10 +68,9 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
     _print_uncertainty(evaluation.uncertainty or {}, evaluation.uncertainty_measure)
     if evaluation.multiplicity:
         both = evaluation.multiplicity
-        print_wrapped(
-            f"Spearman of a text's {in_words(evaluation.uncertainty_measure)} with its number of true images:"
-            f" {signed(both['all'])} over all texts, {signed(both['balanced'])} balanced over powers of two"
-        )
+        what = f"Spearman of a text's {in_words(evaluation.uncertainty_measure)} with its number of true images"
+        over = f"{signed(both['all'])} over all texts, {signed(both['balanced'])} balanced over powers of two"
+        print_wrapped(f"{what}: {over}")
 
 
 def _print_uncertainty(directions: Mapping[str, Any], measure: str, prefix: str = "") -> None:
@@ -87,9 +84,8 @@ def _print_uncertainty(directions: Mapping[str, Any], measure: str, prefix: str 
     for direction, values in directions.items():
         recalls = " ".join(f"{b['recall']:.0%}" for b in values["bins"])
         print_wrapped(f"  {prefix}{ARROWS[direction]}: {recalls}", indent=4)
-        print_wrapped(
-            f"    correlation {signed(values['correlation'])}, Spearman {signed(values['spearman'])}", indent=4
-        )
+        both = f"correlation {signed(values['correlation'])}, Spearman {signed(values['spearman'])}"
+        print_wrapped(f"    {both}", indent=4)
 
 
 def print_measured(measured: Measured, title: str) -> None:
@@ -150,16 +146,11 @@ def print_trust_summary(report: TrustReport, title: str) -> None:
     """Print what to do with the probabilities and the estimators of a model: a few lines for each direction."""
     print_wrapped(f"{title}: {counted(report.n_images, 'image')}, {counted(report.n_texts, 'text')}")
     for key, direction in report.directions.items():
-        print_wrapped(
-            f"{ARROWS[key]}, {counted(direction.n_queries, 'query', 'queries')}:"
-            f" recall@1 {compact_interval(direction.recall)} (chance {compact_number(direction.chance)})"
-        )
+        recall = f"recall@1 {compact_interval(direction.recall)} (chance {compact_number(direction.chance)})"
+        print_wrapped(f"{ARROWS[key]}, {counted(direction.n_queries, 'query', 'queries')}: {recall}")
         if not direction.above_chance:
-            print_wrapped(
-                "  rely on nothing: the model does not rank better than chance here. Train it further, or check that"
-                " images and texts belong together",
-                indent=4,
-            )
+            way = "Train it further, or check that images and texts belong together"
+            print_wrapped(f"  rely on nothing: the model does not rank better than chance here. {way}", indent=4)
             continue
         served = next((f for f in reversed(report.hits.get("served", [])) if f.direction == key and f.hits == 1), None)
         advice = _AT_CHANCE if _first_hits_at_chance(direction) else _advice(served, report)
@@ -189,10 +180,8 @@ def _advice(served: HitFigures | None, report: TrustReport) -> str:
         return f"not measured: {reason.partition(': ')[2] or 'see --details'}"
     shown = f"{compact_number(served.mean_probability)} on average, {compact_number(served.rate)} are right"
     if served.verdict == "too few":
-        return (
-            f"{shown}; {counted(served.n, 'query', 'queries')} are too few to exclude an error of 10 points"
-            f" ({_TELLING} nearly always can)"
-        )
+        few = f"{counted(served.n, 'query', 'queries')} are too few to exclude an error of 10 points"
+        return f"{shown}; {few} ({_TELLING} nearly always can)"
     return f"{shown}; {_VERDICTS[served.verdict]}"
 
 
@@ -239,10 +228,8 @@ def print_trust(report: TrustReport, title: str) -> None:
     about = [[in_words(name), f"{report.estimators[name]['estimates']} [{name}]"] for name in shown]
     about += [[in_words(name), f"{FIGURES[name]} [{name}]"] for name in figures]
     print_table("What they are; in square brackets the key in the file", ["name", "what it is"], about, running=(1,))
-    print_wrapped(
-        f"Higher is less certain. In brackets: {report.level:.0%} intervals"
-        f" from {report.n_resamples} bootstrap resamples of the queries."
-    )
+    intervals = f"{report.level:.0%} intervals from {report.n_resamples} bootstrap resamples of the queries"
+    print_wrapped(f"Higher is less certain. In brackets: {intervals}.")
     for note in report.notes:
         print_wrapped(f"note: {note}", indent=2)
 

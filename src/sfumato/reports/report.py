@@ -130,11 +130,9 @@ def _summary(
         metrics, counts = getattr(evaluation, direction.key), direction.ground_truth.counts
         chance = float(np.mean(counts[counts > 0])) / max(direction.gallery.n, 1)
         side, other = ("images", "texts") if direction.key == "i2t" else ("texts", "images")
-        sentences.append(
-            f"{metrics['recall@1']:.1%} of {metrics['n_queries']:,} {side} have a true match as their first result"
-            f" among {direction.gallery.n:,} {other} (chance: {chance:.2%}),"
-            f" {metrics['recall@10']:.1%} within the first ten."
-        )
+        first = f"{metrics['recall@1']:.1%} of {metrics['n_queries']:,} {side} have a true match as their first result"
+        among = f"among {direction.gallery.n:,} {other} (chance: {chance:.2%})"
+        sentences.append(f"{first} {among}, {metrics['recall@10']:.1%} within the first ten.")
     for direction in directions:
         if evaluation.uncertainty is not None:
             sentences.append(_meaning_of_variance(direction, evaluation))
@@ -149,10 +147,8 @@ def _summary(
     plausible = sum(m["plausible"] for m in mistakes.values())
     wrong = sum(m["wrong"] for m in mistakes.values())
     if wrong:
-        sentences.append(
-            f"Of {wrong:,} wrong first results, {plausible:,} have a match probability of one half or more;"
-            " the most probable ones are shown below."
-        )
+        found = f"Of {wrong:,} wrong first results, {plausible:,} have a match probability of one half or more"
+        sentences.append(f"{found}; the most probable ones are shown below.")
     return sentences
 
 

@@ -263,9 +263,8 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         def read() -> list[Asked]:
             return [asked_by(query, i) for i, query in enumerate(wanted.queries)]
 
-        asked = (
-            await service.threads.run(read) if any(query.image or query.vector for query in wanted.queries) else read()
-        )
+        slow = any(query.image or query.vector for query in wanted.queries)
+        asked = await service.threads.run(read) if slow else read()
         return await _answers(service, asked, wanted)
 
 

@@ -145,9 +145,8 @@ class Judging:
             for one in new:
                 if one.probability is not None:
                     self.service.metrics.judged(one.target, one.why != CHOSEN, bool(one.yes), one.probability)
-            return JudgementsResponse(
-                kept=len(new), removed=len(before) + len(new) - len(after), n=len(after), used=None
-            )
+            removed = len(before) + len(new) - len(after)
+            return JudgementsResponse(kept=len(new), removed=removed, n=len(after), used=None)
 
         kept = await self._run(keep)
         return kept.model_copy(update={"used": await self._use()}) if wanted.use else kept
@@ -240,8 +239,6 @@ def _in_words(found: Refined) -> str:
     judged = f"{counted(found.n, 'verdict')} on {counted(found.n_queries, 'search', 'searches')}"
     before, after = (100 * (one.calibration_error.value or 0) for one in (found.before, found.after))
     if found.changed:
-        return (
-            f"Used {judged}: the probabilities of these results were off by {before:.0f} percentage points as"
-            f" packaged, and are off by {after:.0f} now."
-        )
+        was = f"were off by {before:.0f} percentage points as packaged, and are off by {after:.0f} now"
+        return f"Used {judged}: the probabilities of these results {was}."
     return f"Nothing changed: {judged} show no clearly better change. It takes verdicts on at least {N_FOLDS} searches."

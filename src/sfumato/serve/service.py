@@ -124,11 +124,8 @@ class Service:
             more = len(ids) > limit
             items = served.gallery.get(ids[:limit])
             check_payloads(items.payloads, self.settings.max_response_bytes, "limit")
-            return ItemList(
-                gallery=gallery,
-                items=_as_items(served, items),
-                next_cursor=_cursor_of(ids[limit - 1]) if more else None,
-            )
+            after_these = _cursor_of(ids[limit - 1]) if more else None
+            return ItemList(gallery=gallery, items=_as_items(served, items), next_cursor=after_these)
 
         return await self.threads.run(read)
 

@@ -89,9 +89,8 @@ def fit(recipe: Recipe, folder: str | Path, *, on_epoch: saving.OnEpoch | None =
                 if val is not None and config.validates(epoch):
                     with learner.averaged():
                         embedded = embed_split(learner.model, val, group)
-                        evaluation, score = validation.validate(
-                            embedded, val, learner.loss.distance, config.select, group
-                        )
+                        chosen = learner.loss.distance, config.select, group
+                        evaluation, score = validation.validate(embedded, val, *chosen)
                         validation.keep_weights(training, epoch, score)
                     line |= validation.figures_of(evaluation, score)
                 line["seconds"] = time.monotonic() - started
@@ -154,23 +153,19 @@ def _check_data(data: saving.TrainingData, recipe: Recipe, folder: Path) -> None
 def _one_text_an_image(validates: bool) -> str:
     """What it means for probabilities that no text can be kept back, and what to do."""
     if validates:
-        return (
-            "one text an image: none can be kept back from the training, so probabilities are fitted on images that it"
-            " does not see, and in an index of the training images they are a rough guide. Give the images a second"
-            " text for better ones"
-        )
-    return (
-        "one text an image: none can be kept back from the training, so nothing chooses the best epoch, and there will"
-        " be no probabilities. Give the images a second text, or stop now and keep some images back:"
-        " data.val_fraction=0.2"
-    )
+        fitted = "probabilities are fitted on images that it does not see"
+        rough = "in an index of the training images they are a rough guide"
+        why = f"none can be kept back from the training, so {fitted}, and {rough}"
+        return f"one text an image: {why}. Give the images a second text for better ones"
+    lost = "nothing chooses the best epoch, and there will be no probabilities"
+    ways = "Give the images a second text, or stop now and keep some images back: data.val_fraction=0.2"
+    return f"one text an image: none can be kept back from the training, so {lost}. {ways}"
 
 
 def _extended(recipe: Recipe, former: int) -> str:
     """What it means that a run goes on with more epochs than it was to have."""
-    ended, goes_on = (
-        learning_rate_factor(former, recipe.optim, epochs=epochs) for epochs in (former, recipe.train.epochs)
-    )
+    ends = former, recipe.train.epochs
+    ended, goes_on = (learning_rate_factor(former, recipe.optim, epochs=epochs) for epochs in ends)
     return (
         f"extended from {former} to {recipe.train.epochs} epochs. The learning rate goes on by the schedule of"
         f" {recipe.train.epochs} epochs: after epoch {former} it is {goes_on:.0%} of its peak, where the former"
@@ -321,22 +316,18 @@ def preferred_recipe(recipe: Recipe, overrides: Sequence[str], folder: Path) -> 
         if load_recipe(saved).name != other.name:
             return recipe, ""
     elif not (place := where_weights_are(backbone)):
-        return recipe, (
-            f"{backbone} is not in the hub's cache, and the hub cannot be reached: using"
-            f" {recipe.model.image.base_model} and {recipe.model.text.base_model} instead. They are smaller and find"
-            " less; train into another folder when there is a network"
-        )
+        instead = f"using {recipe.model.image.base_model} and {recipe.model.text.base_model} instead"
+        less = "They are smaller and find less; train into another folder when there is a network"
+        return recipe, f"{backbone} is not in the hub's cache, and the hub cannot be reached: {instead}. {less}"
     elif place == "hub":
         return other, _reason(other, recipe, "downloaded once (0.6 GB)")
     return other, _reason(other, recipe, "in the hub's cache")
 
 
 def _reason(chosen: Recipe, asked: Recipe, place: str) -> str:
-    return (
-        f"using recipe {chosen.name}: {chosen.model.image.frozen_backbone}, {place}. Its ranking is the model's own,"
-        " and only probabilities are fitted. For the small models of the package:"
-        f" model.image.backbone={asked.model.image.base_model}"
-    )
+    own = "Its ranking is the model's own, and only probabilities are fitted"
+    way = f"For the small models of the package: model.image.backbone={asked.model.image.base_model}"
+    return f"using recipe {chosen.name}: {chosen.model.image.frozen_backbone}, {place}. {own}. {way}"
 
 
 LOCK = ".lock"

@@ -189,9 +189,8 @@ OnEpoch = Callable[[Mapping[str, Any]], None]
 def tracked(name: str, recipe: Recipe, folder: Path) -> Iterator[OnEpoch]:
     """A function that gives an epoch's figures to a package, and ends its run afterwards."""
     with TRACKERS[name](recipe, folder) as write:
-        yield lambda line: write(
-            {k: float(v) for k, v in line.items() if isinstance(v, int | float)}, int(line["epoch"])
-        )
+        numbers = (int, float)
+        yield lambda line: write({k: float(v) for k, v in line.items() if isinstance(v, numbers)}, int(line["epoch"]))
 
 
 _Write = Callable[[dict[str, float], int], Any]

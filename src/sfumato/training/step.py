@@ -352,9 +352,8 @@ class Learner:
         self.model, self.loss, self.process_group = model, loss, process_group
         self.optimiser = build_optimiser(model, loss, recipe.optim)
         self.precision = number_format(recipe.train.precision, process_group.device)
-        self.scaler = torch.amp.GradScaler(
-            torch.device(process_group.device).type, enabled=self.precision == torch.float16
-        )
+        half = self.precision == torch.float16
+        self.scaler = torch.amp.GradScaler(torch.device(process_group.device).type, enabled=half)
         averages = self.config.ema_decay or self.config.swa_epochs
         self.average = WeightAverage(model, self.config.ema_decay or None, self.config.anchor) if averages else None
 

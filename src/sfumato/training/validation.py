@@ -82,10 +82,8 @@ def epoch_line(line: dict[str, Any], epochs: int, val_split: str) -> str:
     text = f"epoch {line['epoch'] + 1}/{epochs}  loss {line['loss']:.4f}"
     if "val/score" in line:
         i2t, t2i = line["val/i2t/recall@1"], line["val/t2i/recall@1"]
-        text += (
-            f"  {val_split} recall@1 i2t {i2t:.1%} t2i {t2i:.1%}, rsum {line['val/rsum'] * 100:.1f} of 600"
-            f" ({line['val/chance_rsum'] * 100:.1f} by chance)"
-        )
+        rsum = f"rsum {line['val/rsum'] * 100:.1f} of 600 ({line['val/chance_rsum'] * 100:.1f} by chance)"
+        text += f"  {val_split} recall@1 i2t {i2t:.1%} t2i {t2i:.1%}, {rsum}"
         if line["val/score"] != line["val/rsum"]:
             text += f", map@r {line['val/score']:.1%}"
         if not line["val/above_chance"]:
@@ -145,10 +143,9 @@ def after_training(training: Training) -> None:
 
 def _keep_last_weights(training: Training) -> None:
     """Keep the weights of the last epoch, as no validation chooses among them."""
-    say(
-        "no validation split: the last weights are kept, and match probabilities are not calibrated. For a validation"
-        " split, raise data.val_fraction; with shards, give data.val_path; with cub, data.options.fold"
-    )
+    kept = "the last weights are kept, and match probabilities are not calibrated"
+    ways = "raise data.val_fraction; with shards, give data.val_path; with cub, data.options.fold"
+    say(f"no validation split: {kept}. For a validation split, {ways}")
     with training.learner.averaged():
         if training.process_group.main:
             about = {"epoch": training.recipe.train.epochs - 1}
@@ -200,10 +197,9 @@ def _reference(training: Training) -> Sides | None:
     if batches is None:
         return None
     random = np.random.default_rng(training.recipe.train.seed)
-    image, text = (
-        tower.embed(store, np.sort(random.permutation(len(store))[:N_REFERENCE]))
-        for tower, store in ((model.image, batches.images), (model.text, batches.texts))
-    )
+    sides = (model.image, batches.images), (model.text, batches.texts)
+    chosen = (np.sort(random.permutation(len(store))[:N_REFERENCE]) for _, store in sides)
+    image, text = (tower.embed(store, rows) for (tower, store), rows in zip(sides, chosen, strict=True))
     return image, text
 
 
