@@ -100,7 +100,8 @@ def read_ids(path: str | Path) -> list[str]:
     try:
         if loaded is not None:
             if loaded.ndim != 1 or loaded.dtype.kind not in "iuU":
-                raise ValueError(f"shape {loaded.shape}, type {loaded.dtype}; expected (n,) strings or integers")
+                found = f"ids of shape {loaded.shape} and type {loaded.dtype}"
+                raise ValueError(f"{found}; expected (n,) strings or integers")
             ids = [str(i) for i in loaded.tolist()]
         elif path.suffix == ".json":
             entries = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -119,7 +120,8 @@ def read_ids(path: str | Path) -> list[str]:
         if not i:
             raise ValueError(f"{path}: {unit} {number} is empty; every embedding needs an id")
         if first.setdefault(i, number) != number:
-            raise ValueError(f"{path}: id {i!r} occurs at {unit} {first[i]} and at {number}; ids must be distinct")
+            twice = f"id {i!r} occurs at {unit} {first[i]} and again at {number}"
+            raise ValueError(f"{path}: {twice}; ids must be distinct")
     return ids
 
 
@@ -141,7 +143,8 @@ def _map_array(path: Path, mode: Literal["r", "c"] = "r") -> np.ndarray:
 def _read_array(path: Path, *, copy_on_write: bool = True) -> np.ndarray:
     array = _map_array(path, "c" if copy_on_write else "r")
     if array.ndim != 2 or array.dtype.newbyteorder("=") not in FLOATS:
-        raise ValueError(f"{path}: array of shape {array.shape}, type {array.dtype}; expected (n, d) floating point")
+        found = f"an array of shape {array.shape} and type {array.dtype}"
+        raise ValueError(f"{path}: {found}; expected (n, d) floating point")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

@@ -259,8 +259,8 @@ class PairSampler:
         kinds = np.array(self.data.text_kinds)
         unknown = set(kind_weights) - set(self.data.text_kinds)
         if unknown:
-            known = sorted(set(self.data.text_kinds))
-            raise ValueError(f"PairSampler: kind_weights names {sorted(unknown)}, but texts are of the kinds {known}")
+            known = f"the texts are of the kinds {sorted(set(self.data.text_kinds))}"
+            raise ValueError(f"PairSampler: kind_weights names {sorted(unknown)}, but {known}")
         weight = np.array([kind_weights.get(kind, 0.0) for kind in kinds])[self.data.pairs[:, 1]]
         # The weight of a kind is divided among an image's texts of this kind.
         kind_number = np.unique(kinds, return_inverse=True)[1][self.data.pairs[:, 1]]

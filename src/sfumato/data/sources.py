@@ -25,18 +25,11 @@ from pydantic import (
     model_validator,
 )
 
+from sfumato.data import manifest
 from sfumato.data.coco import CocoOptions, read_coco_captions, read_karpathy
 from sfumato.data.emoji import EmojiOptions, load_emoji
 from sfumato.data.images import Problems, image_files
 from sfumato.data.layouts import CubOptions, read_cub, read_embedding_pairs, read_scan
-from sfumato.data.manifest import (
-    MANIFEST_SUFFIXES,
-    canonical_split,
-    read_image_folder,
-    read_manifest,
-    splits_of_items,
-    usable_captions,
-)
 from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives, SourceItem
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.splits import parse_part
@@ -121,7 +114,7 @@ def read_dataset(
             datasets, rows, f"{path}[{split}]" if split else str(path), split if named else "", problems, seen
         )
     )
-    return splits_of_items(items, Path(path), problems, val_fraction, test_fraction)
+    return manifest.splits_of_items(items, Path(path), problems, val_fraction, test_fraction)
 
 
 def is_dataset_folder(path: Path) -> bool:
@@ -194,9 +187,11 @@ class _Columns:
                 if not all(isinstance(text, str) for text in texts):
                     raise UserError(f"{where}: {self.captions} has {given!r}, expected a string or a list of strings")
                 ids = row.get("caption_ids") or [""] * len(texts)
-                usable = usable_captions(where, texts, problems)
+                usable = manifest.usable_captions(where, texts, problems)
                 own = tuple((ids[k], text) for k, text in usable.items()) if len(ids) == len(texts) else ()
-                yield SourceItem(source.id, source, own, canonical_split(str(row.get(self.split) or split)), where)
+                yield SourceItem(
+                    source.id, source, own, manifest.canonical_split(str(row.get(self.split) or split)), where
+                )
 
 
 def _same_image(first: RowImage, other: RowImage) -> bool:
@@ -278,7 +273,7 @@ class DataConfig(BaseModel):
     def _manifest_by_its_suffix(cls, values: Any) -> Any:
         """The source of a recipe for a folder, where the path names a manifest."""
         folder = isinstance(values, dict) and values.get("source") == "folder"
-        if folder and Path(str(values.get("path", ""))).suffix.lower() in MANIFEST_SUFFIXES:
+        if folder and Path(str(values.get("path", ""))).suffix.lower() in manifest.MANIFEST_SUFFIXES:
             return values | {"source": "manifest"}
         return values
 
@@ -379,7 +374,7 @@ def _emoji(config: DataConfig, problems: Problems) -> dict[str, PairData]:
 
 
 def _manifest(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return read_manifest(_existing(config), problems, image_root=config.images or None, **_fractions(config))
+    return manifest.read_manifest(_existing(config), problems, image_root=config.images or None, **_fractions(config))
 
 
 def _karpathy(config: DataConfig, problems: Problems) -> dict[str, PairData]:
@@ -424,7 +419,7 @@ def _existing(config: DataConfig) -> Path:
 SOURCES: dict[str, Source] = {
     "emoji": Source(_emoji, EmojiOptions, needs_path=False),
     "manifest": Source(_manifest, inputs="either"),
-    "folder": Source(lambda c, problems: read_image_folder(_existing(c), problems, **_fractions(c))),
+    "folder": Source(lambda c, problems: manifest.read_image_folder(_existing(c), problems, **_fractions(c))),
     "karpathy": Source(_karpathy),
     "coco": Source(_coco, CocoOptions),
     "shards": Source(_shards, streamed=True),

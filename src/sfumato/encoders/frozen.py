@@ -17,25 +17,8 @@ import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from sfumato.data.image_decoding import check_image
-from sfumato.encoders.backbones import (
-    IMAGE_BACKBONES,
-    TEXT_BACKBONES,
-    image_backbone,
-    text_backbone,
-)
-from sfumato.encoders.encoder_protocol import (
-    EncoderConfig,
-    FrozenBackbone,
-    ImageEncoderConfig,
-    Item,
-    OnError,
-    Processor,
-    Progress,
-    RaggedStore,
-    Store,
-    TextEncoderConfig,
-    Whiten,
-)
+from sfumato.encoders import backbones
+from sfumato.encoders import encoder_protocol as protocol
 from sfumato.encoders.package_weights import Precision, is_open_clip
 from sfumato.files import read_json, write_atomically, write_json
 
@@ -49,7 +32,7 @@ ComputesIn = Annotated[
 ]
 
 
-class _FrozenConfig(EncoderConfig):
+class _FrozenConfig(protocol.EncoderConfig):
     """The properties of both sides."""
 
     path_fields: ClassVar[tuple[str, ...]] = ("backbone",)
@@ -68,11 +51,11 @@ class _FrozenConfig(EncoderConfig):
         return frozenset(needed - {""})
 
 
-class FrozenImageConfig(_FrozenConfig, ImageEncoderConfig):
+class FrozenImageConfig(_FrozenConfig, protocol.ImageEncoderConfig):
     """Token features of a pre-trained image backbone, computed once."""
 
     from_pixels: ClassVar[bool] = False
-    packaged: ClassVar[Mapping[str, str]] = IMAGE_BACKBONES
+    packaged: ClassVar[Mapping[str, str]] = backbones.IMAGE_BACKBONES
 
     kind: Literal["frozen"] = "frozen"
     backbone: str = "efficientnet-lite0"
@@ -85,13 +68,13 @@ class FrozenImageConfig(_FrozenConfig, ImageEncoderConfig):
     """the joint embedding of a CLIP or SigLIP model, after its projection, as its one token; with model.identity the
     frozen model as it is"""
     precision: ComputesIn = "float32"
-    whiten: Whiten = None
+    whiten: protocol.Whiten = None
 
 
-class FrozenTextConfig(_FrozenConfig, TextEncoderConfig):
+class FrozenTextConfig(_FrozenConfig, protocol.TextEncoderConfig):
     """Token features of a pre-trained text backbone, computed once."""
 
-    packaged: ClassVar[Mapping[str, str]] = TEXT_BACKBONES
+    packaged: ClassVar[Mapping[str, str]] = backbones.TEXT_BACKBONES
 
     kind: Literal["frozen"] = "frozen"
     backbone: str = Field("minilm-l6-v2", description="minilm-l6-v2, a hub name, or a local folder of transformers")
@@ -102,13 +85,13 @@ class FrozenTextConfig(_FrozenConfig, TextEncoderConfig):
     out"""
     projected: bool = Field(False, description="as model.image.projected; other keys than backbone have no effect")
     precision: ComputesIn = "float32"
-    whiten: Whiten = None
+    whiten: protocol.Whiten = None
 
 
-class FrozenProcessor(Processor):
+class FrozenProcessor(protocol.Processor):
     """Computes token features with a frozen backbone, and caches them on disk."""
 
-    def __init__(self, backbone: FrozenBackbone, cache: str | Path) -> None:
+    def __init__(self, backbone: protocol.FrozenBackbone, cache: str | Path) -> None:
         self.backbone, self.cache = backbone, cache
 
     def prepare(self, data: bytes | str) -> np.ndarray | bytes | str:
@@ -119,13 +102,17 @@ class FrozenProcessor(Processor):
             check_image(data)
         return data
 
-    def stack(self, values: Sequence[Any]) -> RaggedStore:
+    def stack(self, values: Sequence[Any]) -> protocol.RaggedStore:
         """The features, without the cache."""
-        return RaggedStore.from_features(self.backbone(values), self.backbone.channels)
+        return protocol.RaggedStore.from_features(self.backbone(values), self.backbone.channels)
 
     def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[Store, np.ndarray]:
+        self,
+        items: Sequence[protocol.Item],
+        *,
+        progress: protocol.Progress | None = None,
+        on_error: protocol.OnError | None = None,
+    ) -> tuple[protocol.Store, np.ndarray]:
         return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
 
 
@@ -138,7 +125,7 @@ def frozen_processor(config: FrozenImageConfig | FrozenTextConfig, cache: Path) 
 
         backbone = joint_backbone(config.backbone, "image" if of_images else "text", precision=config.precision)
     else:
-        backbone = (image_backbone if of_images else text_backbone)(config.backbone, **options)
+        backbone = (backbones.image_backbone if of_images else backbones.text_backbone)(config.backbone, **options)
     return FrozenProcessor(backbone, cache)
 
 
@@ -202,25 +189,25 @@ class FeatureCache:
         if not fits.all():
             write_atomically(self._index, records[fits].tobytes())
 
-    def store(self, digests: Sequence[bytes]) -> RaggedStore:
+    def store(self, digests: Sequence[bytes]) -> protocol.RaggedStore:
         """The features of items, memory mapped."""
         known = self.known()
         positions = np.array([known[digest] for digest in digests], dtype=np.int64).reshape(-1, 2)
         rows: np.ndarray = np.empty((0, self.channels), self._dtype)
         if len(positions):
             rows = np.memmap(self._rows, dtype=self._dtype, mode="r").reshape(-1, self.channels)
-        return RaggedStore(rows, positions[:, 0], positions[:, 1])
+        return protocol.RaggedStore(rows, positions[:, 0], positions[:, 1])
 
 
 def cached_features(
-    backbone: FrozenBackbone,
+    backbone: protocol.FrozenBackbone,
     read: Sequence[Callable[[], bytes | str]],
     folder: str | Path,
     *,
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
     on_error: Callable[[int, Exception], None] | None = None,
-) -> tuple[RaggedStore, np.ndarray]:
+) -> tuple[protocol.RaggedStore, np.ndarray]:
     """Token features of items, read from the cache, or computed and added to it."""
     dtype = getattr(backbone, "feature_dtype", "float16")
     cache = FeatureCache(folder, backbone.fingerprint, backbone.channels, dtype)

@@ -17,23 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from sfumato.encoders.encoder_protocol import (
-    AugmentMode,
-    BuildContext,
-    ImageEncoderConfig,
-    Inputs,
-    Store,
-    TextEncoderConfig,
-)
+from sfumato.encoders import encoder_protocol as protocol
+from sfumato.encoders import processors
 from sfumato.encoders.heads import TokenFeatures, padded
-from sfumato.encoders.processors import (
-    PixelProcessor,
-    TokenProcessor,
-    count_words,
-    splitting_at_words,
-    train_tokenizer,
-    vocabulary_size,
-)
 from sfumato.errors import UserError, say
 
 
@@ -53,14 +39,14 @@ class Encoder(nn.Module):
         """
         return None
 
-    def fit(self, store: Store) -> None:
+    def fit(self, store: protocol.Store) -> None:
         """Compute constants, such as a whitening, from the training inputs; called once before training.
 
         Args:
             store: inputs of the training split.
         """
 
-    def prepared(self, store: Store) -> Store:
+    def prepared(self, store: protocol.Store) -> protocol.Store:
         """The inputs of the training split in the form that costs least at every step.
 
         Args:
@@ -115,7 +101,7 @@ class StandardisedPixels(nn.Module):
         return (pixels - self.mean) / self.std
 
 
-class SmallImageConfig(ImageEncoderConfig):
+class SmallImageConfig(protocol.ImageEncoderConfig):
     """A small convolutional network that learns from pixels."""
 
     kind: Literal["small"] = "small"
@@ -125,12 +111,12 @@ class SmallImageConfig(ImageEncoderConfig):
     """change training images at random: rotations, crops, mirror images, colours"""
 
     @property
-    def augment_mode(self) -> AugmentMode:
+    def augment_mode(self) -> protocol.AugmentMode:
         """The type of random augmentation of training images."""
         return "style" if self.augment else "none"
 
 
-class SmallTextConfig(TextEncoderConfig):
+class SmallTextConfig(protocol.TextEncoderConfig):
     """A small network over subword tokens, whose vocabulary is learnt from the training texts."""
 
     kind: Literal["small"] = "small"
@@ -152,7 +138,7 @@ class SmallImageEncoder(Encoder):
         self.stages = nn.Sequential(*stages)
         self.channels = 8 * width
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
+    def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """Token features of images. inputs (n, 3, s, s)."""
         pixels = inputs.values
         pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
@@ -171,7 +157,7 @@ class SmallTextEncoder(Encoder):
         self.dropout = nn.Dropout(dropout)
         self.channels = width
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
+    def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """Token features of texts. inputs (n, t) -> (n, t, w)."""
         mask = torch.ones_like(inputs.values, dtype=torch.bool) if inputs.mask is None else inputs.mask
         embedded = self.embedding(inputs.values[mask])
@@ -182,21 +168,25 @@ class SmallTextEncoder(Encoder):
         return TokenFeatures(padded(features, mask), inputs.mask)
 
 
-def build_small_image(config: SmallImageConfig, context: BuildContext) -> tuple[PixelProcessor, SmallImageEncoder]:
+def build_small_image(
+    config: SmallImageConfig, context: protocol.BuildContext
+) -> tuple[processors.PixelProcessor, SmallImageEncoder]:
     """Build the image side of kind "small". Returns (processor, encoder)."""
-    return PixelProcessor(config.size), SmallImageEncoder(config.width)
+    return processors.PixelProcessor(config.size), SmallImageEncoder(config.width)
 
 
-def build_small_text(config: SmallTextConfig, context: BuildContext) -> tuple[TokenProcessor, SmallTextEncoder]:
+def build_small_text(
+    config: SmallTextConfig, context: protocol.BuildContext
+) -> tuple[processors.TokenProcessor, SmallTextEncoder]:
     """Build the text side of kind "small". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
-    encoder = SmallTextEncoder(vocabulary_size(tokenizer), config.width, config.dropout)
-    return TokenProcessor(tokenizer, config.max_tokens), encoder
+    encoder = SmallTextEncoder(processors.vocabulary_size(tokenizer), config.width, config.dropout)
+    return processors.TokenProcessor(tokenizer, config.max_tokens), encoder
 
 
 def small_tokenizer(config: SmallTextConfig, texts: Iterable[str]) -> Tokenizer:
     """The tokenizer of a new text encoder of kind "small"."""
-    return train_tokenizer(texts, config.vocabulary)
+    return processors.train_tokenizer(texts, config.vocabulary)
 
 
 class _Residual(nn.Module):
@@ -218,7 +208,7 @@ States = Literal["final", "all"]
 """Token features of a text: the final state of each direction, or the states at all of its words."""
 
 
-class WordTextConfig(TextEncoderConfig):
+class WordTextConfig(protocol.TextEncoderConfig):
     """A GRU over whole words of the training texts."""
 
     path_fields: ClassVar[tuple[str, ...]] = ("vectors",)
@@ -249,8 +239,8 @@ def word_tokenizer(texts: Iterable[str], *, min_count: int = 1) -> Tokenizer:
     """
     if min_count < 1:
         raise ValueError(f"word_tokenizer: min_count must be at least 1, got {min_count}")
-    tokenizer = splitting_at_words(Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")))
-    counts = count_words(tokenizer, texts)
+    tokenizer = processors.splitting_at_words(Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")))
+    counts = processors.count_words(tokenizer, texts)
     words = sorted((word for word in counts if counts[word] >= min_count), key=lambda word: (-counts[word], word))
     tokenizer.model = models.WordLevel({w: i for i, w in enumerate(["[UNK]", *words])}, unk_token="[UNK]")
     return tokenizer
@@ -347,7 +337,7 @@ class WordEncoder(Encoder):
         for i, vector in vectors.items():
             self.words.weight[i] = torch.from_numpy(vector)
 
-    def forward(self, inputs: Inputs) -> TokenFeatures:
+    def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """Token features of texts, and their word vectors for local attention. inputs (n, t) -> (n, 1, c)."""
         words = self.words(inputs.values)
         n, t = inputs.values.shape
@@ -364,11 +354,13 @@ class WordEncoder(Encoder):
         return pad_packed_sequence(states, batch_first=True, total_length=words.shape[1])[0]
 
 
-def build_word_text(config: WordTextConfig, context: BuildContext) -> tuple[TokenProcessor, WordEncoder]:
+def build_word_text(
+    config: WordTextConfig, context: protocol.BuildContext
+) -> tuple[processors.TokenProcessor, WordEncoder]:
     """Build the text side of kind "gru". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
     encoder = WordEncoder(
-        vocabulary_size(tokenizer),
+        processors.vocabulary_size(tokenizer),
         config.width,
         config.hidden,
         bidirectional=config.bidirectional,
@@ -382,7 +374,7 @@ def build_word_text(config: WordTextConfig, context: BuildContext) -> tuple[Toke
         encoder.set_vectors(vectors)
         known = tokenizer.get_vocab_size() - 1
         say(f"{len(vectors)} of {known} words of the training texts start from {config.vectors}")
-    return TokenProcessor(tokenizer, config.max_tokens), encoder
+    return processors.TokenProcessor(tokenizer, config.max_tokens), encoder
 
 
 def words_of_texts(config: WordTextConfig, texts: Iterable[str]) -> Tokenizer:

@@ -93,7 +93,8 @@ def register_encoder(
     if side not in ENCODERS:
         raise ValueError(f"register_encoder: unknown side {side!r}; expected 'image' or 'text'")
     if kind in ENCODERS[side]:
-        raise ValueError(f"register_encoder: there is a {side} encoder of kind {kind!r} already; choose another name")
+        taken = f"the {side} side has an encoder of kind {kind!r} already"
+        raise ValueError(f"register_encoder: {taken}; choose another name")
     base: type[EncoderConfig] = ImageEncoderConfig if side == "image" else TextEncoderConfig
     if not issubclass(config, base):
         raise ValueError(f"register_encoder: {config.__name__} must be a subclass of {base.__name__}")

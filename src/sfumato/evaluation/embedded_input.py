@@ -10,27 +10,9 @@ import numpy as np
 from sfumato.data.feature_tables import read_embeddings, read_ids
 from sfumato.distances.distance import Distance
 from sfumato.errors import UserError, say
-from sfumato.evaluation.benchmark_ground_truths import (
-    CUB_SPLITS,
-    cub_captions,
-    cub_split,
-    eccv_caption,
-    emoji,
-    pmrp,
-    read_coco,
-    read_karpathy_ground_truth,
-)
+from sfumato.evaluation import benchmark_ground_truths, protocols
 from sfumato.evaluation.benchmarks import BenchmarkRanks, Source, figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth, read_ground_truth
-from sfumato.evaluation.protocols import (
-    EmbeddedSet,
-    EvaluationOptions,
-    Lists,
-    Scores,
-    distance_of_score,
-    ranked_by,
-    samples_of,
-)
 from sfumato.files import read_json
 from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
@@ -86,7 +68,7 @@ def read_ground_truths(
     elif benchmark == "coco":
         found = _read_coco(annotations, instances, split)
     elif benchmark == "emoji":
-        found = [emoji(split)]
+        found = [benchmark_ground_truths.emoji(split)]
     elif benchmark in ("flickr30k", "flickr8k", "cub"):
         if annotations is None:
             wanted = "the folder of captions" if benchmark == "cub" else f"dataset_{benchmark}.json"
@@ -94,7 +76,7 @@ def read_ground_truths(
         found = [
             _read_cub(annotations, classes, split)
             if benchmark == "cub"
-            else read_karpathy_ground_truth(annotations, split=split, name=benchmark)
+            else benchmark_ground_truths.read_karpathy_ground_truth(annotations, split=split, name=benchmark)
         ]
     else:
         raise UserError(f"unknown benchmark {benchmark!r}; known: {', '.join(BENCHMARKS)}")
@@ -118,29 +100,30 @@ def told_apart(benchmark: str | None, annotations: Sequence[Path]) -> dict[str, 
 
 def _read_coco(annotations: Path | None, instances: Sequence[Path], split: str) -> list[GroundTruth]:
     if annotations is not None and annotations.is_file():
-        by_name = read_coco(annotations, split=split)
+        by_name = benchmark_ground_truths.read_coco(annotations, split=split)
     elif split not in ("test", "testall"):  # The second name is that of SCAN's features.
         way = f"for --split {split} name Karpathy's file with --annotations dataset_coco.json"
         more = "or --benchmark-split test if the split holds the benchmark's images, as COCO's own val2014 does"
         raise UserError(f"CxC and ECCV Caption are of the test split; {way}, {more}")
     else:
-        by_name = eccv_caption(annotations)
+        by_name = benchmark_ground_truths.eccv_caption(annotations)
     if instances:
-        by_name |= pmrp(instances, by_name["coco_5k"], by_name["coco_1k"])
+        by_name |= benchmark_ground_truths.pmrp(instances, by_name["coco_5k"], by_name["coco_1k"])
     return list(by_name.values())
 
 
 def _read_cub(captions: Path, classes: Path | None, split: str) -> GroundTruth:
     if classes is None:
         lists = "the folder of the public lists (testclasses.txt, trainvalclasses.txt, ...)"
-        ways = f"{lists}, from which --split chooses ({', '.join(CUB_SPLITS)}), or a file with the names of the classes"
+        splits = ", ".join(benchmark_ground_truths.CUB_SPLITS)
+        ways = f"{lists}, from which --split chooses ({splits}), or a file with the names of the classes"
         found = "CUB's 200 classes are divided into classes to train on and classes to test on"
         raise UserError(f"{found}; name with a further --annotations {ways}")
     if classes.is_dir():
-        return cub_split(captions, classes, split)
+        return benchmark_ground_truths.cub_split(captions, classes, split)
     if split != "test":
         raise UserError(f"--split {split} of CUB needs the folder of the class lists; {classes} is a file")
-    return cub_captions(captions, classes=classes)
+    return benchmark_ground_truths.cub_captions(captions, classes=classes)
 
 
 def read_embedded_set(
@@ -150,7 +133,7 @@ def read_embedded_set(
     *,
     image_ids: Path | None = None,
     text_ids: Path | None = None,
-) -> EmbeddedSet:
+) -> protocols.EmbeddedSet:
     """Read embeddings of any model for these ground truths."""
     sides, ids = [], []
     for what, path, own in (("image", images, image_ids), ("text", texts, text_ids)):
@@ -161,7 +144,7 @@ def read_embedded_set(
         raise ValueError(f"{images} has {sides[0].d} dimensions, {texts} has {sides[1].d}; the numbers must be equal")
     dtype = np.promote_types(*(accumulation_dtype(e.dtype) for e in sides))
     first, second = (e.to(dtype) for e in sides)
-    return EmbeddedSet(first, second, ids[0], ids[1], tuple(ground_truths))
+    return protocols.EmbeddedSet(first, second, ids[0], ids[1], tuple(ground_truths))
 
 
 def _ids_of_ground_truths(ground_truths: Sequence[GroundTruth], what: str, n: int | None = None) -> tuple[str, ...]:
@@ -201,13 +184,16 @@ class Measured:
 
 
 def measure(
-    embedded: EmbeddedSet, score: str | Distance = "csd", *, options: EvaluationOptions | None = None
+    embedded: protocols.EmbeddedSet,
+    score: str | Distance = "csd",
+    *,
+    options: protocols.EvaluationOptions | None = None,
 ) -> Measured:
     """Evaluate embeddings."""
-    options = options or EvaluationOptions()
-    distance = distance_of_score(score)
+    options = options or protocols.EvaluationOptions()
+    distance = protocols.distance_of_score(score)
     sampled = None if distance is None else options.sampled(distance)
-    source = ranked_by(sampled or score, embedded.images, embedded.texts)
+    source = protocols.ranked_by(sampled or score, embedded.images, embedded.texts)
     ranks = rank(source, embedded.image_ids, embedded.text_ids, embedded.ground_truths)
     values, variances = embedded.uncertainty(options.uncertainty), None
     if values is not None:
@@ -222,7 +208,7 @@ def measure(
         None if values is None else _recall_by_uncertainty(ranks, values),
         variances,
         options.uncertainty,
-        None if sampled is None else samples_of(sampled),
+        None if sampled is None else protocols.samples_of(sampled),
     )
 
 
@@ -251,7 +237,7 @@ def measure_lists(
         if not isinstance(lists, dict) or not all(isinstance(items, list) for items in lists.values()):
             raise UserError(f"{path}: {direction} is not an object of lists; {form}")
     ids = _ids(ground_truths, image_ids, text_ids)
-    return _measured("lists", Lists(loaded["i2t"], loaded["t2i"]), ids, ground_truths)
+    return _measured("lists", protocols.Lists(loaded["i2t"], loaded["t2i"]), ids, ground_truths)
 
 
 _BothIds = tuple[tuple[str, ...], tuple[str, ...]]
@@ -299,7 +285,7 @@ def measure_scores(
             + (". The matrix is texts by images: write it transposed, np.save(FILE, scores.T)" if turned else "")
         )
     check_finite(path, scores)
-    measured = _measured(f"{scores_are} matrix", Scores(scores, SCORES_ARE[scores_are]), ids, ground_truths)
+    measured = _measured(f"{scores_are} matrix", protocols.Scores(scores, SCORES_ARE[scores_are]), ids, ground_truths)
     if (place := _mean_place(measured.ranks)) > _BACKWARDS:
         other = next(kind for kind in SCORES_ARE if kind != scores_are)
         found = f"matches stand at {place:.0%} of the ranking on average, where a random order has 50%"
@@ -367,7 +353,7 @@ def _check_files(files: Files, score: str | None) -> None:
 
 def measure_files(
     files: Files, score: str | None = None, *, split: str = "test"
-) -> tuple[Measured, EmbeddedSet | None]:
+) -> tuple[Measured, protocols.EmbeddedSet | None]:
     """Evaluate embeddings or ranked lists from files.
 
     Returns (the evaluation, the embeddings or None for ranked lists).

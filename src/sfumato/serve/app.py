@@ -25,25 +25,12 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from sfumato import __version__
 from sfumato.errors import UserError
+from sfumato.serve import schemas
 from sfumato.serve.decoding import Unavailable
 from sfumato.serve.guard import RIGHTS, Guard
 from sfumato.serve.judging import WEB, JudgementsRequest, JudgementsResponse, JudgementsSummary, Judging
 from sfumato.serve.monitoring import TEXT
 from sfumato.serve.problems import COMMON, IMAGE, INTRODUCTION, Refusal, busy, documented, invalid, problems
-from sfumato.serve.schemas import (
-    AddRequest,
-    AddResponse,
-    DeleteRequest,
-    DeleteResponse,
-    Info,
-    Item,
-    ItemList,
-    SearchFields,
-    SearchRequest,
-    SearchResponse,
-    State,
-    TextSearch,
-)
 from sfumato.serve.searching import Asked, asked_by, asked_text
 from sfumato.serve.service import Service
 from sfumato.serve.settings import GalleryName, Settings, Sources
@@ -216,12 +203,12 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     app.mount("/page", assets, name="page")
 
-    @app.get("/healthz", response_model=State, tags=["state"])
+    @app.get("/healthz", response_model=schemas.State, tags=["state"])
     async def get_health() -> Response:
         """Whether the process is alive. Needs no key."""
-        return _json(State(status="alive"))
+        return _json(schemas.State(status="alive"))
 
-    @app.get("/readyz", response_model=State, tags=["state"], responses=problems(503))
+    @app.get("/readyz", response_model=schemas.State, tags=["state"], responses=problems(503))
     async def get_readiness() -> Response:
         """Whether the service answers searches: 503 during warm-up and shutdown, and while a store does not answer.
 
@@ -232,14 +219,14 @@ def _add_pages(app: FastAPI, service: Service) -> None:
             raise busy(f"Not ready: {why or 'warming up, or shutting down'}", code="not-ready")
         if problem := service.store_problem:
             raise busy(f"Not ready: {problem}", code="not-ready")
-        return _json(State(status="ready"))
+        return _json(schemas.State(status="ready"))
 
     @app.get("/metrics", tags=["state"], response_class=PlainTextResponse)
     async def get_metrics() -> Response:
         """Counters for Prometheus."""
         return Response(await service.measured(), media_type=TEXT)
 
-    @app.get("/v1/info", response_model=Info, tags=["state"])
+    @app.get("/v1/info", response_model=schemas.Info, tags=["state"])
     async def get_info(request: Request) -> Response:
         """The galleries, what you may do, the guarantees that the calibration can give, and the limits."""
         return _json(await service.info(request.scope[RIGHTS]))
@@ -247,17 +234,22 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
 def _add_searches(app: FastAPI, service: Service) -> None:
     post = partial(
-        app.post, response_model=SearchResponse, tags=["search"], responses=problems(404, 413, 415, 422, 503, 504)
+        app.post,
+        response_model=schemas.SearchResponse,
+        tags=["search"],
+        responses=problems(404, 413, 415, 422, 503, 504),
     )
 
-    @app.get("/v1/search", response_model=SearchResponse, tags=["search"], responses=problems(404, 422, 503, 504))
-    async def search_by_text(parameters: Annotated[TextSearch, Parameter()]) -> Response:
+    @app.get(
+        "/v1/search", response_model=schemas.SearchResponse, tags=["search"], responses=problems(404, 422, 503, 504)
+    )
+    async def search_by_text(parameters: Annotated[schemas.TextSearch, Parameter()]) -> Response:
         """Search by one text."""
         asked = asked_text(parameters.q, parameters.also, parameters.without, "query.q")
         return await _answers(service, [asked], parameters)
 
     @post("/v1/search")
-    async def search(wanted: SearchRequest) -> Response:
+    async def search(wanted: schemas.SearchRequest) -> Response:
         """Search by texts, images, ids of stored items and vectors, also mixed. A search by id also finds the item."""
 
         def read() -> list[Asked]:
@@ -269,7 +261,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
 
 def _add_views(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/items", response_model=ItemList, tags=["items"], responses=problems(404, 422, 503, 504))
+    @app.get("/v1/items", response_model=schemas.ItemList, tags=["items"], responses=problems(404, 422, 503, 504))
     async def list_items(
         gallery: Annotated[GalleryName, Parameter(description="gallery to list")] = "images",
         cursor: Annotated[
@@ -281,7 +273,7 @@ def _add_views(app: FastAPI, service: Service) -> None:
         """Items in the order of their ids, some at a time."""
         return _json(await service.items(gallery, cursor, limit))
 
-    @app.get("/v1/items/{id:path}", response_model=Item, tags=["items"], responses=problems(404, 422, 503, 504))
+    @app.get("/v1/items/{id:path}", response_model=schemas.Item, tags=["items"], responses=problems(404, 422, 503, 504))
     async def get_item(id: _Id, gallery: _ItemGallery = "images") -> Response:
         """One item, by its id. Ids may hold slashes."""
         return _json(await service.item(id, gallery))
@@ -309,7 +301,7 @@ def _add_views(app: FastAPI, service: Service) -> None:
 CREATED: dict[int | str, dict[str, Any]] = {
     201: {
         "description": "at least one of the items is new; for a request with a single item, Location is its path",
-        "model": AddResponse,
+        "model": schemas.AddResponse,
         "headers": {"Location": {"description": "path of the new item", "schema": {"type": "string"}}},
     }
 }
@@ -319,8 +311,8 @@ def _add_writes(app: FastAPI, service: Service, writer: Writer) -> None:
     writes: dict[str, Any] = {"tags": ["items"], "responses": problems(404, 409, 413, 415, 422, 503, 504)}
     adds: dict[str, Any] = {**writes, "responses": {**writes["responses"], **CREATED}}
 
-    @app.post("/v1/items", response_model=AddResponse, **adds)
-    async def add_items(wanted: AddRequest) -> Response:
+    @app.post("/v1/items", response_model=schemas.AddResponse, **adds)
+    async def add_items(wanted: schemas.AddRequest) -> Response:
         """Add items, or replace those with the same ids. All are checked before one is stored.
 
         The status is 201 if at least one item is new, and 200 if all existed.
@@ -334,8 +326,8 @@ def _add_writes(app: FastAPI, service: Service, writer: Writer) -> None:
                 response.headers["Location"] = f"/v1/items/{quote(wanted.items[0].id)}{gallery}"
         return response
 
-    @app.post("/v1/items/delete", response_model=DeleteResponse, **writes)
-    async def delete_items(wanted: DeleteRequest) -> Response:
+    @app.post("/v1/items/delete", response_model=schemas.DeleteResponse, **writes)
+    async def delete_items(wanted: schemas.DeleteRequest) -> Response:
         """Remove items; unknown ids are skipped."""
         return _json(await writer.delete(wanted.gallery, wanted.ids))
 
@@ -370,7 +362,7 @@ def _add_judgements(app: FastAPI, judging: Judging) -> None:
 _MANY_RESULTS = 200
 
 
-async def _answers(service: Service, asked: Sequence[Asked], options: SearchFields) -> Response:
+async def _answers(service: Service, asked: Sequence[Asked], options: schemas.SearchFields) -> Response:
     """The response of a search; a large one is written in a thread, so that nobody waits for it."""
     found = await service.searches.search(asked, options)
     large = len(asked) * options.max_results > _MANY_RESULTS or options.coverage is not None
