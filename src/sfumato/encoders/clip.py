@@ -62,7 +62,8 @@ class _ClipConfig(protocol.EncoderConfig):
 
     def check(self, section: str) -> None:
         if self.weights and (useless := self.changed(*self._without_weights)):
-            raise ValueError(f"{section}.{min(useless)} is for random weights; leave it out with {section}.weights")
+            way = f"leave it out with {section}.weights"
+            raise ValueError(f"{section}.{min(useless)} is only for random weights; {way}")
         if self.variance_token and self.variance_blocks > 1:
             raise ValueError(f"{section}.variance_token replaces variance blocks; leave {section}.variance_blocks out")
 

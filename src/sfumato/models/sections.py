@@ -220,7 +220,8 @@ class OptimConfig(Section):
     def check(self, model: ModelConfig, epochs: int) -> None:
         """Refuse settings of optimiser and schedule that have no effect or contradict each other."""
         if self.layer_decay != 1 and not (model.image.has_blocks or model.text.has_blocks):
-            raise ValueError("optim.layer_decay needs a clip encoder, but this model has none; leave it out")
+            needs = "needs the blocks of a clip encoder, but this model has none"
+            raise ValueError(f"optim.layer_decay {needs}; leave it out")
         if self.freeze_image_epochs and not model.image.starts_pretrained:
             given = f"optim.freeze_image_epochs={self.freeze_image_epochs} freezes a pre-trained image encoder"
             random = f"the section model.image with kind={model.image.kind!r} starts from random weights"
