@@ -92,8 +92,7 @@ def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
     """The page is in its place, agrees with evaluate, and shows the run's recipe."""
     result = sfumato.json("report", work / "run")
     page = (work / "run" / "report-test.html").read_text()
-    assert result["out"] == str(work / "run" / "report-test.html")
-    assert result["bytes"] == len(page.encode()) < 3_000_000
+    assert result["out"] == str(work / "run" / "report-test.html") and result["bytes"] == len(page.encode()) < 3_000_000
     assert result["evaluation"] == sfumato.json("evaluate", "run", work / "run")
     for shown in ("data:image/webp;base64,", "warmup_epochs", "before calibration"):
         assert shown in page
@@ -385,5 +384,4 @@ def test_a_model_without_parameters_is_not_called_trained(sfumato, work, tmp_pat
     figures = {"best_score": None, "epochs": 1, "parameters": 0, "run": "there", "calibrated": True}
     monkeypatch.setattr("sfumato.training.loop.fit", lambda *_: figures)
     words = folded(sfumato("train", work / "toy.toml", "--out", tmp_path / "run")[1])
-    assert "nothing was trained" in words and "calibrated on validation pairs" in words
-    assert "0 parameters" not in words
+    assert "nothing was trained" in words and "calibrated on validation pairs" in words and "0 parameters" not in words

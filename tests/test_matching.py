@@ -66,8 +66,7 @@ def test_fit_is_the_maximum_that_another_optimiser_finds():
     exact = {"xatol": 1e-9, "fatol": 1e-14, "maxiter": 4000}
     best = scipy.optimize.minimize(loss, [1.0, 0.0], method="Nelder-Mead", options=exact)
     fitted = fit_logits(distance, match)
-    assert loss(fitted) <= best.fun + 1e-9
-    assert fitted == pytest.approx(tuple(best.x), rel=1e-4)
+    assert loss(fitted) <= best.fun + 1e-9 and fitted == pytest.approx(tuple(best.x), rel=1e-4)
 
 
 def test_fit_with_weights_is_fit_with_copies():

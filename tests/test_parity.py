@@ -123,8 +123,7 @@ def test_parity_gpo(fixture):
                         torch.testing.assert_close(parameter.grad, stored.to(dtype), rtol=near, atol=near / 100)
 
 
-def gaussians(tensors):
-    return [GaussianEmbedding(tensors[f"mean{k}"], tensors[f"log_var{k}"]) for k in (1, 2)]
+gaussians = lambda tensors: [GaussianEmbedding(tensors[f"mean{k}"], tensors[f"log_var{k}"]) for k in (1, 2)]
 
 
 def test_parity_distances(fixture):

@@ -23,14 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-
-
-def read(document):
-    return (ROOT / document).read_text(encoding="utf-8")
-
-
-def blocks(language, text=README):
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+read = lambda document: (ROOT / document).read_text(encoding="utf-8")
+blocks = lambda language, text=README: re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def printed_by(function, *arguments):

@@ -22,12 +22,8 @@ def paths_in(text):
     return PATH.findall(re.sub(r"data:image/\w+;base64,[\w+/=]+|\"image/png\": \"[^\"]*\"", "", text))
 
 
-def cells_of(name):
-    return json.loads((EXAMPLES / name).read_text(encoding="utf-8"))["cells"]
-
-
-def code_of(name):
-    return ["".join(cell["source"]) for cell in cells_of(name) if cell["cell_type"] == "code"]
+cells_of = lambda name: json.loads((EXAMPLES / name).read_text(encoding="utf-8"))["cells"]
+code_of = lambda name: ["".join(cell["source"]) for cell in cells_of(name) if cell["cell_type"] == "code"]
 
 
 def run_cell(source, names):

@@ -22,8 +22,7 @@ def test_the_page_is_what_the_script_makes_of_the_result_files():
 
 def test_every_benchmark_has_a_section_and_results_are_those_of_its_command():
     runs = {run.name: run for run in suite.RUNS}
-    assert list(runs) == list(script.SECTIONS) and len(runs) == len(suite.RUNS)
-    assert RESULTS
+    assert list(runs) == list(script.SECTIONS) and len(runs) == len(suite.RUNS) and RESULTS
     for name, record in RESULTS.items():
         assert record["command"] == runs[name].command and list(script.SECTIONS[name].rows(record["result"]))
 

@@ -108,8 +108,7 @@ def test_checksums_are_read_by_sha256sum(tmp_path):
     assert subprocess.run(check, cwd=tmp_path, capture_output=True).returncode == 1
 
 
-def hits(*given):
-    return {"a": [{"id": one, "distance": d, "match_probability": p} for one, d, p in given]}
+hits = lambda *given: {"a": [{"id": one, "distance": d, "match_probability": p} for one, d, p in given]}
 
 
 def test_an_upgrade_that_changes_answers_is_seen():
@@ -136,8 +135,7 @@ def instructions():
 def test_the_container_copies_what_exists_and_runs_without_rights():
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {source for name, text in instructions() if name == "COPY" for source in text.split()[:-1]}
-    assert copied and copied <= allowed
-    assert [name for name in copied if not (ROOT / name).exists()] == []
+    assert copied and copied <= allowed and [name for name in copied if not (ROOT / name).exists()] == []
     names = [name for name, _ in instructions()]
     assert {"USER", "HEALTHCHECK", "EXPOSE"} <= set(names) and names.index("USER") < names.index("ENTRYPOINT")
     assert dict(instructions())["USER"] == "10001:10001"

@@ -9,10 +9,7 @@ PAGES = sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").
 RESULTS = [page for page in PAGES if page.startswith("results/") and not page.endswith("index.md")]
 FIGURE = re.compile(r"(?<![\d.])\d{3}\.\d ± \d+\.\d")
 GUIDES = [page for page in PAGES if page.startswith("guides/") and not page.endswith("index.md")]
-
-
-def read(page):
-    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+read = lambda page: (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
 def test_the_site_fetches_nothing_from_elsewhere():

@@ -102,8 +102,7 @@ def test_another_ranker_gives_the_same_and_only_sees_galleries():
 
     ours = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), ranker=rank)
     plain = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths())
-    assert ours == plain
-    assert len(sizes) == 2 * (1 + 5 + 1) and (4, 10) in sizes and (10, 4) in sizes
+    assert ours == plain and len(sizes) == 2 * (1 + 5 + 1) and (4, 10) in sizes and (10, 4) in sizes
 
 
 def test_order_of_the_embeddings_is_that_of_their_ids():
@@ -170,8 +169,7 @@ def test_lists_are_only_needed_where_there_is_something_to_find_and_bad_ones_are
     some = {q: row for q, row in i2t.items() if q in needed}
     assert len(some) < 20
     of_lists = lambda lists: evaluate_ranked_lists(lists, t2i, IMAGES, TEXTS, [ground_truth])
-    assert of_lists(some)["differing"]["i2t"]["n_queries"] == len(some)
-    assert "4" in needed
+    assert of_lists(some)["differing"]["i2t"]["n_queries"] == len(some) and "4" in needed
     for row, message in (
         (["100", "999"], "i2t: the list of '4' holds the unknown id '999'"),
         ([100, 101, 100], "i2t: the list of '4' holds '100' more than once"),

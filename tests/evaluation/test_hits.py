@@ -61,8 +61,7 @@ def test_sizes_and_populations():
         (d, n, h) for d in ("t2i", "i2t") for n in (30, 60, 120) for h in (1, 10)
     ]
     every = measure_hits(calibration, distance, match, sizes=(30,), population="independent")
-    assert every[0].n > planted[0].n and every[0].rate < planted[0].rate
-    assert without_nearest(calibration) == calibration
+    assert every[0].n > planted[0].n and every[0].rate < planted[0].rate and without_nearest(calibration) == calibration
 
 
 def test_error_by_chance_is_that_of_perfect_predictions_and_log_loss_by_hand():

@@ -112,8 +112,7 @@ def test_points_and_one_to_one_truth_leave_out_what_has_no_meaning():
     names = texts[: images.n]
     one_to_one = Relevance.from_lists([[i] for i in range(N)], n_gallery=N)
     points = evaluate_retrieval(GaussianEmbedding.point(images.mean), GaussianEmbedding.point(names.mean), one_to_one)
-    assert points.uncertainty is points.multiplicity is None
-    assert points.total_variance == {"image": 0.0, "text": 0.0}
+    assert points.uncertainty is points.multiplicity is None and points.total_variance == {"image": 0.0, "text": 0.0}
     spread = evaluate_retrieval(images, names, one_to_one, text_kinds=["name"] * N)
     assert spread.uncertainty is not None and spread.multiplicity is None
     assert spread.t2i_by_kind == {} and spread.i2t_by_kind == {}

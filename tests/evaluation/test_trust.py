@@ -47,8 +47,7 @@ def scene(seed=0):
     return queries, gallery, Relevance.from_pairs(*np.nonzero(ground_truth), n_queries=N, n_gallery=M), ground_truth
 
 
-def by_pairs(low, high):
-    return np.mean([(b > a) + 0.5 * (a == b) for a, b in itertools.product(low, high)])
+by_pairs = lambda low, high: np.mean([(b > a) + 0.5 * (a == b) for a, b in itertools.product(low, high)])
 
 
 def test_every_figure_of_every_estimator_by_loops():
@@ -59,8 +58,7 @@ def test_every_figure_of_every_estimator_by_loops():
     assert 0.2 < hit.mean() < 0.8
     result = measure_trust(queries, gallery, relevance, MATCHING, multiplicity=True, **QUICK)
     scores = estimate_uncertainty(queries[torch.from_numpy(has)], gallery, MATCHING)
-    assert (result.n_queries, result.n_gallery) == (has.sum(), M)
-    assert result.recall.value == pytest.approx(hit.mean())
+    assert (result.n_queries, result.n_gallery) == (has.sum(), M) and result.recall.value == pytest.approx(hit.mean())
     order = np.sort(1 - hit)
     assert result.risk_best.value == pytest.approx((np.cumsum(order) / np.arange(1, len(hit) + 1)).mean())
     enough = M - ground_truth[has].sum(1) >= 10

@@ -32,12 +32,8 @@ def gaussians(n, seed, *, offset=3.0):
     return GaussianEmbedding(mean + offset, random.standard_normal((n, 1)) + 0.4 * noise - 2).to(np.float32)
 
 
-def ids_of(n):
-    return [f"item {i}" for i in range(n)]
-
-
-def payload_of(n):
-    return {"colour": ["rgb"[i % 3] for i in range(n)], "text": [f"no {i}" for i in range(n)]}
+ids_of = lambda n: [f"item {i}" for i in range(n)]
+payload_of = lambda n: {"colour": ["rgb"[i % 3] for i in range(n)], "text": [f"no {i}" for i in range(n)]}
 
 
 def calibration_of(gallery, seed=9):
@@ -67,8 +63,7 @@ def assert_same(found, expected):
         for mine, other in ((a.hits, b.hits), (a.conformal_set or (), b.conformal_set or ())):
             assert [h.id for h in mine] == [h.id for h in other]
             for x, y in zip(mine, other, strict=True):
-                assert (x.rank, x.payload) == (y.rank, y.payload)
-                assert x.distance == pytest.approx(y.distance, rel=2e-6)
+                assert (x.rank, x.payload) == (y.rank, y.payload) and x.distance == pytest.approx(y.distance, rel=2e-6)
                 assert x.match_probability == pytest.approx(y.match_probability, rel=1e-4)
                 assert x.uncertainty == pytest.approx(y.uncertainty, rel=1e-6)
 

@@ -23,9 +23,7 @@ from sfumato.search.exact import (
     top_k,
 )
 
-
-def gaussians(n, d, seed):
-    return GaussianEmbedding(*np.random.default_rng(seed).standard_normal((2, n, d)))
+gaussians = lambda n, d, seed: GaussianEmbedding(*np.random.default_rng(seed).standard_normal((2, n, d)))
 
 
 def grid(n, d, seed):
@@ -97,8 +95,7 @@ def test_top_k_by_loops_with_ties(k):
     assert torch.equal(top_k(x.tensors(), y.tensors(), k, "squared_l2")[1], torch.from_numpy(index))
     for i in range(13):
         loops = [sum(float(a - b) ** 2 for a, b in zip(x.mean[i], y.mean[j], strict=True)) for j in range(32)]
-        assert index[i].tolist() == order_of(loops)[:k]
-        assert distance[i].tolist() == sorted(loops)[:k]
+        assert index[i].tolist() == order_of(loops)[:k] and distance[i].tolist() == sorted(loops)[:k]
 
 
 def test_rank_relevant_by_loops_with_ties():

@@ -27,8 +27,7 @@ def save(path):
     write_settings(path, SETTINGS, CENTRE, CALIBRATION)
 
 
-def change(path, text):
-    return change_metadata(path, lambda now: {"content": text, "before": now["content"]})
+change = lambda path, text: change_metadata(path, lambda now: {"content": text, "before": now["content"]})
 
 
 def load(path):

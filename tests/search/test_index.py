@@ -21,8 +21,7 @@ def clustered(n, d=16, *, seed, n_clusters=40):
     return GaussianEmbedding(mean, log_var).to(np.float32)
 
 
-def ids_of(n):
-    return [f"item {i}" for i in range(n)]
+ids_of = lambda n: [f"item {i}" for i in range(n)]
 
 
 def test_hits_carry_the_csd_of_the_pair_and_everything_else():

@@ -121,8 +121,7 @@ def test_the_index_that_was_asked_for_is_the_one_that_is_searched(url):
     for store, (index, numbers) in zip(stores, wanted.items(), strict=True):
         index = index.replace("FLAT&compress=int8", "SQ8")
         told = store._client.describe_index(store._place.name, "vector")
-        assert told["index_type"] == index and told["metric_type"] == "L2"
-        assert told.get("params", {}) == numbers
+        assert told["index_type"] == index and told["metric_type"] == "L2" and told.get("params", {}) == numbers
         store.close()
 
 
@@ -220,8 +219,7 @@ def test_texts_that_milvus_would_take_for_an_expression(url):
     store.upsert(Records(texts, batch.vectors, batch.uncertainty, payloads))
     assert sorted(key for part in store.scan(batch=1) for key in part.ids) == sorted(texts)
     for name, text in zip(names, texts, strict=True):
-        assert store.get([text, text + "?"]).ids == (text,)
-        assert store.count(Filter({name: (text[:90],)})) == 1
+        assert store.get([text, text + "?"]).ids == (text,) and store.count(Filter({name: (text[:90],)})) == 1
     assert store.delete(texts[:2]) == 2 and store.count() == len(texts) - 2
     one = records(1, 3, 7)
     with pytest.raises(UserError, match="an id may have 65,535 bytes, got 65,536: 'éé"):

@@ -21,10 +21,7 @@ from sfumato.search.screening import Comparison, Screen
 LIFTED = ["csd", "squared_l2", "wasserstein2"]
 DTYPES = [np.dtype(name) for name in ("int8", "uint8", "float32")]  # products by torch, by onnxruntime, by NumPy
 of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def normalize(vectors):
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+normalize = lambda vectors: vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def items(kind, n, seed, d=24):

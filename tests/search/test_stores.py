@@ -62,12 +62,8 @@ def recall(store, kept, wanted, k, filter=None):
     return sum(len(a & b) for a, b in zip(ground_truth, found, strict=True)) / sum(map(len, ground_truth))
 
 
-def uses_index(store):
-    return store._index is not None
-
-
-def index_files(folder):
-    return sorted(folder.glob("index-*"))
+uses_index = lambda store: store._index is not None
+index_files = lambda folder: sorted(folder.glob("index-*"))
 
 
 def test_recall_at_the_defaults(tmp_path, needs_faiss):
@@ -82,8 +78,7 @@ def test_recall_at_the_defaults(tmp_path, needs_faiss):
     assert store.delete(gone) == 300
     left = {*batch.ids, *late.ids} - {*gone}
     kept = {key: value for key, value in by_id(batch, late).items() if key in left}
-    assert recall(store, kept, wanted, 10) >= 0.95
-    assert uses_index(store)
+    assert recall(store, kept, wanted, 10) >= 0.95 and uses_index(store)
     for filter in (Filter({"tenth": ("1", "2", "3")}), Filter({"tenth": ("4",)}), Filter(max_uncertainty=0.02)):
         assert recall(store, kept, wanted, 10, filter) >= 0.95
     store.optimise()
@@ -94,8 +89,7 @@ def test_recall_at_the_defaults(tmp_path, needs_faiss):
     kept = {key: value for key, value in kept.items() if key in left}
     store.optimise()
     assert len(index_files(tmp_path / "store")) == 1 and index_files(tmp_path / "store") != built
-    assert not set(gone) & set(store.search(batch.vectors[:1], 1500)[0].ids)
-    assert recall(store, kept, wanted, 10) >= 0.95
+    assert not set(gone) & set(store.search(batch.vectors[:1], 1500)[0].ids) and recall(store, kept, wanted, 10) >= 0.95
     url = store.url
     store.close()
     store = open_store(url)

@@ -168,8 +168,7 @@ def test_what_takes_too_much_memory_is_refused():
         return [found[0], len(found[1]), found[2]]
 
     first, second, third = go(work, memory_bytes=170_000_000)
-    assert "takes too much memory to decode" in str(first) and second == 3 * 16 * 16
-    assert isinstance(third, ValueError)
+    assert "takes too much memory to decode" in str(first) and second == 3 * 16 * 16 and isinstance(third, ValueError)
 
 
 def test_a_process_that_ends_is_replaced(monkeypatch):

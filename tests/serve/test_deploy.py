@@ -19,14 +19,8 @@ from sfumato.serve.settings import Settings
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 GUIDE = (ROOT / "docs" / "guides" / "operate.md").read_text(encoding="utf-8")
-
-
-def read(name):
-    return (DEPLOY / name).read_text(encoding="utf-8")
-
-
-def rules():
-    return [rule for group in yaml.safe_load(read("alerts.yml"))["groups"] for rule in group["rules"]]
+read = lambda name: (DEPLOY / name).read_text(encoding="utf-8")
+rules = lambda: [rule for group in yaml.safe_load(read("alerts.yml"))["groups"] for rule in group["rules"]]
 
 
 def queries():
@@ -73,7 +67,6 @@ def test_compose_starts_what_there_is_with_no_more_rights_than_it_needs():
     (job,) = yaml.safe_load(read("prometheus.yml"))["scrape_configs"]
     assert upstreams == job["static_configs"][0]["targets"] == ["serve-1:8000", "serve-2:8000"]
     assert all(f'job="{job["job_name"]}"' in expr for expr in queries() if re.search(r"\bup\{", expr))
-
     service = services["serve-1"]
     name, _, *options = service["command"]
     command = typer.main.get_command(app).commands[name]
@@ -83,7 +76,6 @@ def test_compose_starts_what_there_is_with_no_more_rights_than_it_needs():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     wanted = service["build"]["args"]["EXTRAS"].split(",")
     assert set(wanted) <= set(extras) and "pgvector" in wanted
-
     image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     assert "\nUSER 10001:10001\n" in image and "\nHEALTHCHECK " in image
     for service in (services["serve-1"], services["serve-2"]):
@@ -161,7 +153,6 @@ def test_alerts_go_off_when_they_should_and_not_otherwise(tmp_path):
         pytest.skip("promtool is not installed: apt-get install prometheus")
     for kind, *options in (("config", "--syntax-only", "prometheus.yml"), ("rules", "alerts.yml")):
         subprocess.run(["promtool", "check", kind, *options], cwd=DEPLOY, check=True, capture_output=True)
-    assert gone_off(False, tmp_path) == {rule["alert"] for rule in rules()}
-    assert gone_off(True, tmp_path) == set()
+    assert gone_off(False, tmp_path) == {rule["alert"] for rule in rules()} and gone_off(True, tmp_path) == set()
     few = gone_off(False, tmp_path, few=0.1)
     assert few and not {"SfumatoProbabilitiesMoved", "SfumatoProbabilitiesUnlikeCalibration"} & few

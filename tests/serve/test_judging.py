@@ -29,8 +29,7 @@ def give(client, *verdicts, status=200, **more):
     return told
 
 
-def use(client):
-    return client.post("/v1/judgements", json={"use": True})
+use = lambda client: client.post("/v1/judgements", json={"use": True})
 
 
 def test_verdicts_are_kept_replaced_and_taken_back(judged):

@@ -22,7 +22,6 @@ playwright = Lazy("playwright.sync_api", "needs the package playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")]
 expect = lambda *given: playwright.expect(*given)
-
 OUTLINE = """() => {
     const focused = document.activeElement;
     if (!focused.closest('.file, .segments label')) return getComputedStyle(focused).outlineStyle;
@@ -163,8 +162,7 @@ def until(page, condition):
     raise AssertionError(f"still not so after 8 s: {condition}")
 
 
-def searched(page):
-    return {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
+searched = lambda page: {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
 
 
 def comes_to(page, expected):
@@ -240,7 +238,6 @@ def test_what_is_said_of_an_answer(visit, service):
     assert seen["clear"] == seen["few"] and seen["abstained"] == seen["unfamiliar"]
     groups = [seen[kind] for kind in ("clear", "many", "unsure", "abstained")]
     assert len({sign for sign, _ in groups}) == len({colour for _, colour in groups}) == 4
-
     none, one = "Probably no match", "About one match or none"
     for p, expected, said, number, odds in (
         (0.0001, 0.0002, "<0.1%", none, "fewer than 1 of 100"),
@@ -266,7 +263,6 @@ def test_what_is_said_of_an_answer(visit, service):
         expect(panel(page).locator("[data-count]")).to_have_text(these)
         if 0.001 < p < 0.75 and number:
             expect(panel(page).locator(".verdict")).to_contain_text(f"a probability of {said}")
-
     first, second, third, *others = answer["hits"]
     answer |= {"suggestion": "a red circle", "warning": "The model reads English alone", "note": "A mix."}
     answer["hits"] = [{**first, "duplicates": [second["id"], third["id"]]}, *others]
@@ -348,8 +344,7 @@ def test_guarantees_are_those_of_the_calibration_and_the_threshold_filters_at_on
         f"Of the 24 closest of 48 images, {len(left)} {has} a probability of at least {threshold}%:"
         f" about {round(sum(left))} of these should match."
     )
-    assert not asked
-    assert comes_to(page, {"q": "a red circle", "least": f"{threshold / 100:g}"})
+    assert not asked and comes_to(page, {"q": "a red circle", "least": f"{threshold / 100:g}"})
 
 
 def test_compare(visit, service):
@@ -416,7 +411,6 @@ def test_add_drop_and_delete(visit, collection, tmp_path):
         item = client.get("/v1/items/Trip/day0/4.png").json()
         assert item["payload"] == {"captions": "the fourth\na tree", "folder": "Trip/day0"}
         expect(page.locator("#folder")).to_contain_text("Trip/day1 (4)")  # A filter that was not there before.
-
         files = [[name, list(picture(name[:-4]))] for name in ("red.png", "blue.png")]
         page.evaluate(DROP, files)
         page.get_by_role("button", name="Add 2 photographs").click()
@@ -454,8 +448,7 @@ def test_every_control_has_a_name_and_nothing_sticks_out(visit, service, vectors
     expect(page.locator("#answers > [data-slot] .hit")).to_have_count(48)
     nodes = [node for node in session.send("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
     controls = [node for node in nodes if node["role"]["value"] in named]
-    assert len(controls) > 60
-    assert [node for node in controls if not node.get("name", {}).get("value")] == []
+    assert len(controls) > 60 and [node for node in controls if not node.get("name", {}).get("value")] == []
     assert page.locator("html").get_attribute("lang") == "en" and page.locator("h1").count() == 1
     # An unknown gallery is the first.
     for path in (f"/?q={'incomprehensibilities' * 4}&id2=000.png", "/?in=__proto__"):
@@ -677,7 +670,6 @@ def test_two_answers_are_announced_at_once(visit, service):
     page.goto("/?q=some+bar&id2=nobody")  # And if one of two fails, the other.
     alerted(page, "There is no item 'nobody'")
     expect(page.locator("#status")).to_have_text(f"{told[1]} 24 results.")
-
     held = []  # What is done before the page knows its collection is done then.
     page.route("**/v1/info", lambda route: held.append(route))
     page.goto("/")
@@ -758,7 +750,6 @@ def test_thumbs_keys_and_undo(judged, visit):
     assert box["width"] >= 24 and box["height"] >= 24, "large enough for a finger"
     use = line.get_by_role("button", name="Use these verdicts")
     expect(use).to_be_hidden()
-
     at = next(i for i, hit in enumerate(hits) if hit["to_judge"])
     yes, no = items.nth(at).get_by_role("button", name="It fits"), items.nth(at).get_by_role("button", name="not fit")
     expect(items.nth(at).get_by_role("group")).to_have_accessible_name(re.compile("^Please judge "))
@@ -768,7 +759,6 @@ def test_thumbs_keys_and_undo(judged, visit):
     (kept,) = read_judgements(judged.file)
     assert (kept.query, kept.id, kept.yes, kept.why, kept.weight) == (text, hits[at]["id"], 1, *asked[kept.id].values())
     assert kept.probability == pytest.approx(hits[at]["match_probability"]) and kept.judge.startswith("web-")
-
     items.nth(at).locator(".pick").focus()
     page.keyboard.press("n")  # Another verdict takes the place of the first.
     expect(no).to_have_attribute("aria-pressed", "true")

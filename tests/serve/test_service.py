@@ -67,8 +67,7 @@ def same(answer, found):
     whole = answer["conformal_set"]
     assert (whole is None) == (found.conformal_set is None)
     if whole is not None:
-        assert plain(whole["hits"]) == hits(found.conformal_set)
-        assert whole["complete"] is not found.conformal_set_cut
+        assert plain(whole["hits"]) == hits(found.conformal_set) and whole["complete"] is not found.conformal_set_cut
 
 
 RED = {"text": "a red circle"}
@@ -263,12 +262,10 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     assert writable.get("/v1/pictures/new%202").headers["content-type"] == "image/jpeg"
     assert writable.get("/v1/pictures/000.png").status_code == 200  # Of before, from the folder.
     again = writable.post("/v1/items", json={"items": [new_item("new/1", "green", payload={"by": "you"})]})
-    assert again.json()["n"] == 50
-    assert writable.get("/v1/items/new/1").json()["payload"] == {"by": "you"}
+    assert again.json()["n"] == 50 and writable.get("/v1/items/new/1").json()["payload"] == {"by": "you"}
     assert writable.get("/v1/pictures/new/1").headers["etag"] != shown.headers["etag"]
     assert remove(writable, "new/1").json() == {"gallery": "images", "deleted": 1, "n": 49}
-    assert remove(writable, "new/1").json()["deleted"] == 0
-    assert writable.get("/v1/pictures/new/1").status_code == 404
+    assert remove(writable, "new/1").json()["deleted"] == 0 and writable.get("/v1/pictures/new/1").status_code == 404
     assert remove(writable, "new 2", "new 2", "nobody").json() == {"gallery": "images", "deleted": 1, "n": 48}
     assert not [f for f in (writable.folder / "pictures").rglob("*") if f.is_file()]
 
@@ -280,8 +277,7 @@ def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writabl
         for answer in (add(second, "other"), remove(second, "new")):
             assert answer.status_code == 409
             assert answer.json()["detail"].startswith("Another process writes to this collection: send writes to")
-        assert second.get("/v1/items/new").status_code == 200
-        assert second.get("/v1/search?q=red").status_code == 200
+        assert second.get("/v1/items/new").status_code == 200 and second.get("/v1/search?q=red").status_code == 200
     assert sorted((collection / "pictures").rglob("*")) == files
     assert caplog.text.count("writes to it; wait until it closes the store") == 2
 
@@ -307,10 +303,8 @@ def test_a_write_that_waits_for_another_service_is_not_made_once_its_caller_has_
 def test_ids_that_no_path_can_hold_are_refused(kept):
     for id in ("two\nlines", "bell\a", "..", "."):
         answer = add(kept, "good", id)
-        assert answer.status_code == 422
-        assert f"body.items.1.id: the id {id!r} " in answer.json()["detail"]
-        assert kept.get("/v1/items/good").status_code == 404
-        assert remove(kept, id).json()["deleted"] == 0
+        assert answer.status_code == 422 and f"body.items.1.id: the id {id!r} " in answer.json()["detail"]
+        assert kept.get("/v1/items/good").status_code == 404 and remove(kept, id).json()["deleted"] == 0
 
 
 def test_a_batch_is_stored_whole_or_not_at_all(writable):
@@ -461,8 +455,7 @@ def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, 
         run_app(create_app(sources), host="127.0.0.1", port=0)
     stop.cancel()
     out, err = capsys.readouterr()
-    assert ended.value.code == 1
-    assert "cannot answer: no such table" in err and not out
+    assert ended.value.code == 1 and "cannot answer: no such table" in err and not out
 
 
 def test_the_command_says_what_is_wrong_and_hands_on_what_is_right(run, collection, tmp_path, sfumato, monkeypatch):

@@ -52,8 +52,7 @@ def points(tmp_path_factory):
     return Sources(run.model, "points", {"images": ServedGallery(build_index(run, part))})
 
 
-def query(vector, **rest):
-    return {"vector": np.asarray(vector).tolist(), **rest}
+query = lambda vector, **rest: {"vector": np.asarray(vector).tolist(), **rest}
 
 
 def test_a_vector_finds_what_the_library_and_the_command_find(vectors, adopted, vector_run, texts, tmp_path, sfumato):

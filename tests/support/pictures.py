@@ -14,8 +14,7 @@ def encoded(image, kind="PNG", **options):
     return file.getvalue()
 
 
-def png(colour="red", size=(8, 8)):
-    return encoded(Image.new("RGB", size, colour))
+png = lambda colour="red", size=(8, 8): encoded(Image.new("RGB", size, colour))
 
 
 def noise(width, height, seed=0):

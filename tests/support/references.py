@@ -2,21 +2,15 @@
 
 import math
 
-
-def csd(m1, v1, m2, v2):
-    return sum((a - b) ** 2 + s + t for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
-
-
-def squared_l2(m1, v1, m2, v2):
-    return sum((a - b) ** 2 for a, b in zip(m1, m2, strict=True))
+csd = lambda m1, v1, m2, v2: sum((a - b) ** 2 + s + t for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
+squared_l2 = lambda m1, v1, m2, v2: sum((a - b) ** 2 for a, b in zip(m1, m2, strict=True))
 
 
 def wasserstein2(m1, v1, m2, v2):
     return sum((a - b) ** 2 + (math.sqrt(s) - math.sqrt(t)) ** 2 for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
 
 
-def wasserstein2_root(m1, v1, m2, v2):
-    return math.sqrt(wasserstein2(m1, v1, m2, v2))
+wasserstein2_root = lambda m1, v1, m2, v2: math.sqrt(wasserstein2(m1, v1, m2, v2))
 
 
 def wasserstein2_printed(m1, v1, m2, v2):
@@ -27,16 +21,9 @@ def kl(m1, v1, m2, v2):
     return sum((s / t - math.log(s / t) + (a - b) ** 2 / t - 1) / 2 for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
 
 
-def kl_reversed(m1, v1, m2, v2):
-    return kl(m2, v2, m1, v1)
-
-
-def min_kl(m1, v1, m2, v2):
-    return min(kl(m1, v1, m2, v2), kl(m2, v2, m1, v1))
-
-
-def js(m1, v1, m2, v2):
-    return (kl(m1, v1, m2, v2) + kl(m2, v2, m1, v1)) / 2
+kl_reversed = lambda m1, v1, m2, v2: kl(m2, v2, m1, v1)
+min_kl = lambda m1, v1, m2, v2: min(kl(m1, v1, m2, v2), kl(m2, v2, m1, v1))
+js = lambda m1, v1, m2, v2: (kl(m1, v1, m2, v2) + kl(m2, v2, m1, v1)) / 2
 
 
 def elk(m1, v1, m2, v2):
@@ -55,8 +42,7 @@ def nearest(m1, v1, m2, v2, k):
     return min(math.dist(a, b) ** 2 for a in parts[0] for b in parts[1])
 
 
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
+sigmoid = lambda x: 1 / (1 + math.exp(-x))
 
 
 def cross_entropy(logit, label):
@@ -78,8 +64,7 @@ def mean_cross_entropy(logits, labels):
     return sum(values) / len(values)
 
 
-def transpose(matrix):
-    return [list(row) for row in zip(*matrix, strict=True)]
+transpose = lambda matrix: [list(row) for row in zip(*matrix, strict=True)]
 
 
 def vib(means, variances):

@@ -80,8 +80,7 @@ def picture(colour="red", size=(20, 14), format="PNG", **options):
     return file.getvalue()
 
 
-def in_base64(data):
-    return base64.b64encode(data).decode()
+in_base64 = lambda data: base64.b64encode(data).decode()
 
 
 def bomb(width=50_000, height=50_000):
@@ -165,12 +164,8 @@ def new_item(id, colour="red", **more):
     return {"id": id, "image": in_base64(picture(colour)), **more}
 
 
-def add(client, *ids, **more):
-    return client.post("/v1/items", json={"items": [new_item(id) for id in ids], **more})
-
-
-def remove(client, *ids, **more):
-    return client.post("/v1/items/delete", json={"ids": list(ids), **more})
+add = lambda client, *ids, **more: client.post("/v1/items", json={"items": [new_item(id) for id in ids], **more})
+remove = lambda client, *ids, **more: client.post("/v1/items/delete", json={"ids": list(ids), **more})
 
 
 def problem(answer, status):
@@ -278,8 +273,7 @@ def served_app(app, **settings):
         assert not thread.is_alive(), "the service does not end"
 
 
-def ready(client):
-    return client.get("/readyz").status_code == 200
+ready = lambda client: client.get("/readyz").status_code == 200
 
 
 def guard_of(app):

@@ -53,8 +53,7 @@ def records(n, dim, seed, *, prefix="item"):
     )
 
 
-def queries(n, dim, seed):
-    return np.random.default_rng(seed).standard_normal((n, dim), np.float32) * 3 + 1
+queries = lambda n, dim, seed: np.random.default_rng(seed).standard_normal((n, dim), np.float32) * 3 + 1
 
 
 def squared_l2(wanted, vectors):
@@ -102,8 +101,7 @@ def assert_nearest(store, kept, wanted, k, filter=None):
     assert len(results) == len(wanted)
     ground_truth = np.sort(squared_l2(wanted, np.stack([kept[key][0] for key in fitting]))) if fitting else None
     for i, found in enumerate(results):
-        assert len(set(found.ids)) == len(found) == min(k, len(fitting))
-        assert set(found.ids) <= set(fitting)
+        assert len(set(found.ids)) == len(found) == min(k, len(fitting)) and set(found.ids) <= set(fitting)
         if not fitting:
             continue
         assert_are(found, kept, found.ids)
@@ -123,8 +121,7 @@ def assert_candidates_only(store, opened=None, n=300):
     store.optimise()
     store = opened(store) if opened else store
     assert_nearest(store, by_id(batch), wanted, 5)
-    assert store.search(wanted[:1], 2)[0].ids == ("item-1", "item-0")
-    assert len(store.search(wanted, n)[5]) == n
+    assert store.search(wanted[:1], 2)[0].ids == ("item-1", "item-0") and len(store.search(wanted, n)[5]) == n
 
 
 class StoreBasics:
@@ -247,8 +244,7 @@ class StoreContract(StoreBasics):
         assert store.delete(["item-1"]) == 0 and store.delete([]) == 0
         store.upsert(Records.none(6))
         store.optimise()
-        assert store.count(Filter({"colour": ("r",)})) == 0
-        assert store.search(np.empty((0, 6)), 3) == []
+        assert store.count(Filter({"colour": ("r",)})) == 0 and store.search(np.empty((0, 6)), 3) == []
         store.upsert(records(5, 6, 16))
         raises(ValueError, "7", store.upsert, records(5, 7, 17))
         raises(ValueError, "5", store.search, queries(2, 5, 0), 3)
@@ -261,8 +257,7 @@ class StoreContract(StoreBasics):
         store.optimise()
         store.upsert(late)
         gone = [f"item-{i}" for i in range(0, 60, 2)]
-        assert store.delete([*gone, "never there", gone[0]]) == 30
-        assert store.delete(gone) == 0
+        assert store.delete([*gone, "never there", gone[0]]) == 30 and store.delete(gone) == 0
         kept = {key: value for key, value in by_id(batch, late).items() if key not in gone}
         for _ in range(2):
             assert_holds(store, kept)
@@ -290,8 +285,7 @@ class StoreContract(StoreBasics):
             for filter in (Filter({"name": (text,)}), Filter({text: ("key",)})):
                 assert store.count(filter) == 1, text
                 assert store.search(queries(1, 3, 0), 5, filter)[0].ids == (text,)
-            assert store.get([text]).ids == (text,)
-            assert store.delete([text]) == 1
+            assert store.get([text]).ids == (text,) and store.delete([text]) == 1
             assert store.count() == len(AWKWARD) - i - 1
 
     def test_threads_search_while_one_writes(self, tmp_path):

@@ -185,8 +185,7 @@ def test_parts_keep_groups_whole_and_leave_nothing_out():
     parts = [images_of_part(data, k, 2) for k in range(2)]
     assert sorted(np.concatenate(parts).tolist()) == list(range(9)) and all(len(p) >= 3 for p in parts)
     assert not set(data.groups[parts[0]]) & set(data.groups[parts[1]])
-    assert without_part(data, 0, 2).image_ids == tuple(str(i) for i in parts[1])
-    assert parse_part("1/3") == (1, 3)
+    assert without_part(data, 0, 2).image_ids == tuple(str(i) for i in parts[1]) and parse_part("1/3") == (1, 3)
     for text in ("", "1", "2/2", "0/1", "-1/2", "a/b"):
         raises(ValueError, "a part I/K", parse_part, text)
     raises(ValueError, "5 groups of images cannot be divided into 6 parts", images_of_part, data, 0, 6)
@@ -221,8 +220,7 @@ def test_what_is_shown_is_varied():
 @pytest.mark.slow
 def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     result, folder = sfumato.json("audit", work / "run", "--top", 3), work / "run" / "audit-test"
-    assert result.pop("out") == str(folder)
-    assert result == json.loads((folder / "audit.json").read_text())
+    assert result.pop("out") == str(folder) and result == json.loads((folder / "audit.json").read_text())
     pairs, missing = (list(csv.DictReader((folder / f"{name}.csv").open())) for name in ("pairs", "missing"))
     assert len(pairs) == result["n_pairs"] == 2 * result["n_images"] and len(result["pairs"]) == 3
     assert list(pairs[0]) == [*PAIR_COLUMNS, "image_file"] and Path(pairs[0]["image_file"]).is_file()

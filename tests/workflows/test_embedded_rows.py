@@ -17,10 +17,7 @@ from sfumato.workflows.index import RowEmbedder, is_embedded
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
 parquet = pytest.importorskip("pyarrow.parquet")
-
-
-def rows_of(folder, names):
-    return {"id": names, "bytes": [(folder / name).read_bytes() for name in names]}
+rows_of = lambda folder, names: {"id": names, "bytes": [(folder / name).read_bytes() for name in names]}
 
 
 @pytest.fixture(scope="module")

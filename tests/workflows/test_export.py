@@ -37,8 +37,7 @@ def test_round_trip(toy, run, tmp_path):
     run = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation-*.json"))
     out = export_run(run, tmp_path / "given" / "away")
     names = {"README.md", "calibration.json", "config.json", "model.safetensors", "tokenizer.json"}
-    assert {p.name for p in out.iterdir()} == names
-    assert not list(out.parent.glob(".*"))
+    assert {p.name for p in out.iterdir()} == names and not list(out.parent.glob(".*"))
     card = (out / "README.md").read_text()
     assert "Not evaluated." in card and "fitted on held-out pairs" in card and "# toy" in card
     assert str(toy) not in card + (out / "config.json").read_text()
@@ -134,7 +133,6 @@ def test_a_killed_export_leaves_nothing(run, tmp_path, monkeypatch):
 def test_folders_that_are_not_whole(run, tmp_path):
     out = export_run(run, tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
-
     newer = {**config, "sfumato": "9.9", "model": {**config["model"], "telepathy": True}}
     for change, message in (
         (newer, r"config.json of sfumato 9.9 does not fit this version.*telepathy"),

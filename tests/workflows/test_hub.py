@@ -88,8 +88,7 @@ def pulled(source, picture, out):
         model.calibration.save(Path(out).with_name("calibration.json"))
 
 
-def picture_of(toy):
-    return str(next((toy / "data").glob("*.png")))
+picture_of = lambda toy: str(next((toy / "data").glob("*.png")))
 
 
 @pytest.mark.slow

@@ -67,8 +67,7 @@ def run(folder):
     return trained(folder, "run", "data.held_out_wordings=0/3")
 
 
-def inputs(row):
-    return Inputs(torch.from_numpy(row).view(1, 1, -1))
+inputs = lambda row: Inputs(torch.from_numpy(row).view(1, 1, -1))
 
 
 def test_a_run_leaves_out_the_bad_row_learns_and_opens_without_its_data(folder, run, sfumato):
@@ -150,8 +149,7 @@ def test_index_search_and_serve(folder, run, sfumato, tmp_path):
 @pytest.mark.slow
 def test_training_writes_both_calibrations(run):
     found = load_run(run)
-    assert found.calibration.metadata["split"] == "val"
-    assert found.training_calibration.metadata["split"] == "wordings"
+    assert found.calibration.metadata["split"] == "val" and found.training_calibration.metadata["split"] == "wordings"
     # 240 training and 60 validation images; each has one of three texts there.
     scores = found.training_calibration.t2i.scores
     assert scores.n_gallery == len(scores.nearest) == 300
@@ -163,8 +161,7 @@ def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, spl
     gallery = open_gallery(tmp_path / "index")
     expected = model.training_calibration if own else model.calibration
     assert gallery.scorer.calibration.t2i.conditional == expected.t2i.conditional
-    assert gallery.scorer.calibration.metadata == expected.metadata
-    assert gallery.scorer.logit_bias == expected.logit_bias
+    assert gallery.scorer.calibration.metadata == expected.metadata and gallery.scorer.logit_bias == expected.logit_bias
     if own:
         assert said["note"].startswith("240 of the 360" if split == "all" else "All images trained the model.")
         assert "fitted on 300 captions that training left out" in said["note"]
@@ -295,8 +292,7 @@ def test_trust_measures_the_queries_of_the_calibration_by_halves(run):
             p.append(hits.probability[kept])
             y.append(hits.match[kept])
         p, y = np.concatenate(p), np.concatenate(y)
-        assert served.n == len(p) == 300
-        assert served.mean_probability == pytest.approx(float(p.mean()), abs=1e-6)
+        assert served.n == len(p) == 300 and served.mean_probability == pytest.approx(float(p.mean()), abs=1e-6)
         assert served.rate == pytest.approx(float(y.mean()))
         assert served.rate == pytest.approx(report.directions[direction].recall.value), "the recall@1 beside it"
         assert abs(served.rate - served.mean_probability) < 0.12, "three standard deviations of 300 hits and more"

@@ -53,7 +53,6 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     (same,) = (hit for hit in folded["hits"] if hit.get("duplicates"))
     assert {same["id"], *same["duplicates"]} == {"red.png", "inner/red.png"} and len(folded["hits"]) == 5
     assert "  +1 nearly the same" in sfumato("search", out, "red")[1]
-
     assert sfumato.json("index", "--data", more, "--add", "--out", out)["n"] == 8
     assert sfumato.json("index", "--data", more, "--add", "--out", out)["n"] == 8
     assert sfumato.json("index", "--data", draw(pictures / "inner", "pink"), "--add", "--out", out)["n"] == 9
@@ -62,7 +61,6 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     assert {"holiday/yellow.png", "inner/pink.png"} <= set(hits)
     assert all(index.image_of(hit) is not None for hit in hits.values())
     index.gallery.close()
-
     status, gone, _ = sfumato("delete", out, "red.png", "holiday/orange.png", "nothing.png", "--json")
     assert status == 2 and json.loads(gone) == {"deleted": 2, "unknown": ["nothing.png"]}
     assert (pictures / "red.png").exists()
@@ -142,7 +140,6 @@ def test_a_collection_follows_its_files(sfumato, tmp_path):
     assert not [name for name in fits["hits"][0] if name.startswith("_")]
     by_id = lambda one: {hit["id"]: hit["match_probability"] for hit in one["hits"]}
     assert [*by_id(closest)] == [*by_id(listed)] != [*by_id(fits)] and by_id(fits) == by_id(closest) != by_id(listed)
-
     before = ids(out)
     (folder / "later").mkdir()
     (folder / "red.png").rename(folder / "later" / "red.png")
@@ -163,7 +160,6 @@ def test_a_collection_follows_its_files(sfumato, tmp_path):
     assert sfumato.json("index", "--data", folder, "--add", "--out", out)["n"] == 5  # until it is added again.
     assert sfumato.json("index", "--sync", "--out", out)["n"] == 5
     sfumato.json("delete", out, "pink.png")
-
     moved = folder.rename(tmp_path / "elsewhere")
     assert "--images NEW" in sfumato.refused("index", "--sync", "--out", out) and len(ids(out)) == 4
     assert sfumato.json("search", out, "bear", "-k", 1)[0]["hits"][0]["id"] == "white.png"

@@ -85,7 +85,6 @@ def test_the_commands(sfumato, tmp_path):
     assert found["queries"] == 60 and found["figures"][0]["hits"] == 1
     scored = sfumato.printed("score", "--run", run, "--calibrator", out, "--out", tmp_path / "scored.trec")
     assert "720 hits of 60 queries scored" in folded(scored)
-
     for message, *arguments in (
         ("together", "calibrate", "--run", run, "--qrels", qrels),
         ("leave RUN", "calibrate", "folder", "--run", run, "--qrels", qrels, "--out", out),

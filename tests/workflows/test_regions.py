@@ -55,8 +55,7 @@ def run(scan, tmp_path_factory):
     return folder
 
 
-def lines(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+lines = lambda folder: [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def test_gaussians_train_within_their_bounds_and_come_back(run, scan, sfumato):

@@ -110,5 +110,4 @@ def test_over_seeds_by_hand():
     # Deviations from 3 are 2, 1, 3: (4 + 1 + 9) / 2 = 7.
     assert (found["a"].mean, found["a"].deviation, found["a"].values) == (3, pytest.approx(7**0.5), (1, 2, 6))
     assert str(found["a"]) == "3.00 ± 2.65" and str(found["c"]) == "5.00 ± 0.00"
-    assert found["d"].deviation is None and str(found["d"]) == "1.00"
-    assert over_seeds([]) == {}
+    assert found["d"].deviation is None and str(found["d"]) == "1.00" and over_seeds([]) == {}

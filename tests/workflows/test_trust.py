@@ -38,7 +38,6 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, mo
         np.testing.assert_array_equal(texts["proxies"][name], images["proxies"][name][image_of])
     assert np.ptp(images["proxies"]["caption_distance"]) > 0
     assert not texts["multiplicity"] and set(texts["estimators"]) == set(ESTIMATORS)
-
     trust_model(run, run.recipe.data, "test", n_resamples=0)
     shared, images = seen["t2i"], seen["i2t"]
     counts = shared["relevance"].counts
