@@ -64,8 +64,7 @@ def test_public_functions_give_the_same_from_arrays_as_from_tensors():
                 found, other = form(x, x[torch.arange(4, -1, -1)]), form(y, y[np.arange(4, -1, -1)])
                 assert isinstance(other, np.ndarray) and other.dtype == np.float32
                 np.testing.assert_allclose(found, other, rtol=2e-5, atol=1e-3 if "2_" in name else 2e-6, err_msg=name)
-    images, texts = x, sfumato.GaussianEmbedding(mean + 0.1, log_var)
-    labels = torch.eye(5)
+    images, texts, labels = x, sfumato.GaussianEmbedding(mean + 0.1, log_var), torch.eye(5)
     for name, entry in sfumato.LOSSES.items():
         loss = entry()
         if name in ("daa", "pvse"):

@@ -89,9 +89,7 @@ def test_a_run_its_export_and_the_recipe_of_its_data_give_the_same_figures(work,
 
 @pytest.mark.slow
 def test_report_of_a_run_and_of_a_model_elsewhere(work, sfumato, tmp_path):
-    """The page is in its place, agrees with evaluate, and shows the run's recipe."""
-    result = sfumato.json("report", work / "run")
-    page = (work / "run" / "report-test.html").read_text()
+    result, page = sfumato.json("report", work / "run"), (work / "run" / "report-test.html").read_text()
     assert result["out"] == str(work / "run" / "report-test.html") and result["bytes"] == len(page.encode()) < 3_000_000
     assert result["evaluation"] == sfumato.json("evaluate", "run", work / "run")
     for shown in ("data:image/webp;base64,", "warmup_epochs", "before calibration"):
@@ -176,7 +174,6 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
 
 
 def test_index_and_search_in_words(work, sfumato, tmp_path):
-    """As JSON: workflows/test_search.py."""
     folder = tmp_path / "index"
     said = sfumato.printed("index", work / "run", "--images", work / "data", "--store", "file:", "--out", folder)
     assert "48 images in" in folded(said)
@@ -246,9 +243,7 @@ def test_embeddings_and_queries_by_another_model_are_refused(work, run, sfumato,
 
 def test_calibrate_again_and_search_by_its_promises(work, run, sfumato, tmp_path):
     read = lambda: json.loads((run / "calibration.json").read_text())
-    before = read()
-    told = sfumato.json("calibrate", run, "--split", "test")
-    after = read()
+    before, told, after = read(), sfumato.json("calibrate", run, "--split", "test"), read()
     assert told["split"] == after["about"]["split"] == "test" != before["about"]["split"]
     assert told["t2i"]["coverage"]["0.8"]["radius"] <= told["t2i"]["coverage"]["0.9"]["radius"]
     assert told["t2i"]["n_queries"] == len(after["t2i"]["closest_match"])
@@ -266,7 +261,6 @@ def test_calibrate_again_and_search_by_its_promises(work, run, sfumato, tmp_path
 
 
 def test_no_confident_match(work, run, sfumato, tmp_path):
-    """Held-out queries that were right when something was very close, and wrong beyond; one was far from everything."""
     calibration = json.loads((run / "calibration.json").read_text())
     near, far = [i / 1e6 for i in range(200)], [200.0] * 200
     calibration["t2i"] |= {"closest_match": [*near, *far], "farthest_match": [*near, *far], "group": []}
@@ -366,9 +360,7 @@ def test_the_environment_chooses_the_device(run, sfumato, monkeypatch):
 
 
 def test_threads_start_sensibly(tmp_path):
-    """A container's limit counts, a busy machine gets threads that wait passively, and what is set stays."""
-    limit = tmp_path / "cpu.max"
-    unlimited = available_cores(tmp_path / "missing")
+    limit, unlimited = tmp_path / "cpu.max", available_cores(tmp_path / "missing")
     for content, cores in (("max 100000", unlimited), ("100000 100000", 1), ("150000 100000", min(2, unlimited))):
         limit.write_text(content + "\n")
         assert available_cores(limit) == cores
@@ -380,7 +372,6 @@ def test_threads_start_sensibly(tmp_path):
 
 
 def test_a_model_without_parameters_is_not_called_trained(sfumato, work, tmp_path, monkeypatch):
-    """A frozen model that is used as it is: `train` says that nothing was trained, and whether it is calibrated."""
     figures = {"best_score": None, "epochs": 1, "parameters": 0, "run": "there", "calibrated": True}
     monkeypatch.setattr("sfumato.training.loop.fit", lambda *_: figures)
     words = folded(sfumato("train", work / "toy.toml", "--out", tmp_path / "run")[1])

@@ -31,8 +31,7 @@ def test_demo_makes_a_self_contained_page(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(SOURCES, "emoji", Source(read_every_fourth, needs_path=False))
     pairs, _ = draw_examples(read_every_fourth(load_recipe(find_recipe("emoji-demo")).data, None)["style"])
     assert len(pairs) == 4
-    result = run_demo(tmp_path / "demo", TINY)
-    printed = folded(capsys.readouterr().out)
+    result, printed = run_demo(tmp_path / "demo", TINY), folded(capsys.readouterr().out)
     for pair in pairs:
         assert all(query in printed for query in pair)
     assert "image -> name" in printed and "matches expected" in printed

@@ -120,7 +120,6 @@ def test_precision_of_sums(name):
 @pytest.mark.parametrize("name", ["squared_l2", "csd", "wasserstein2"])
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_nearly_equal_vectors_within_the_stated_bound(name, offset):
-    """Means 1e-5 apart in each of 512 dimensions; wasserstein2 is the bound in [mean, std]."""
     generator = torch.Generator().manual_seed(0)
     a = torch.nn.functional.normalize(torch.randn(40, 512, generator=generator), dim=1) + offset
     b = a + 1e-5 * torch.randn(40, 512, generator=generator)
@@ -141,8 +140,7 @@ def test_nearly_equal_vectors_within_the_stated_bound(name, offset):
 
 def test_csd_of_a_row_with_itself_and_of_draws():
     """Every one of 15 pairs within 4.5 standard errors: a false alarm in 1 of 10,000 seeds."""
-    x, y = gaussians(N, 0), gaussians(M, 1)
-    generator = torch.Generator().manual_seed(0)
+    x, y, generator = gaussians(N, 0), gaussians(M, 1), torch.Generator().manual_seed(0)
     a, b = (side.sample(20_000, generator=generator) for side in (x, y))
     draws = (a.unsqueeze(1) - b).square().sum(-1)
     error = draws.std(-1) / math.sqrt(draws.shape[-1])
@@ -192,7 +190,6 @@ def test_blocks_with_an_uneven_last_one_are_the_whole_with_its_gradients(name):
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_the_value_does_not_depend_on_whether_gradients_are_asked_for(name):
-    """elk and bhattacharyya work in place where no gradient is needed; neither way may touch the inputs."""
     x, y = gaussians(N, 0, dtype=torch.float32), gaussians(M, 1, dtype=torch.float32)
     copies = [t.clone() for t in (x.mean, x.log_var, y.mean, y.log_var)]
     with torch.inference_mode():
@@ -205,7 +202,6 @@ def test_the_value_does_not_depend_on_whether_gradients_are_asked_for(name):
 
 @pytest.mark.parametrize("name", DISTANCES)
 def test_no_cube_is_ever_held(name):
-    """120 x 130 x 192 values are 3 million; with a budget of 2^18 (1 MB) no tensor may have more, backward included."""
     x, y = gaussians(120, 0, d=192, dtype=torch.float32), gaussians(130, 1, d=192, dtype=torch.float32)
     mean = x.mean.requires_grad_()
     budget = {"memory_mb": 1} if name in BLOCKED else {}
@@ -215,8 +211,7 @@ def test_no_cube_is_ever_held(name):
 
 
 def test_average_l2_is_the_loop_over_its_samples():
-    x, y = gaussians(N, 0), gaussians(M, 1)
-    generator = torch.Generator().manual_seed(5)
+    x, y, generator = gaussians(N, 0), gaussians(M, 1), torch.Generator().manual_seed(5)
     a, b = x.sample(3, generator=generator), y.sample(3, generator=generator)
     expected = torch.stack([torch.stack([torch.cdist(p, q).mean() for q in b]) for p in a])
     found = DISTANCES["average_l2"].matrix(x, y, n_samples=3, generator=torch.Generator().manual_seed(5))
@@ -246,8 +241,7 @@ def test_elk_takes_a_point_on_one_side():
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_the_nearest_of_several_is_the_loops_in_both_forms_and_of_one_squared_l2(k):
-    x, y = gaussians(N, 0, d=6), gaussians(M, 1, d=6)
-    distance = get_distance(f"nearest_of_{k}")
+    x, y, distance = gaussians(N, 0, d=6), gaussians(M, 1, d=6), get_distance(f"nearest_of_{k}")
     expected = loops(lambda *sides: references.nearest(*sides, k), x, y)
     torch.testing.assert_close(distance.matrix(x, y), expected, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(distance.matrix(x, y), distance.matrix(y, x).T)

@@ -82,8 +82,7 @@ def test_moving_and_detaching():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_files_give_back_what_was_saved(tmp_path, dtype):
-    e = some().to(dtype)
-    ids = ["a", "ein Bär", "日本"]
+    e, ids = some().to(dtype), ["a", "ein Bär", "日本"]
     save_embeddings(tmp_path / "e.safetensors", e, ids)
     loaded, loaded_ids = load_embeddings(tmp_path / "e.safetensors")
     again = loaded.tensors()

@@ -17,7 +17,6 @@ def found():
 
 
 def test_functions_are_short_and_say_their_few_parameters():
-    """At most 60 lines of code; outside of the command line at most 12 parameters; public ones without **."""
     functions = [d for d in found() if not isinstance(d.node, ast.ClassDef)]
     assert not [f"{d.place}: {n}" for d in functions if (n := house.code_lines(d.node)) > 60]
     outside = [d for d in functions if "cli" not in d.path.parts]
@@ -33,7 +32,6 @@ def exported():
 
 
 def test_exported_names_are_documented_completely():
-    """Args, Returns and Raises of what a user may rely on; names inside the house have one line or none."""
     names, package = exported(), ROOT / "src" / "sfumato"
     module = lambda d: d.path.relative_to(package).with_suffix("").as_posix().removesuffix("/__init__")
     documented = [d for d in found() if d.public and (module(d), d.name.split(".")[0]) in names]
@@ -64,7 +62,6 @@ def unfolded_phrases(tree):
 
 
 def test_phrases_are_looked_for_in_folded_text():
-    """`folded` of support.words; a table's cells and a wrapped sentence break where the screen ends."""
     for path in (ROOT / "tests").rglob("*.py"):
         assert not list(unfolded_phrases(ast.parse(path.read_text(encoding="utf-8")))), path
     bad = ast.parse("assert 'two words' in out and f'{x} a' not in done.out and 'word' in out and 'a b' in folded(out)")

@@ -66,12 +66,10 @@ def test_loss_is_the_loops():
 
 
 def test_tiny_and_huge_variances_in_float32():
-    """Inverse variances, as the released code takes them, overflow at a log variance of -100."""
     mean = torch.tensor([[0.3, -0.2, 0.1, 0.0]])
     x = GaussianEmbedding(mean, torch.tensor([[-100.0, 60.0, -100.0, -160.0]]))
     y = GaussianEmbedding(mean + 1e-18, torch.tensor([[-98.0, -100.0, 60.0, -160.0]]))
-    wide = [e.to(torch.float64) for e in (x, y)]
-    leaf = x.log_var.clone().requires_grad_()
+    wide, leaf = [e.to(torch.float64) for e in (x, y)], x.log_var.clone().requires_grad_()
     value = log_inclusion(GaussianEmbedding(x.mean, leaf), y)
     torch.testing.assert_close(value.double(), log_inclusion(*wide), rtol=1e-5, atol=1e-6)
     value.sum().backward()
@@ -89,7 +87,6 @@ def test_gradients_and_half_precision():
 
 
 def test_parity_with_the_released_inclusion(shared):
-    """Values to 1e-10, gradients as well."""
     tensors = load_file(shared / "parity" / "prolip" / "loss.safetensors")
     about = json.loads((shared / "parity" / "prolip" / "loss.json").read_text())
     sides = {"img_in_txt": ("img", "txt")} | {f"{side}_in_masked": (side, f"masked_{side}") for side in ("img", "txt")}
@@ -97,8 +94,7 @@ def test_parity_with_the_released_inclusion(shared):
     assert len(groups) >= 6
     for group in groups:
         _, pair, eps = group.split("/")
-        eps = float(eps.removeprefix("eps"))
-        n = len(tensors[f"{group}/test_12"])
+        eps, n = float(eps.removeprefix("eps")), len(tensors[f"{group}/test_12"])
         names = [f"inputs/{side}_{what}" for side in sides[pair] for what in ("mean", "log_var")]
         leaves = [tensors[name][:n].double().requires_grad_() for name in names]
         one, two = GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:])

@@ -21,8 +21,7 @@ def test_probability_falls_with_distance():
 
 
 def test_learnable_logits():
-    logits = MatchingLogits(3.0, -1.0)
-    distance = torch.rand(2, 3)
+    logits, distance = MatchingLogits(3.0, -1.0), torch.rand(2, 3)
     torch.testing.assert_close(logits(distance), -1 - 3 * distance)
     logits(distance).sum().backward()
     torch.testing.assert_close(logits.log_logit_scale.grad, -3 * distance.sum())
@@ -110,8 +109,7 @@ def test_match_probability_ranks_by_the_mean_sigmoid_and_not_by_the_sigmoid_of_t
     for memory_mb in (64.0, 1e-4):
         found = distance.matrix(x, y, generator=seeded(), memory_mb=memory_mb)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    rows = distance.row(x, y[:3], generator=seeded())
-    first = distance.matrix(x, y[:3], generator=seeded())
+    rows, first = distance.row(x, y[:3], generator=seeded()), distance.matrix(x, y[:3], generator=seeded())
     torch.testing.assert_close(rows, first.diagonal(), rtol=1e-4, atol=1e-5)
     a, b = (seeded_samples(e, 5, seed=0, side=side) for e, side in ((x, "image"), (y, "text")))
     ((_, blocks),) = distance_blocks(x, y, distance)
@@ -129,12 +127,10 @@ def test_sampled_log_probability_does_not_underflow():
 
 
 def test_sampled_probability_carries_the_gradient_of_the_scale_alone():
-    """Frozen embeddings, learnt logits: the blocks are written into place, which must not lose the gradient."""
     x, y = pair()
     gradients = []
     for memory_mb in (64.0, 1e-4):
-        scale = torch.tensor(1.5, requires_grad=True)
-        generator = torch.Generator().manual_seed(3)
+        scale, generator = torch.tensor(1.5, requires_grad=True), torch.Generator().manual_seed(3)
         distance = match_probability_distance(scale, 2.0, n_samples=3)
         distance.matrix(x, y, generator=generator, memory_mb=memory_mb).sum().backward()
         gradients.append(scale.grad)

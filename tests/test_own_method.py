@@ -63,8 +63,7 @@ def plain_loss(image, text, match, options):
 
 def test_a_plain_function_is_the_built_in_loss_of_the_same_formula():
     register_loss("plain", plain_loss, PlainOptions)
-    built_in = LOSSES["pcmepp"](PCMEPPOptions(alpha=0, beta=0)).double()
-    found = []
+    built_in, found = LOSSES["pcmepp"](PCMEPPOptions(alpha=0, beta=0)).double(), []
     for loss in (LOSSES["plain"]().double(), built_in):
         leaves = [t.requires_grad_() for e in batch() for t in (e.mean, e.log_var)]
         output = loss(GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:]), MATCH)
@@ -147,7 +146,6 @@ def test_wrong_registrations_are_refused(call, error, message):
 
 
 def test_a_corrected_definition_replaces_the_one_of_the_same_place(tmp_path, monkeypatch):
-    """A file that was changed, or is imported as a module too; another file may not take the name."""
     one, own = GaussianEmbedding.point(torch.zeros(1, 1)), tmp_path / "mine.py"
     for factor in (1, 2):
         own.write_text(
@@ -206,8 +204,7 @@ def test_a_run_of_ones_own_loss_is_used_without_it(tmp_path, sfumato, monkeypatc
 def test_training_goes_on_where_the_file_is_now(tmp_path, sfumato, monkeypatch, forget):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(OWN)
-    recipe = tmp_path / "own.toml"
-    text = make_toy(tmp_path / "toy").read_text()
+    recipe, text = tmp_path / "own.toml", make_toy(tmp_path / "toy").read_text()
     recipe.write_text('imports = ["mine.py"]\n' + re.sub(r"\[loss\]\n(.+\n)*", '[loss]\nname = "margin"\n', text))
     sfumato.printed("train", recipe, *TINY, "--out", "run")
     assert load_recipe("run/recipe.toml").imports == (str(tmp_path / "mine.py"),)

@@ -85,7 +85,6 @@ def test_parity_pcmepp_loss(fixture):
 
 
 def test_parity_pcmepp_loss_in_float32(fixture):
-    """Totals to 1e-6, gradients to 1e-6 of their norm; those of the two scalars, sums that nearly cancel, to 5e-6."""
     about, tensors = fixture("pcmepp_loss")
     for name, case in about["cases"].items():
         output, leaves, scale, bias, *_ = run_case(case, tensors, torch.float32)

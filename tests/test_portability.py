@@ -58,7 +58,6 @@ def test_the_rules_find_what_breaks_them():
 
 
 def test_modules_of_the_decoding_process_import_without_resource():
-    """What a process that decodes images imports at its start is portable: `resource` is asked for later."""
     for name in ("errors.py", "files.py", "data/image_decoding.py"):
         tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))
         assert "resource" not in {n for node in tree.body for n in uses(ast.Module([node], []))}, name

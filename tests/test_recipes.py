@@ -36,7 +36,6 @@ def override_lines(name):
 
 
 def test_every_recipe_loads_and_says_what_it_is(tmp_path):
-    """And every line of overrides of its header loads, changes something, and has the form of one."""
     sections = "|".join(Recipe.model_fields)
     for name, path in recipe_files().items():
         recipe = load_recipe(find_recipe(name))
@@ -50,7 +49,6 @@ def test_every_recipe_loads_and_says_what_it_is(tmp_path):
 
 
 def test_a_published_recipe_says_what_was_published_and_what_repeats_it():
-    """That its command loads is tested with that of every other recipe, in docs/test_recipe_headers.py."""
     starts = ("# $ ", "# Paper: ", "# Data: ", "# Hardware: ", "# Rows of the papers' tables")
     published = [name for name in recipe_files() if name.startswith(("coco-", "pretrain-"))]
     told = {name: "\n".join(["", *header(name)]) for name in published}
@@ -142,7 +140,6 @@ N, D = 128, 1024  # Batch and dimensions of the published runs.
 
 
 def test_weights_limits_and_epsilon_are_those_published_times_the_factor_of_the_loss():
-    """docs/concepts/losses.md has the rule: losses here are released ones times a factor, and so is their gradient."""
     published = [
         ("coco-pcme", 1 / N**2, {"beta": 1e-5 * D / N}),
         ("cub-pcme", 1 / 150**2, {"beta": 1e-3 * 512 / 150, "uniformity_weight": 10 / 150**2}),
@@ -183,9 +180,7 @@ def released_factor(recipe):
 
 
 def test_what_stands_beside_a_loss_is_converted_by_the_batch_and_the_dimensions_of_the_run():
-    """Limit of the norm, epsilon and the weights of the other terms, from the released 2, 1e-8, 1e-3 and so on."""
-    close = functools.partial(pytest.approx, rel=1e-5, abs=0)
-    items = paper_items().values()
+    close, items = functools.partial(pytest.approx, rel=1e-5, abs=0), paper_items().values()
     runs = {f"{run} {more}".strip() for one in items for run in one.runs.values() for more in one.variants or ("",)}
     for run in sorted(run for run in runs if run.startswith(("coco-", "cub-"))):
         name, *overrides = shlex.split(run)
@@ -204,7 +199,6 @@ def test_what_stands_beside_a_loss_is_converted_by_the_batch_and_the_dimensions_
 
 @pytest.mark.parametrize("name", ["vsepp", "vsrn"])
 def test_a_probabilistic_recipe_differs_from_its_point_model_in_what_its_header_says(name):
-    """All else of coco-probabilistic-vsepp is that of coco-vsepp, how images are cut included; VSRN likewise."""
     paths = [recipe_files()[f"coco-{kind}{name}"] for kind in ("", "probabilistic-")]
     both = [tomllib.loads(path.read_text(encoding="utf-8")) for path in paths]
     for recipe in both:
@@ -247,7 +241,6 @@ def test_the_point_row_of_equal_capacity_has_as_many_parameters_as_the_probabili
 
 
 def test_word_vectors_are_the_released_ones_of_840_billion_tokens():
-    """The papers: 2.2 million words, which only the vectors of 840B have; those of 6B have 400,000."""
     for name in ("coco-pcme", "coco-pvse", "cub-pcme"):
         text = load_recipe(find_recipe(name)).model.text
         assert (text.vectors, text.width) == ("glove.840B.300d.txt", 300)
@@ -258,8 +251,7 @@ def test_a_run_that_states_keys_of_a_former_version_opens_if_they_had_the_value_
     path = tmp_path / "recipe.toml"
     (tmp_path / "model.safetensors").touch()
     save_recipe(load_recipe(find_recipe("emoji-pcmepp")), path)
-    now = load_recipe(path)
-    text = path.read_text()
+    now, text = load_recipe(path), path.read_text()
     former = text.replace("[data]\n", '[data]\nheld_out_style = "fluent3d"\n')
     former = former.replace("[model]\n", "[model]\nnormalize = true\n")
     former = former.replace("[loss]\n", "[loss]\nmatch_weight = 2.0\n")

@@ -23,8 +23,7 @@ def test_metadata_has_the_payload_and_the_verdict_and_no_probability_that_means_
 
 
 def test_calibrated_hits_are_the_most_probable_ones_of_the_whole_list():
-    distances = [0.9, 0.1, 0.8, 0.7, 0.75]
-    calibrator = ScoreCalibrator(prior="cosine", higher_is_better=False)
+    distances, calibrator = [0.9, 0.1, 0.8, 0.7, 0.75], ScoreCalibrator(prior="cosine", higher_is_better=False)
     probability = calibrator.predict_proba(distances)[:, 1]
     kept, nothing = calibrated(calibrator, distances, 2, 0.0)
     assert kept == [(1, probability[1]), (3, probability[3])]

@@ -44,8 +44,7 @@ def of_llama_index(index, **options):
     from sfumato.adapters.llama_index import SfumatoRetriever
 
     retriever = SfumatoRetriever(index, **options)
-    found = retriever.retrieve("a red circle")
-    again = asyncio.run(retriever.aretrieve("a red circle"))
+    found, again = retriever.retrieve("a red circle"), asyncio.run(retriever.aretrieve("a red circle"))
     assert [one.node.metadata for one in again] == [one.node.metadata for one in found]
     assert [one.score for one in found] == [one.node.metadata["match_probability"] for one in found]
     return [(one.node.node_id, one.node.text, one.node.metadata) for one in found]
@@ -77,8 +76,7 @@ def test_a_haystack_pipeline_of_bm25_gets_probabilities(calibrator):
     pipeline.add_component("calibrated", CalibratedScores(calibrator, k=2))
     pipeline.connect("bm25.documents", "calibrated.documents")
     scored = InMemoryBM25Retriever(store, top_k=5).run(query="red bird")["documents"]
-    scores = [one.score for one in scored]
-    found = pipeline.run({"bm25": {"query": "red bird"}})["calibrated"]
+    scores, found = [one.score for one in scored], pipeline.run({"bm25": {"query": "red bird"}})["calibrated"]
     assert [one.id for one in found["documents"]] == [one.id for one in scored[:2]]
     np.testing.assert_allclose([one.score for one in found["documents"]], calibrator.predict_proba(scores)[:2, 1])
     assert all(one.meta["match_probability"] == one.score and "n" in one.meta for one in found["documents"])
@@ -103,8 +101,7 @@ def test_a_vector_store_of_langchain_gets_probabilities(calibrator):
         def embed_documents(self, texts):
             return [self.embed_query(text) for text in texts]
 
-    store = InMemoryVectorStore(Letters())
-    texts = ["aaab", "bbbc", "ccdd", "efgh", "gghh", "abcd"]
+    store, texts = InMemoryVectorStore(Letters()), ["aaab", "bbbc", "ccdd", "efgh", "gghh", "abcd"]
     store.add_documents([Document(text, metadata={"n": i}) for i, text in enumerate(texts)])
     scored = store.similarity_search_with_score("aab", k=5)
     probability = calibrator.predict_proba([score for _, score in scored])[:, 1]

@@ -84,8 +84,7 @@ def test_evaluation_packages_read_a_run_of_probabilities_in_the_same_order(folde
     for row in rows:
         by_score.setdefault(plain(row["query"]), {})[plain(row["item"])] = float(row["cosine"])
         truth.setdefault(plain(row["query"]), {})[plain(row["item"])] = int(row["match"])
-    read = list(ir_measures.read_trec_run("run.trec"))
-    ours = {query: {} for query in by_score}
+    read, ours = list(ir_measures.read_trec_run("run.trec")), {query: {} for query in by_score}
     for one in read:
         ours[one.query_id][one.doc_id] = one.score
     assert len(read) == sum(map(len, by_score.values()))

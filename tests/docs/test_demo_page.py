@@ -81,8 +81,7 @@ def half_precision(searcher, items, tmp_path_factory):
     stored, payloads = whole.get(ids), [one.payload for one in items]
     embeddings = stored.embeddings[np.array([stored.ids.index(id) for id in ids])]
     texts = rounded(whole.texts.of(ids, payloads).vectors)
-    embeddings = GaussianEmbedding(rounded(embeddings.mean), embeddings.log_var)
-    model = searcher.model
+    embeddings, model = GaussianEmbedding(rounded(embeddings.mean), embeddings.log_var), searcher.model
     folder = tmp_path_factory.mktemp("half") / "collection"
     collection = create_collection(model, GalleryPart(embeddings, ids), folder, texts=True)
     with pytest.MonkeyPatch.context() as patched:
@@ -111,7 +110,6 @@ def shown(tab):
 
 
 def test_the_page_answers_as_the_library_does_with_vectors_in_half_precision(shown, half_precision, monkeypatch):
-    """The same items in the same order, and the same sentence; numbers but for the rounding of float32."""
     from sfumato.encoders.package_weights import sentence_vectors
 
     queries = [answer["query"] for answer in shown]

@@ -20,7 +20,6 @@ def test_bessel_ratio_is_that_of_scipy(d):
 
 @pytest.mark.parametrize(("d", "kappa", "value"), [(1024, 10.0, 0.0097646956694267), (1024, 1e8, 0.99999488501305604)])
 def test_bessel_ratio_where_bessel_functions_underflow(d, kappa, value):
-    """Values of mpmath with 60 digits."""
     ratio = bessel_ratio(torch.tensor([kappa], dtype=torch.float64), d).item()
     assert ratio == pytest.approx(value, rel=1e-10) and 1 - ratio**2 == pytest.approx(1 - value**2, rel=1e-6)
 

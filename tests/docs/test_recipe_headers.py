@@ -27,8 +27,7 @@ def wrapped(label: str, text: str) -> list[str]:
 
 def stated(result: dict[str, Any]) -> list[str]:
     """What the header of a recipe has to state after its first line."""
-    run = result["run"]
-    paper = result.get("published_cost")
+    run, paper = result["run"], result.get("published_cost")
     if run is None:
         cost = f"not measured; {paper}." if paper else "not measured."
         scores = "not run."
@@ -69,5 +68,4 @@ def test_every_option_is_one_of_its_command(sfumato):
 
 
 def test_the_page_and_the_headers_are_those_of_the_tables():
-    """`python -m papers.pages` writes them again."""
     assert not [path.name for path, text in pages.written() if path.read_text(encoding="utf-8") != text]

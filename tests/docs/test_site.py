@@ -13,7 +13,6 @@ read = lambda page: (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
 def test_the_site_fetches_nothing_from_elsewhere():
-    """That the navigation lists every page, and that links lead somewhere: `make docs`."""
     assert re.search(r"^  font: false", CONFIG, flags=re.MULTILINE)
     assert "http" not in re.sub(r"#.*", "", CONFIG)
 
@@ -36,7 +35,6 @@ def test_no_figure_stands_on_two_pages():
 
 
 def test_the_readme_has_the_figures_of_the_pages_that_it_links():
-    """Each row of its table, and its sentence on retrieval: a figure of results is written there as on its page."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.partition("## Results")[2].partition("\n## ")[0]
     parts = [line for line in section.splitlines() if "](" in line and line.startswith("|")]
@@ -44,8 +42,7 @@ def test_the_readme_has_the_figures_of_the_pages_that_it_links():
     assert len(parts) > 5
     for part in parts:
         [page] = re.findall(r"\]\(((?:docs/results|papers/docs)/[\w-]+\.md)\)", part)
-        shown = re.findall(r"(?<![\w.])\d*\.\d+(?: ± \d*\.\d+)?", part)
-        text = read(f"../{page}")
+        shown, text = re.findall(r"(?<![\w.])\d*\.\d+(?: ± \d*\.\d+)?", part), read(f"../{page}")
         assert shown and [one for one in shown if not re.search(rf"(?<![\d.]){re.escape(one)}(?!\d)", text)] == []
 
 

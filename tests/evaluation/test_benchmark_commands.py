@@ -39,8 +39,7 @@ threads = 1
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    folder, random = tmp_path_factory.mktemp("benchmark"), np.random.default_rng(0)
-    entries = []
+    folder, random, entries = tmp_path_factory.mktemp("benchmark"), np.random.default_rng(0), []
     for k in range(36):
         sentences = [{"sentid": 10 * k + j, "raw": f"bird {k} seen {j} times"} for j in range(2)]
         entries.append({"filename": f"{k}.png", "split": ("test", "val", "train")[k // 12], "sentences": sentences})
@@ -119,8 +118,7 @@ def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato,
 
 def test_samples_at_test_time_are_chosen_with_their_seed(work, evaluate, flickr):
     run = load_run(work / "run")
-    embedded = embed_for_evaluation(run, run.recipe.data, "test")
-    logits = run.loss.logits
+    embedded, logits = embed_for_evaluation(run, run.recipe.data, "test"), run.loss.logits
     scale, bias = (2 * x.item() for x in (logits.logit_scale, logits.logit_bias))
     a = seeded_samples(embedded.images, 5, seed=4, side="image")
     b = seeded_samples(embedded.texts, 5, seed=4, side="text")
@@ -170,7 +168,6 @@ def scan_folder(folder, order):
 
 @pytest.mark.parametrize("ids", ["of captions", "of images", "none"])
 def test_a_run_on_scans_features_meets_cocos_ids_by_their_order(tmp_path, sfumato, ids):
-    """The benchmark's own pairs are the split's, so that its figures are those of the split."""
     scan_folder(tmp_path, range(10) if ids == "none" else (3, 9, 0, 1, 8, 2, 7, 4, 6, 5))
     if ids != "none":
         times = 5 if ids == "of captions" else 1

@@ -29,8 +29,7 @@ SCORES = np.random.default_rng(5).permutation(1000).reshape(20, 50).astype(np.fl
 
 def ground_truths():
     """Four truths: folds, directions that differ, queries left out, a smaller gallery in another order."""
-    random = np.random.default_rng(3)
-    own = [(IMAGES[j % 20], TEXTS[j]) for j in range(50)]
+    random, own = np.random.default_rng(3), [(IMAGES[j % 20], TEXTS[j]) for j in range(50)]
     folded = in_folds(ground_truth_from_pairs("coco_5k", IMAGES, TEXTS, own, metrics=RECALLS), name="coco_1k")
     dense = random.random((20, 50)) < 0.1
     dense[3] = False
@@ -210,8 +209,7 @@ def test_single_queries_average_to_the_figures():
 
 
 def test_what_does_not_fit_is_refused():
-    whole = ground_truths()[0]
-    nothing = ground_truth_from_pairs("nothing", IMAGES, TEXTS, [])
+    whole, nothing = ground_truths()[0], ground_truth_from_pairs("nothing", IMAGES, TEXTS, [])
     absent = r"1 of the 20 images of the benchmark whole are not among the 20 images that.*, e.g. '0'.*the id 'new'"
     for image_ids, text_ids, truths, message in (
         (IMAGES[1:], TEXTS, [whole], "19 image_ids and 50 text_ids for 20 by 50 images and texts"),
@@ -228,7 +226,6 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_similarities_by_loops(dtype):
-    """Means of different lengths, so that both differ from the squared distance."""
     images, texts = IMAGE.to(dtype), TEXT.to(dtype)
     a, b = images.mean.double().numpy(), texts.mean.double().numpy()
     dot = np.array([[sum(x * y for x, y in zip(p, q, strict=True)) for q in b] for p in a])

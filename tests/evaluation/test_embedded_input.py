@@ -31,8 +31,7 @@ def folder(tmp_path):
     """Embeddings as arrays and as a file, ids, a ground truth: text j belongs to image j // 2; rows are shuffled."""
     random = np.random.default_rng(0)
     mean = random.normal(size=(N, D))
-    text = np.repeat(mean, 2, 0) + 0.8 * random.normal(size=(M, D))
-    log_var = random.normal(size=(M, D)) - 1
+    text, log_var = np.repeat(mean, 2, 0) + 0.8 * random.normal(size=(M, D)), random.normal(size=(M, D)) - 1
     images, texts = [f"i{i}" for i in range(N)], [f"t{j}" for j in range(M)]
     pairs = [[images[j // 2], texts[j]] for j in range(M)]
     (tmp_path / "truth.json").write_text(json.dumps({"images": images, "texts": texts, "pairs": pairs}))
@@ -151,8 +150,7 @@ def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
     assert embedded is None and measured.score == "distance matrix"
     truth, both = {"ground_truth": folder / "truth.json"}, {"images": "a.npy", "texts": "b.npy"}
     own = {"images": f"{folder}/i.npy", "texts": f"{folder}/t.npy"}
-    nothing = "give a model, or --images and --texts, or --ranked"
-    lists = {"ranked": folder / "l.json"}
+    nothing, lists = "give a model, or --images and --texts, or --ranked", {"ranked": folder / "l.json"}
     for files, score, message in (
         (wanted, "csd", "ranked as it is; leave out --score"),
         (wanted | lists, None, "or --scores; not several of them"),

@@ -85,8 +85,7 @@ def test_a_registered_estimator_is_measured_like_the_others(toy):
     items = GaussianEmbedding.point(gallery.mean)
     wrong = queries.var.amax(1, keepdim=True) > queries.var.amax(1).median()
     clear = GaussianEmbedding(torch.where(wrong, items.mean[-1], items.mean[:N]), queries.log_var)
-    ground_truth = Relevance.from_lists([[i] for i in range(N)], n_gallery=M)
-    chosen = usable_estimators(items)
+    ground_truth, chosen = Relevance.from_lists([[i] for i in range(N)], n_gallery=M), usable_estimators(items)
     figures = measure_trust(clear, items, ground_truth, MATCHING, estimators=chosen, n_resamples=0).estimators
     assert figures[toy.name]["wrong_auroc"].value == 1 > figures["total_variance"]["wrong_auroc"].value
     assert register_estimator(toy) is toy  # The place that took the name may define it again.

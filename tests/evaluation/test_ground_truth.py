@@ -136,10 +136,7 @@ def test_eccv_caption_has_the_published_numbers():
 
 
 def test_the_positives_of_cxc_are_the_pairs_rated_3_or_higher():
-    """All of COCO's own pairs were rated; 29 of them are no positives, and nothing else is missing."""
-    cxc = of_package()["cxc"]
-    own = of_package()["coco_5k"]
-    rated = {}
+    cxc, own, rated = of_package()["cxc"], of_package()["coco_5k"], {}
     with shared("coco5k_text", "cxc_sits_test.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             rated[coco_image_id(row["image"]), row["caption"].rpartition(":")[2]] = float(row["agg_score"])
@@ -152,7 +149,6 @@ def test_the_positives_of_cxc_are_the_pairs_rated_3_or_higher():
 
 
 def test_rpc2_is_of_both_or_of_cxc_alone(tmp_path):
-    """Caption 20 of the second image is rated low: no positive of CxC, but still a pair of COCO's own."""
     files = small_eccv(
         tmp_path,
         cxc_image_to_caption={"1": [10, 11], "2": [21, 10], "3": [30, 31], "4": [40, 41], "5": [50, 51]},
@@ -246,7 +242,6 @@ def entry(name, split, *sentids):
 
 
 def test_karpathy_splits_without_any_image(tmp_path):
-    """COCO takes five captions of an image, whose id is the number in its name."""
     entries = [entry("a.jpg", "test", 5, 3), entry("b.jpg", "val", 4), entry("c.jpg", "test", 9)]
     path = karpathy(tmp_path / "d.json", entries)
     ground_truth = read_karpathy_ground_truth(path, name="flickr30k")
@@ -277,8 +272,7 @@ def instances(path, classes):
 def test_pmrp_by_hand(tmp_path):
     # Classes {1, 2}, {2}, {3}, none: the first two differ in one class, the others in three and two.
     path = instances(tmp_path / "instances.json", {1: [1, 2, 2], 2: [2], 3: [3], 4: []})
-    ground_truths = pmrp([path], CAPTIONS, in_folds(CAPTIONS, 1, name="whole"))
-    first = FIRST
+    ground_truths, first = pmrp([path], CAPTIONS, in_folds(CAPTIONS, 1, name="whole")), FIRST
     assert matches(ground_truths["pmrp@0"])[0] == {first: {"1a", "1b"}, "2": {"2a"}, "3": {"3a"}}
     assert matches(ground_truths["pmrp@1"])[0] == {first: {"1a", "1b", "2a"}, "2": {"1a", "1b", "2a"}, "3": {"3a"}}
     two = {"1a": {first, "2"}, "1b": {first, "2"}, "2a": {first, "2", "3"}, "3a": {"2", "3"}}
@@ -395,7 +389,6 @@ def test_bad_truths_of_ones_own(tmp_path, name, content, message):
 
 
 def test_one_call_gives_every_figure_of_cocos_tables(tmp_path):
-    """A caption that no benchmark has changes nothing; folds of one image and its captions find everything."""
     annotations = instances(tmp_path / "instances.json", {1: [1, 2], 2: [2], 3: [3], 4: [1, 2], 5: [4]})
     truths = read_ground_truths("coco", **told_apart("coco", [annotations, small_eccv(tmp_path)]))
     raises(UserError, "--annotations .* are of one kind", told_apart, "coco", [tmp_path, annotations, tmp_path])

@@ -28,12 +28,10 @@ def pairs(n=300, seed=0):
 
 @pytest.mark.parametrize(("direction", "population"), [("t2i", "planted"), ("i2t", "independent")])
 def test_a_loop_over_queries_has_the_same_figures(direction, population):
-    """All queries, or those with a match alone; images search the texts that match some of them."""
     distance, match = pairs(n=40)
     measured = measure_hits(of_distance(2.0, 2.0), distance, match, sizes=(), population=population)
     [figures] = [one for one in measured if (one.direction, one.hits) == (direction, 10)]
-    p, y = [], []
-    beside = match.bool().any(0)
+    p, y, beside = [], [], match.bool().any(0)
     asked = (distance[:, beside], match[:, beside]) if direction == "i2t" else (distance.T, match.T)
     for d, own in zip(*asked, strict=True):
         if own.any() or population == "independent":
@@ -83,7 +81,6 @@ def verdict_of(n, off, seed):
 
 
 def test_verdicts_of_few_and_of_many_queries():
-    """An error equal to that of perfect probabilities proves nothing if that of wrong ones is as large."""
     few = [verdict_of(36, 0.0, seed) for seed in range(20)]
     assert few.count("too few") >= 16
     assert [verdict_of(3000, off, 1) for off in (0.0, 0.1, 0.25)] == ["holds", "rough", "misleads"]

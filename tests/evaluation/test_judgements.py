@@ -112,8 +112,7 @@ def test_a_sample_has_known_probabilities():
 def test_estimates_are_unbiased():
     """Over 100 samples of 40 of 360 hits. A false alarm has z = 4.5: seven in a million for each of three."""
     hits, yes = lists()
-    whole = np.mean(list(yes.values()))
-    p = np.mean([hit.probability for hit in hits])
+    whole, p = np.mean(list(yes.values())), np.mean([hit.probability for hit in hits])
     first = np.mean([yes[hit.pair] for hit in hits if hit.rank == 1])
     found, unweighted = [], []
     for seed in range(100):

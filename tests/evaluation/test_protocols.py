@@ -20,8 +20,7 @@ KINDS = ["name"] * 23 + ["tag"] * 6 + ["rumour"] * 2
 
 def scene(seed=0):
     """Each image has its own name; tags match about a third of the images; rumours match nothing."""
-    random = np.random.default_rng(seed)
-    ground_truth = np.zeros((N, M), bool)
+    random, ground_truth = np.random.default_rng(seed), np.zeros((N, M), bool)
     ground_truth[np.arange(N), np.arange(N)] = True
     ground_truth[:, 23:29] = random.random((N, 6)) < 0.3
     ground_truth[0, 23:29] = True
@@ -39,7 +38,6 @@ def assert_metrics(ours, distance, ground_truth):
 
 
 def test_every_figure_by_loops():
-    """Also by KL, which goes from image to text in both directions."""
     images, texts, relevance, ground_truth = scene()
     csd = csd_by_loops(images.mean.numpy(), images.var.numpy(), texts.mean.numpy(), texts.var.numpy())
     for name, distance in (("csd", csd), ("kl", DISTANCES["kl"].matrix(images, texts).numpy())):
@@ -79,8 +77,7 @@ def test_recall_is_binned_by_the_uncertainty_of_the_paper_that_is_asked_for(meas
         has = t.any(1)
         hit = t[np.arange(len(t)), d.argmin(1)][has]
         values = MEASURES[measure](embeddings.log_var.double().numpy())[has]
-        parts = np.array_split(np.argsort(values), 10)
-        found = result.uncertainty[name]
+        parts, found = np.array_split(np.argsort(values), 10), result.uncertainty[name]
         assert [b["recall"] for b in found["bins"]] == pytest.approx([hit[p].mean() for p in parts])
         assert [b["uncertainty"] for b in found["bins"]] == pytest.approx([values[p].mean() for p in parts], rel=1e-4)
         assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(values, hit).statistic)
@@ -109,8 +106,7 @@ def test_the_log_determinant_of_points_is_not_in_a_file():
 
 def test_points_and_one_to_one_truth_leave_out_what_has_no_meaning():
     images, texts, _, _ = scene(3)
-    names = texts[: images.n]
-    one_to_one = Relevance.from_lists([[i] for i in range(N)], n_gallery=N)
+    names, one_to_one = texts[: images.n], Relevance.from_lists([[i] for i in range(N)], n_gallery=N)
     points = evaluate_retrieval(GaussianEmbedding.point(images.mean), GaussianEmbedding.point(names.mean), one_to_one)
     assert points.uncertainty is points.multiplicity is None and points.total_variance == {"image": 0.0, "text": 0.0}
     spread = evaluate_retrieval(images, names, one_to_one, text_kinds=["name"] * N)

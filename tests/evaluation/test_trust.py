@@ -98,8 +98,7 @@ def test_where_every_item_is_true_there_is_no_wrong_one_of_a_pair():
 
 def test_kl_goes_from_image_to_text_whoever_asks():
     texts, images, relevance, ground_truth = scene(6)
-    has = ground_truth.any(1)
-    matrix = DISTANCES["kl"].matrix(images, texts).numpy().T
+    has, matrix = ground_truth.any(1), DISTANCES["kl"].matrix(images, texts).numpy().T
     chosen = {"nearest_mean": ESTIMATORS["nearest_mean"]}
     found = measure_trust(texts, images, relevance, Matching("kl", 1, 0, "t2i"), estimators=chosen, **QUICK)
     assert found.recall.value == pytest.approx(ground_truth[np.arange(N), matrix.argmin(1)][has].mean())
@@ -119,8 +118,7 @@ def test_proxies_are_judged_by_spearman_and_undefined_ones_left_out():
     values[[1, 2]] = np.nan
     result = measure_trust(queries, gallery, relevance, MATCHING, proxies={"caption_words": values}, **QUICK)
     use = ground_truth.any(1) & ~np.isnan(values)
-    u = queries.total_variance.numpy()[use]
-    found = result.estimators["total_variance"]["caption_words"]
+    u, found = queries.total_variance.numpy()[use], result.estimators["total_variance"]["caption_words"]
     assert found.value == pytest.approx(scipy.stats.spearmanr(u, values[use]).statistic)
     assert "multiplicity" not in result.estimators["total_variance"]
 
@@ -142,8 +140,7 @@ def test_groups_widen_the_intervals():
     noisy = (items + 0.8 * torch.randn(25, 3, generator=generator)).repeat_interleave(5, 0)
     queries = GaussianEmbedding(noisy, torch.zeros(125, 3))
     gallery = GaussianEmbedding(items, torch.zeros(25, 3))
-    ground_truth = Relevance.from_lists([[i // 5] for i in range(125)], n_gallery=25)
-    widths = []
+    ground_truth, widths = Relevance.from_lists([[i // 5] for i in range(125)], n_gallery=25), []
     for groups in (None, np.arange(125) // 5):
         r = measure_trust(queries, gallery, ground_truth, MATCHING, groups=groups, n_resamples=1000).recall
         widths.append(r.high - r.low)

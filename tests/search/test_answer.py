@@ -109,8 +109,7 @@ def test_texts_are_escaped_and_bars_are_as_long_as_the_probability():
 
 
 def test_images_are_small_and_in_the_page():
-    buffer = io.BytesIO()
-    noise = np.random.default_rng(0).integers(0, 256, (600, 900, 3), dtype=np.uint8)
+    buffer, noise = io.BytesIO(), np.random.default_rng(0).integers(0, 256, (600, 900, 3), dtype=np.uint8)
     Image.fromarray(noise).save(buffer, "PNG")
     files = {"<i>0.png": buffer.getvalue(), "<i>1.png": b"no image"}
     found = answer(image_of=lambda hit: MemoryImage(hit.id, files[hit.id]) if hit.id in files else None)
@@ -158,9 +157,7 @@ def test_a_reliability_curve_has_the_bins_of_loops():
     random = np.random.default_rng(0)
     p = random.random(1000)
     y = (random.random(1000) < p**2).astype(int)
-    found = sfumato.Reliability.of(p, y, n_bins=5)
-    expected = []
-    order = np.argsort(p)
+    found, expected, order = sfumato.Reliability.of(p, y, n_bins=5), [], np.argsort(p)
     for part in np.array_split(order, 5):
         expected.append((p[part].mean(), y[part].mean(), len(part)))
     for b, (mean, rate, count) in zip(found.curve, expected, strict=True):

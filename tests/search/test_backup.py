@@ -54,7 +54,6 @@ def assert_texts_match(collection, payloads):
 
 @pytest.mark.parametrize("kind", ["file", pytest.param("postgresql", marks=pytest.mark.engine)])
 def test_a_copy_while_others_write_is_one_state_and_restores(tmp_path, kind, request):
-    """It has the items as they were when it began, each with the texts of its payload, and answers as they did."""
     url = request.getfixturevalue("server").url if kind == "postgresql" else lambda: "store"
     gallery = GaussianEmbedding(np.stack([version_of(i, 0)[0] for i in range(N)]), np.full((N, D), -3, np.float32))
     distance = csd_matrix(gallery[:40], gallery)
@@ -84,7 +83,6 @@ def test_a_copy_while_others_write_is_one_state_and_restores(tmp_path, kind, req
 
 
 def test_texts_that_a_writer_has_left_half_changed_are_those_of_the_payload_in_a_copy(tmp_path):
-    """It writes the texts first; killed in between, it leaves the texts of a version that was never acknowledged."""
     with GaussianCollection.create(tmp_path / "live", d=D, texts=True) as collection:
         write(collection, range(20), 0)
         ids, step = [f"i{i}" for i in range(0, 20, 2)], 3
@@ -108,7 +106,6 @@ def commands_of_the_guide():
 
 @pytest.mark.slow
 def test_the_commands_of_the_guide_as_printed(tmp_path, server, sfumato, monkeypatch):
-    """Only the address of the server is another one."""
     server.execute("CREATE DATABASE sfumato", "CREATE ROLE sfumato LOGIN SUPERUSER")
     monkeypatch.chdir(tmp_path)
     for name, value in {"PGHOST": "127.0.0.1", "PGPORT": server.port, "PGUSER": "sfumato"}.items():

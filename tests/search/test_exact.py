@@ -43,7 +43,6 @@ def test_blocks_are_the_matrix(name, direction):
 
 @pytest.mark.parametrize("direction", ["i2t", "t2i"])
 def test_a_sampled_distance_does_not_depend_on_the_blocks(direction):
-    """Every block size, and rows from an offset; 150 queries span several generators of noise."""
     x, y = gaussians(150, 3, 0), gaussians(70, 3, 1)
     oriented = get_distance("average_l2").for_direction(direction)
 
@@ -111,7 +110,6 @@ def test_rank_relevant_by_loops_with_ties():
 @pytest.mark.parametrize("name", ["csd", "kl", "wasserstein2"])
 @pytest.mark.parametrize("direction", ["i2t", "t2i"])
 def test_candidates_in_their_true_order(name, direction):
-    """Each query's own candidates by loops, candidates that are missing, and a tie."""
     queries, gallery = gaussians(5, 3, 0), gaussians(9, 3, 1)
     gallery = gallery[np.array([0, 1, 2, 3, 4, 5, 6, 7, 0])]  # 0 and 8 are equal
     candidates = torch.tensor([[8, 0, 3, 4], [7, 6, 5, 4], [1, -1, 2, 3], [-1, 8, -1, 0], [2, 4, 6, 8]])
@@ -170,7 +168,6 @@ def test_squared_l2_of_lifted_vectors_is_the_distance(distance, dtype, centred):
 
 
 def test_the_centre_keeps_the_digits_of_far_means():
-    """Engines multiply: far from the origin their float32 product loses everything that the centre saves."""
     x, y = of_five(20, 4, offset=3000.0), of_five(50, 5, offset=3000.0)
     exact = get_distance("csd").matrix(x.to(np.float64), y.to(np.float64))
 

@@ -81,7 +81,6 @@ def test_a_writer_killed_before_any_step_leaves_the_old_or_the_new(tmp_path, cha
 
 
 def test_everything_is_on_the_disk_before_the_manifest_names_it(tmp_path, monkeypatch):
-    """A power cut, not a killed process, would show this: all files and folders are synced before the one rename."""
     steps, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (steps.append(os.fstat(fd).st_ino), fsync(fd)))
     path = tmp_path / "folder"
@@ -89,8 +88,7 @@ def test_everything_is_on_the_disk_before_the_manifest_names_it(tmp_path, monkey
         os, "replace", lambda a, b: (steps.append("manifest" if "manifest" in str(b) else "other"), replace(a, b))
     )
     save(path)
-    before = steps[: steps.index("manifest")]
-    data = next(path.glob("data-*"))
+    before, data = steps[: steps.index("manifest")], next(path.glob("data-*"))
     for needed in (*data.iterdir(), data, path, path / "manifest.json"):
         assert needed.stat().st_ino in before, needed.name
     assert steps.count("manifest") == 1 and path.stat().st_ino in steps[steps.index("manifest") :]

@@ -28,8 +28,7 @@ def test_hits_carry_the_csd_of_the_pair_and_everything_else():
     gallery, queries = clustered(211, seed=0), clustered(5, seed=1)
     payload = {"path": [f"{i}.jpg" for i in range(211)], "text": [str(i) for i in range(211)]}
     index = GaussianIndex.build(gallery, ids_of(211), logit_scale=2.0, logit_bias=3.0, payload=payload)
-    results = index.search(queries, 7)
-    matrix = csd_matrix(queries, gallery)
+    results, matrix = index.search(queries, 7), csd_matrix(queries, gallery)
     assert len(index) == 211 and len(results) == 5
     for i, result in enumerate(results):
         assert len(result) == 7 and result.uncertainty == pytest.approx(float(queries.total_variance[i]))
@@ -81,14 +80,12 @@ def test_other_dtypes_are_kept_in_float32(dtype):
 
 def calibrated(n_gallery=150, n_queries=400, seed=30):
     """A gallery, queries near the item of the same number, and a calibration of other queries of the same kind."""
-    gallery = clustered(n_gallery, seed=seed, n_clusters=150)
-    of = np.arange(2 * n_queries) % n_gallery
+    gallery, of = clustered(n_gallery, seed=seed, n_clusters=150), np.arange(2 * n_queries) % n_gallery
     random = np.random.default_rng(seed + 1)
     noise = 2 * random.random((2 * n_queries, 1), np.float32) * random.standard_normal((2 * n_queries, 16), np.float32)
     queries = GaussianEmbedding(gallery.mean[of] + noise, gallery.log_var[of])
     held_out, new = queries[:n_queries], queries[n_queries:]
-    distance = csd_matrix(held_out, gallery)
-    match = np.eye(n_gallery, dtype=int)[of[:n_queries]]
+    distance, match = csd_matrix(held_out, gallery), np.eye(n_gallery, dtype=int)[of[:n_queries]]
     calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
     return gallery, new, of[n_queries:].tolist(), calibration
 
@@ -119,8 +116,7 @@ def test_abstention_and_least_probability():
     gallery, queries, of, calibration = calibrated()
     index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
     plain, asked = index.search(queries, 4), index.search(queries, 4, SearchOptions(max_risk=0.2, min_probability=0.3))
-    limit = calibration.t2i.abstain_below(0.2)
-    wrong = []
+    limit, wrong = calibration.t2i.abstain_below(0.2), []
     for result, same, j in zip(asked, plain, of, strict=True):
         assert same.abstained is None and same.conformal_set is None
         assert result.abstained == (same[0].match_probability <= limit)

@@ -196,7 +196,6 @@ def test_others_find_a_write_at_once_and_a_session_its_own(milvus_server):
 
 
 def test_larger_batches_and_more_results_than_milvus_takes_at_once(embedded):
-    """It refuses 16,385 results itself; here 50 of 200 are too many already."""
     store, batch, wanted = create_store(embedded(), 7), records(200, 7, 4), queries(3, 7, 5)
     store.most_bytes, store.most_rows = 12 * (4 * 7 + 1000), 49
     store.upsert(batch)
@@ -250,8 +249,7 @@ def test_collections_that_are_not_there_or_not_ours(embedded, file, tmp_path):
 def test_two_stores_of_one_file_and_another_process(tmp_path):
     path = tmp_path / "new folder" / "one.db"
     url = f"milvus:{path}"
-    first, batch = create_store(url, 3), records(9, 3, 8)
-    second = open_store(url)
+    first, batch, second = create_store(url, 3), records(9, 3, 8), open_store(url)
     first.upsert(batch)
     first.close()
     first.close()

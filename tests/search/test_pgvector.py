@@ -203,8 +203,7 @@ def test_words_have_an_index_as_soon_as_an_item_has_some(server, monkeypatch):
 
 @pytest.mark.parametrize("start", ["shared_prefix_" * 3, "é" * 20])
 def test_tables_that_begin_alike_keep_their_own_indexes(server, start):
-    tables = [f"{start}_of_words_{last}" for last in "ab"]
-    stores = []
+    tables, stores = [f"{start}_of_words_{last}" for last in "ab"], []
     for table in tables:
         stores.append(create_store(server.url(database="indexed", table=table, index="hnsw"), 5))
         stores[-1].upsert(records(20, 5, 17))
@@ -282,8 +281,7 @@ def test_passwords_open_and_are_never_told(server, monkeypatch):
     assert opened.count() == 0
     opened.close()
     monkeypatch.delenv("PGPASSWORD")
-    wrong = url.replace(QUOTED, "wr0ng%2Fword")
-    unescaped = url.replace(QUOTED, PASSWORD)
+    wrong, unescaped = url.replace(QUOTED, "wr0ng%2Fword"), url.replace(QUOTED, PASSWORD)
     missing = url.replace("/postgres?", "/nowhere?")
     for bad in (wrong, unescaped, missing, url + "&password=wr0ng", url.replace("127.0.0.1", "[::bad")):
         with pytest.raises(UserError) as caught:
@@ -307,7 +305,6 @@ def test_a_killed_client_loses_nothing(server):
 
 
 def test_a_killed_server_loses_nothing_and_fails_no_call_that_comes_after_it(server):
-    """Of several idle connections, each one is found to be lost; a call that is at work says so."""
     store, idle = create_store(server.url(index="hnsw"), 3), create_store(server.url(), 3)
     idle.upsert(records(5, 3, 12))
     scans = [idle.scan(2) for _ in range(3)]

@@ -28,8 +28,7 @@ def items(kind, n, seed, d=24):
     """A gallery, or queries of the same kind."""
     random = np.random.default_rng(seed)
     noise = random.standard_normal((n, d), np.float32)
-    small = np.float32(0.3) * random.standard_normal((n, d), np.float32)
-    which = random.integers(40, size=n)
+    small, which = np.float32(0.3) * random.standard_normal((n, d), np.float32), random.integers(40, size=n)
     bases = np.random.default_rng(99).standard_normal((40, d), np.float32)
     if kind == "random":
         return GaussianEmbedding(noise, small - 3)
@@ -79,8 +78,7 @@ def with_each_distance(kinds):
 def test_closest_are_those_of_float64(kind, distance, dtype):
     """And those within a radius."""
     gallery, queries = items(kind, 1500, 1), items(kind, 9, 2)
-    true = true_distances(queries, gallery, distance)
-    screen = screen_of(gallery, distance, dtype)
+    true, screen = true_distances(queries, gallery, distance), screen_of(gallery, distance, dtype)
     order = true.argsort(axis=1, kind="stable")
     values = np.take_along_axis(true, order, 1)
     for k in (1, 10, 700, 2000):
@@ -98,7 +96,6 @@ def test_closest_are_those_of_float64(kind, distance, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_an_item_whose_code_is_shorter_than_it_is_found(dtype):
-    """It lies in the query's direction and is alone in the second slice, so only what its code lost lets it in."""
     exact, short = np.full((1, 24), 0.995), np.array([[1.0] + 23 * [1 - 0.51 / 127]])
     gallery = GaussianEmbedding.point(np.concatenate([np.zeros((1023, 24)), exact, short]).astype(np.float32))
     query = GaussianEmbedding.point(np.full((1, 24), 20, np.float32))
@@ -107,7 +104,6 @@ def test_an_item_whose_code_is_shorter_than_it_is_found(dtype):
 
 @pytest.mark.parametrize("d", [1, 2, 3, 15, 16, 17])
 def test_narrow_vectors(d):
-    """On a grid, so that most distances are equal; also of fewer items than a group has."""
     mean = np.indices((40, 3), np.float32).reshape(2, -1).T[:, np.arange(d) % 2]
     for m in (d, 33, 120):
         grid = GaussianEmbedding.point(mean[:m])
@@ -152,8 +148,7 @@ def test_no_queries_no_items_and_distances_that_do_not_lift():
 def test_many_candidates_are_searched_in_smaller_batches(monkeypatch):
     monkeypatch.setattr(screening, "_MANY_PAIRS", 2000)
     gallery, queries = items("near-duplicates", 1500, 1), items("near-duplicates", 13, 2)
-    true = true_distances(queries, gallery, "csd")
-    screen = screen_of(gallery)
+    true, screen = true_distances(queries, gallery, "csd"), screen_of(gallery)
     assert np.array_equal(screen.closest(queries, 20)[1], true.argsort(axis=1, kind="stable")[:, :20])
     assert [len(p) for _, p in screen.within(queries, 1e3)] == [1500] * 13
 

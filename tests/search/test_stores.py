@@ -99,11 +99,9 @@ def test_recall_at_the_defaults(tmp_path, needs_faiss):
 
 
 def test_compressed_vectors_are_candidates_only(tmp_path, needs_faiss):
-    """48 of 96 numbers hardly vary: they are left out, and a byte is kept of each other; results are as exact."""
     spread, n = np.repeat(np.array([1, 0.01], np.float32), 48), 1500
     batch, wanted = records(n, 96, 1), queries(60, 96, 2) * spread
-    batch = Records(batch.ids, batch.vectors * spread, batch.uncertainty, batch.payloads)
-    sizes = {}
+    batch, sizes = Records(batch.ids, batch.vectors * spread, batch.uncertainty, batch.payloads), {}
     for compress in ("int8", "none"):
         options = f"engine=hnsw&exact_below=100&compress={compress}&m=16&ef_search=1000"
         store = create_store(f"{tmp_path}/{compress}?{options}", 96)
@@ -124,7 +122,6 @@ def test_compressed_vectors_are_candidates_only(tmp_path, needs_faiss):
 
 
 def test_options_of_searches_come_from_the_url_that_opens(tmp_path, needs_faiss):
-    """And an index that finds fewer than k is completed by comparing all."""
     path = f"{tmp_path}/store"
     store = create_store(f"{path}?engine=hnsw&exact_below=100&m=2&ef_construction=4&ef_search=1&overfetch=1", 12)
     batch, wanted = records(2000, 12, 1), queries(100, 12, 2)
@@ -142,7 +139,6 @@ def test_options_of_searches_come_from_the_url_that_opens(tmp_path, needs_faiss)
 
 
 def test_a_store_with_lists_of_an_earlier_version_is_searched_exactly(tmp_path):
-    """By the options in the URL of its collection, and by those in its database."""
     store, batch = create_store(f"{tmp_path}/store", 6), records(90, 6, 1)
     store.upsert(batch)
     store.close()
@@ -193,8 +189,7 @@ def test_flat_is_exact_whatever_lies_far_away(tmp_path):
     random = np.random.default_rng(3)
     vectors = random.standard_normal((4500, 64), np.float32) / 8 + 1000
     vectors[0, -1], vectors[30:60] = 3e38, vectors[60]
-    store = create_store(f"{tmp_path}/store?memory=100", 64)
-    ids = tuple(str(i) for i in range(len(vectors)))
+    store, ids = create_store(f"{tmp_path}/store?memory=100", 64), tuple(str(i) for i in range(len(vectors)))
     store.upsert(Records(ids, torch.from_numpy(vectors), torch.zeros(len(vectors)), ({},) * len(vectors)))
     wanted = vectors[50:62] + random.standard_normal((12, 64), np.float32) / 8
     order = np.argsort(squared_l2(wanted, vectors), axis=1, kind="stable")[:, :10]
@@ -212,8 +207,7 @@ def test_optimise_gives_space_back(tmp_path):
     store, file = create_store(f"{tmp_path}/store", 50), tmp_path / "store/records.sqlite"
     batch = records(4500, 50, 1)
     store.upsert(batch)
-    store = StoreContract().reopen(store)
-    whole = file.stat().st_size
+    store, whole = StoreContract().reopen(store), file.stat().st_size
     store.delete([key for i, key in enumerate(batch.ids) if i < 4200 and i % 3])
     kept = {key: value for i, (key, value) in enumerate(by_id(batch).items()) if i >= 4200 or i % 3 == 0}
     scan = store.scan(batch=10)
@@ -233,7 +227,6 @@ def test_optimise_gives_space_back(tmp_path):
 
 
 def test_pages_in_memory_follow_what_is_written(tmp_path):
-    """Searches of two openings, after writes of one, on the borders of pages of 4,096 positions."""
     store = create_store(f"{tmp_path}/store?memory=1", 8)
     other, kept = open_store(f"{tmp_path}/store?memory=0"), {}
     for step in range(10):
@@ -292,8 +285,7 @@ def test_damaged_files_are_named(tmp_path, needs_faiss):
 
 def test_a_full_disk_takes_nothing_away(tmp_path):
     resource = pytest.importorskip("resource", reason="needs limits of Unix")
-    first, second = records(100, 50, 1), records(400, 50, 2)
-    store = create_store(f"{tmp_path}/store", 50)
+    first, second, store = records(100, 50, 1), records(400, 50, 2), create_store(f"{tmp_path}/store", 50)
     store.upsert(first)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for most in (24_000, 100_000):
@@ -347,9 +339,7 @@ def test_a_second_writer_is_told_who_writes(tmp_path):
 
 
 def test_the_log_of_the_database_stays_for_who_may_only_read_the_folder(tmp_path):
-    """SQLite removes it with the last connection, and who may not write to the folder cannot make another."""
-    log = {"records.sqlite-wal", "records.sqlite-shm"}
-    store = create_store(f"file:{tmp_path}/store", 4)
+    log, store = {"records.sqlite-wal", "records.sqlite-shm"}, create_store(f"file:{tmp_path}/store", 4)
     for _ in range(2):
         assert log <= {path.name for path in (tmp_path / "store").iterdir()}
         store.upsert(records(9, 4, 1))

@@ -96,8 +96,7 @@ def by_loops(collection, gallery, query, text, neutral=False):
     prior = sum(w * float(v) for w, v in zip(constants["prior"][:-1], vector, strict=True)) + constants["prior"][-1]
     all_stems = [set(word_stems(item_words(payload))) for payload in own]
     weight = {s: math.log((len(own) + 1) / (sum(says(has, s) for has in all_stems) + 0.5)) for s in word_stems(text)}
-    images = collection.scorer.pair_logit(csd_matrix(query, gallery)[0], 1_000).tolist()
-    pairs = []
+    images, pairs = collection.scorer.pair_logit(csd_matrix(query, gallery)[0], 1_000).tolist(), []
     for i, payload in enumerate(own):
         image = sum(images) / len(images) if neutral else images[i]
         words = sum(w for s, w in weight.items() if says(all_stems[i], s)) / sum(weight.values())

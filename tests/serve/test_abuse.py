@@ -105,7 +105,6 @@ class SlowDecoders:
 
 
 def test_texts_do_not_wait_for_pictures(sources, monkeypatch):
-    """To be decoded, and to be embedded."""
     encoder, go, embedding = type(sources.model.image.encoder), threading.Event(), threading.Event()
     forward = encoder.forward
     with served(sources, timeout=8) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -123,8 +122,7 @@ def test_texts_do_not_wait_for_pictures(sources, monkeypatch):
 
 def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
     with served(sources, workers=1, timeout=1) as client, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        slow = SlowDecoders(monkeypatch)
-        body = {"queries": [{"image": in_base64(picture())}] * 5}
+        slow, body = SlowDecoders(monkeypatch), {"queries": [{"image": in_base64(picture())}] * 5}
         asked = [pool.submit(client.post, "/v1/search", json=body) for _ in range(4)]
         assert [one.result().status_code for one in asked] == [504] * 4
         assert slow.begun == 1  # Of 20.

@@ -62,8 +62,7 @@ def test_any_id_is_a_path(kept):
         *("a/b/c.png", "/a", "a/", "a//b", "a b", "a?b#c", "100%", "%2F", "ä/ö/🦊"),
         *("image", "delete", "a;b=c", "+", "'"),
     ):
-        path = f"/v1/items/{quote(id)}"
-        answer = add(kept, id)
+        path, answer = f"/v1/items/{quote(id)}", add(kept, id)
         assert answer.status_code == 201 and answer.headers["location"] == path
         item = kept.get(path).json()
         assert item["id"] == id and kept.get(item["picture"]).status_code == 200
@@ -98,8 +97,7 @@ def test_items_are_listed_page_by_page(client, sources):
 
 
 def test_a_list_misses_nothing_when_items_come_and_go(writable):
-    kept = listed(writable, 1000)
-    names = iter(range(100))
+    kept, names = listed(writable, 1000), iter(range(100))
 
     def change(page):
         last = page["items"][-1]["id"]
@@ -131,8 +129,7 @@ def test_problems_have_codes(client):
 
 
 def test_every_operation_and_field_is_described(client):
-    document = client.get("/openapi.json").json()
-    names = []
+    document, names = client.get("/openapi.json").json(), []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             names.append(operation["operationId"])

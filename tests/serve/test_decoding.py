@@ -127,8 +127,7 @@ own_time = pytest.mark.skipif(not decoding.KNOWS_ITS_TIME, reason="this system h
 @own_time
 def test_the_limit_is_that_of_each_image(monkeypatch):
     monkeypatch.setattr(decoding, "PATIENCE", 100.0)
-    file = many_scans(30, (1000, 1000))
-    began = time.process_time()
+    file, began = many_scans(30, (1000, 1000)), time.process_time()
     decoding.done("square", SQUARE.options, file)
     one = time.process_time() - began
 
@@ -151,8 +150,7 @@ def test_a_search_by_image_on_a_busy_computer_is_sent_again(sources):
         (process,) = client.app.state.service.embedder.decoders._processes
         process.seconds = 0.2
         stopped(process)
-        began = time.monotonic()
-        told = problem(busy := client.post("/v1/search", **file), 503)
+        began, told = time.monotonic(), problem(busy := client.post("/v1/search", **file), 503)
         assert 0.25 <= time.monotonic() - began < 15  # By the clock it may take longer than of the processor.
         assert "too busy to decode" in told["detail"] and busy.headers["retry-after"] == "5"
         process.seconds = 20

@@ -181,8 +181,7 @@ def test_every_error_is_a_problem(client):
     ):
         told = problem(client.post("/v1/search", content=body, headers={"Content-Type": "application/json"}), 422)
         assert told["errors"][0]["where"] == where, told
-        message = told["errors"][0]["message"]
-        in_words = b"u0000" in body or b'"  "' in body
+        message, in_words = told["errors"][0]["message"], b"u0000" in body or b'"  "' in body
         assert message and ("NUL" in message) == in_words and "pattern" not in told["detail"]
         if "unknown" in told["detail"]:
             assert f"{where}: unknown field '{where.rpartition('.')[2]}'" in told["detail"]

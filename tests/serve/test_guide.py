@@ -79,8 +79,7 @@ def service(run, data, tmp_path_factory):
 
 def test_the_commands_of_the_guide(service, home):
     text = GUIDE.read_text(encoding="utf-8")
-    vectors = commands(section(text, "Search by vector"))
-    told = {}
+    vectors, told = commands(section(text, "Search by vector")), {}
     for command in commands(text):
         if command not in vectors:
             told[command] = shell(command, home, service.client.base_url.port)
@@ -116,6 +115,5 @@ def test_the_commands_of_the_guide_about_vectors(vector_run, adopted, tmp_path, 
 
 
 def test_no_other_page_has_commands_that_nobody_runs():
-    """Those of the README are run by test_readme.py."""
     others = [path for path in DOCS.rglob("*.md") if path != GUIDE]
     assert [path for path in others if commands(path.read_text(encoding="utf-8"))] == []

@@ -120,7 +120,6 @@ def test_nothing_is_lost_when_many_judge_at_once(judged):
 
 @pytest.mark.slow
 def test_using_the_verdicts_changes_the_next_search_as_the_command_does(squares, tmp_path):
-    """Someone to whom everything fits: the probabilities rise."""
     folder, file = shutil.copytree(squares, tmp_path / "index"), tmp_path / "verdicts.jsonl"
     texts = [f"a plain {colour} square" for colour in SQUARES]
     with served(open_sources(folder), judgements=file) as judged:
@@ -164,7 +163,6 @@ def test_an_index_is_judged_and_not_refined(sources, tmp_path):
 
 
 def test_some_hits_of_an_answer_are_drawn_to_be_judged(judged, client):
-    """At most ten of those with a probability of 10 % to 90 %, each with one over the probability that it was drawn."""
     seen = 0
     for text in ("a plain red square", "a square", "something blue or green"):
         hits = fitting(judged, text)

@@ -18,8 +18,7 @@ def test_first_hits_stand_beside_what_the_calibration_expects_and_abstentions_ar
         search(client, *QUERIES, min_probability=0.01)  # Neither a cut nor a filter, nor another kind of query.
         search(client, *QUERIES, filter={"max_total_variance": 1e9})
         search(client, {"image": in_base64(picture())})
-        after = values(client)
-        risks = client.get("/v1/info").json()["galleries"]["images"]["risks"]
+        after, risks = values(client), client.get("/v1/info").json()["galleries"]["images"]["risks"]
         answers = [answer for risk in risks for answer in search(client, *QUERIES, abstain=risk)]
         abstentions = values(client)
     name = 'sfumato_first_hit_probability_{}{{gallery="images",{}target="listed"}}'

@@ -20,7 +20,6 @@ SECRET = "a purple walrus"
 
 @pytest.mark.slow
 def test_sigterm_first_tells_the_proxy_and_goes_on_answering(collection):
-    """A request that comes while it drains is answered, though its answer takes longer than that."""
     process = Process(collection, "--set", "drain=2", "--set", "batch_window_ms=1500")
     url = process.client.base_url
     until(lambda: ready(process.client))

@@ -188,8 +188,7 @@ def test_search_by_text(visit, service):
     answer = ask(service, {"text": "a red circle"})
     expect(panel(page)).to_contain_text(answer["verdict"]["text"])
     expect(panel(page).locator(".hit")).to_have_count(24)
-    first = answer["hits"][0]
-    card = panel(page).locator(".hit .pick").first
+    first, card = answer["hits"][0], panel(page).locator(".hit .pick").first
     probability = float(f"{100 * first['match_probability']:.{1 if first['match_probability'] < 0.1 else 0}f}")
     expect(card).to_have_accessible_name(re.compile(rf"match probability {probability:g}%"))
     expect(card).to_have_accessible_description(first["id"])
@@ -222,9 +221,7 @@ def test_search_by_text(visit, service):
 
 
 def test_what_is_said_of_an_answer(visit, service):
-    """Verdicts differ by sign and colour, small probabilities read as in the verdict, near-duplicates are folded."""
-    page = visit(service)
-    answer = ask(service, {"text": "some bar"})
+    page, answer = visit(service), ask(service, {"text": "some bar"})
     page.route("**/v1/search", lambda route: route.fulfill(json={"answers": [answer]}))
     seen = {}
     for kind in ("clear", "few", "many", "unsure", "abstained", "unfamiliar"):
@@ -316,8 +313,7 @@ def test_search_by_file_drop_and_paste(visit, service):
 
 
 def test_guarantees_are_those_of_the_calibration_and_the_threshold_filters_at_once(visit, service):
-    told = service.get("/v1/info").json()["galleries"]["images"]
-    page = visit(service, "/?q=a+red+circle")
+    told, page = service.get("/v1/info").json()["galleries"]["images"], visit(service, "/?q=a+red+circle")
     for name, offered in (("Wrong answers allowed", told["risks"]), ("Set that holds a match", told["coverages"])):
         select = page.get_by_label(name)
         expect(select.locator("option")).to_have_count(len(offered) + 1)
@@ -382,7 +378,6 @@ def test_compare(visit, service):
 
 
 def test_add_drop_and_delete(visit, collection, tmp_path):
-    """A folder whose files are not all photographs, files that are dropped, and one that is deleted again."""
     trip = tmp_path / "Trip"
     for i in range(9):
         (trip / f"day{i % 2}").mkdir(parents=True, exist_ok=True)
@@ -548,8 +543,7 @@ def test_an_enlarged_photograph_has_its_details_and_says_why_it_matched(visit, p
     expect(panel(page).locator(".pick .name")).to_have_text(names)
     hit = next(one for one in hits if "captions" in one["payload"])
     panel(page).locator(f".pick[title='{hit['id']}']").click()
-    dialog = page.get_by_role("dialog")
-    caption = hit["payload"]["captions"].split("\n")[0]
+    dialog, caption = page.get_by_role("dialog"), hit["payload"]["captions"].split("\n")[0]
     expect(dialog.get_by_role("heading", level=2)).to_have_text(caption)
     expect(dialog).to_contain_text(f"Its caption “{caption}” shares “bar”, “sea” with your search.")
     probability = hit["match_probability"]
@@ -654,8 +648,7 @@ def test_contrast():
 
 
 def test_two_answers_are_announced_at_once(visit, service):
-    page = visit(service, allowed=["status of 404"])
-    slow = []
+    page, slow = visit(service, allowed=["status of 404"]), []
     page.route(
         "**/v1/search", lambda route: slow.append(route) if "circle" in route.request.post_data else route.continue_()
     )
@@ -682,7 +675,6 @@ def test_two_answers_are_announced_at_once(visit, service):
 
 
 def test_options_are_folded_unless_they_are_in_use(visit, service):
-    """Of a model without a calibration."""
     info, answer = service.get("/v1/info").json(), ask(service, {"text": "a red circle"})
     info["galleries"]["images"] |= {"calibrated": False, "risks": [], "coverages": []}
     hits = [hit | {"match_probability": None} for hit in answer["hits"]]
@@ -739,8 +731,7 @@ def test_thumbs_keys_and_undo(judged, visit):
     assert 1 < len(asked) < len(hits), "some to ask about and some not"
     page = visit(judged, width=320, allowed=["status of 503"])
     enter(page, text)
-    items = panel(page).locator(".hit")
-    line = panel(page).locator(".judging")
+    items, line = panel(page).locator(".hit"), panel(page).locator(".judging")
     expect(panel(page).locator(".fit")).to_have_count(24)
     expect(line).to_contain_text("Please judge the marked ones", use_inner_text=True)
     expect(line.get_by_role("status")).to_have_text(f"0 of {len(asked)} judged.")

@@ -126,7 +126,6 @@ def more(done):
 
 
 def test_an_image_that_another_service_writes_anew_is_not_removed(shared):
-    """A replaces x by y and is about to remove the file of x, when B writes x again."""
     with served(open_sources(shared)) as a, served(open_sources(shared)) as b:
         assert add(a, "one").status_code == 201
         before = a.get("/v1/pictures/one").content

@@ -284,10 +284,8 @@ def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writabl
 
 @pytest.mark.parametrize("path", ["/v1/items", "/v1/items/delete"])
 def test_a_write_that_waits_for_another_service_is_not_made_once_its_caller_has_gone(writable, path, monkeypatch):
-    """Meanwhile the caller may have sent something newer to the other service, which was acknowledged."""
     assert add(writable, "kept").status_code == 201
-    images = writable.app.state.service.sources.galleries["images"].writable
-    come = threading.Event()
+    images, come = writable.app.state.service.sources.galleries["images"].writable, threading.Event()
     noted = lambda folder, timeout: (come.set(), writers_lock(folder, 20))[1]
     monkeypatch.setattr("sfumato.serve.writing.writers_lock", noted)
     body = json.dumps({"ids": ["kept"]} if path.endswith("delete") else {"items": [new_item("late")]}).encode()

@@ -61,8 +61,7 @@ def test_a_store_that_hangs_shows_and_darkens_nothing(fickle):
         searches = [pool.submit(client.get, "/v1/search?q=red") for _ in range(6)]
         until(lambda: not ready(client))
         assert "the store of the images has not answered for" in client.get("/readyz").json()["detail"]
-        began = time.monotonic()
-        found = metrics(client)
+        began, found = time.monotonic(), metrics(client)
         assert client.get("/healthz").status_code == 200 and time.monotonic() - began < 5
         assert found['sfumato_store_up{gallery="images"}'] == found["sfumato_ready"] == "0.0"
         assert found['sfumato_items{gallery="images"}'] == "48.0"

@@ -56,8 +56,7 @@ query = lambda vector, **rest: {"vector": np.asarray(vector).tolist(), **rest}
 
 
 def test_a_vector_finds_what_the_library_and_the_command_find(vectors, adopted, vector_run, texts, tmp_path, sfumato):
-    index = adopted.galleries["images"].gallery
-    queries = adopted.model.embed_texts(npy_rows(texts[[7]]))
+    index, queries = adopted.galleries["images"].gallery, adopted.model.embed_texts(npy_rows(texts[[7]]))
     (answer,) = search(vectors, query(texts[7], name="the seventh"), max_results=5)
     same(answer, index.search(queries, 5)[0])
     assert answer["query"] == "the seventh" and answer["kind"] == "text" and answer["calibrated"]

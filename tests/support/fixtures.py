@@ -49,8 +49,7 @@ LONG = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, then files of many tests."""
-    tests = Path(__file__).parents[1]
-    n_tests = Counter(item.path for item in items)
+    tests, n_tests = Path(__file__).parents[1], Counter(item.path for item in items)
     places = {tests / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: (places.get(item.path, len(LONG)), -n_tests[item.path]))
 

@@ -103,8 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         return found
 
     def handle_request(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        authorization = self.headers.get("Authorization", "")
+        path, authorization = unquote(urlsplit(self.path).path), self.headers.get("Authorization", "")
         self.hub.requests.append((self.command, path, authorization.removeprefix("Bearer ")))
         if authorization and self.user() is None:
             return self.refused(401, "Invalid credentials in Authorization header")

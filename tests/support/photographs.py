@@ -87,8 +87,7 @@ def dng(preview: bytes = b"", size=(640, 480), camera=("Canon", "Canon EOS 5D"))
 
 def _tiff(directories: list[dict]) -> bytes:
     """Directories tag -> (type, values); a value ("data", bytes) or ("directory", k) becomes its position."""
-    sizes = {1: ("B", 1), 2: ("s", 1), 3: ("H", 1), 4: ("I", 1), 10: ("i", 2)}
-    starts = [8]
+    sizes, starts = {1: ("B", 1), 2: ("s", 1), 3: ("H", 1), 4: ("I", 1), 10: ("i", 2)}, [8]
     for directory in directories:
         starts.append(starts[-1] + 2 + 12 * len(directory) + 4)
     head, extra = b"", b""

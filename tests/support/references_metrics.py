@@ -24,15 +24,13 @@ def metrics_by_definition(distance, ground_truths, ks=(1, 5, 10)):
         ground_truth = set(ground_truth)
         if not ground_truth:
             continue
-        relevant = [j in ground_truth for j in order_of(list(row))]
-        r = len(ground_truth)
+        relevant, r = [j in ground_truth for j in order_of(list(row))], len(ground_truth)
         for k in ks:
             values[f"recall@{k}"].append(any(relevant[:k]))
         values["r_precision"].append(sum(relevant[:r]) / r)
         values["map@r"].append(sum(sum(relevant[: i + 1]) / (i + 1) for i in range(r) if relevant[i]) / r)
         values["best"].append(relevant.index(True) + 1)
-    best = values.pop("best")
-    result = {name: float(np.mean(v)) for name, v in values.items()}
+    best, result = values.pop("best"), {name: float(np.mean(v)) for name, v in values.items()}
     return result | {"median_rank": float(np.median(best)), "mean_rank": float(np.mean(best))}
 
 

@@ -109,8 +109,7 @@ def calibration(texts, images):
     So the probabilities of a search spread over the whole range, whatever the tiny run has learnt.
     """
     near, far = csd_matrix(texts, images).flatten().quantile(torch.tensor([0.1, 0.9]))
-    generator = torch.Generator().manual_seed(5)
-    match = torch.nn.functional.one_hot(torch.arange(400) % 48, 48)
+    generator, match = torch.Generator().manual_seed(5), torch.nn.functional.one_hot(torch.arange(400) % 48, 48)
     distance = torch.where(match == 1, near, far) + (far - near) / 4 * torch.randn(400, 48, generator=generator)
     scores = QueryScores.fit(distance, match)
     return Calibration.fit(distance, match, t2i=scores, i2t=scores)

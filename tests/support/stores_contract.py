@@ -389,8 +389,7 @@ def assert_survives_kills(url, runs):
         assert child.finish() == (-signal.SIGKILL, "")
         child.stdout.close()
         store = open_store(url)
-        expected = assert_nothing_lost(store, said, expected)
-        kept = by_id(*store.scan())
+        expected, kept = assert_nothing_lost(store, said, expected), by_id(*store.scan())
         for at in range(0, 500, 50):
             assert_nearest(store, kept, np.array([[float(at), run, 3.0]]), 5)
         store.close()
@@ -421,8 +420,7 @@ def assert_others_read(url):
 def assert_a_killed_server_loses_nothing(store, kill, start, *written):
     """A server is killed while a process writes: whoever calls is told so, and finds everything after the start."""
     process = Started(write_at_random, store.url, 0, *written, piped=True)
-    said = said_by(process, kill, 7)
-    began = time.monotonic()
+    said, began = said_by(process, kill, 7), time.monotonic()
     status, errors = process.finish(60)
     assert status == 1 and "UserError: store " in errors, errors
     with pytest.raises(UserError):

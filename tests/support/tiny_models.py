@@ -87,8 +87,7 @@ def tiny_open_clip(folder):
 
 def architecture_of(folder):
     """The name by which open_clip now knows the architecture of a model in a folder."""
-    open_clip = import_open_clip()
-    path = folder.parent / f"{folder.name}-architecture.json"
+    open_clip, path = import_open_clip(), folder.parent / f"{folder.name}-architecture.json"
     path.write_text(json.dumps(json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]))
     open_clip.add_model_config(path)
     return path.stem
@@ -105,8 +104,7 @@ def import_open_clip():
 
 def two_colours(folder, n=300, seed=0):
     """A manifest of n photographs, the left half in one colour and the right half in another, and their captions."""
-    rng, lines = np.random.default_rng(seed), []
-    pairs = list(itertools.permutations(COLOURS, 2))
+    rng, lines, pairs = np.random.default_rng(seed), [], list(itertools.permutations(COLOURS, 2))
     (folder / "photos").mkdir(parents=True, exist_ok=True)
     for i in range(n):
         left, right = pairs[i % len(pairs)]
@@ -123,8 +121,7 @@ def teach(parameters, prepare, embed_images, embed_texts, manifest, steps=300):
     """Train a model on the photographs of :func:`two_colours` with InfoNCE, until it matches most of them."""
     lines = [json.loads(line) for line in manifest.read_text().splitlines()]
     images = prepare([Image.open(manifest.parent / line["image"]).convert("RGB") for line in lines])
-    optimiser = torch.optim.Adam(list(parameters), lr=1e-2)
-    generator = torch.Generator().manual_seed(0)
+    optimiser, generator = torch.optim.Adam(list(parameters), lr=1e-2), torch.Generator().manual_seed(0)
     for _ in range(steps):
         chosen = torch.randperm(len(lines), generator=generator)[:64].tolist()
         a = normalize(embed_images(images[chosen]), dim=1)
@@ -141,8 +138,7 @@ def taught_clip(folder, manifest):
     """The folder of a CLIP model of transformers that matches the photographs of a manifest."""
     import transformers
 
-    model = tiny_clip(folder)
-    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    model, processor = tiny_clip(folder), transformers.AutoImageProcessor.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def texts(batch):

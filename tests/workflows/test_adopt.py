@@ -200,8 +200,7 @@ def test_a_model_by_its_folder_embeds_as_transformers_does(tmp_path, photographs
     model = tiny_clip(tmp_path / "model", kind)
     made = adopt_encoders(str(tmp_path / "model"), photographs, tmp_path / "run", method="distance", test_fraction=0)
     assert sum(made.n_images.values()) == 60 and made.run.calibration.logit_scale == 2
-    run = load_model(tmp_path / "run")
-    captions = ["red square 3", "blue"]
+    run, captions = load_model(tmp_path / "run"), ["red square 3", "blue"]
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -223,8 +222,7 @@ def test_sentence_transformers_keep_their_model_in_a_folder_and_cocos_own_captio
     tiny_clip(tmp_path / "st" / "0_CLIPModel")
     rows = [json.loads(line) for line in photographs.read_text().splitlines()]
     captions = [{"id": 100 + i, "image_id": i, "caption": row["caption"]} for i, row in enumerate(rows)]
-    images = [{"id": i, "file_name": f"{i}.png"} for i in range(60)]
-    path = tmp_path / "photos" / "mine.json"
+    images, path = [{"id": i, "file_name": f"{i}.png"} for i in range(60)], tmp_path / "photos" / "mine.json"
     path.write_text(json.dumps({"images": images, "annotations": captions}))
     made = adopt_encoders(str(tmp_path / "st"), path, tmp_path / "run", method="distance", test_fraction=0)
     assert made.retrieval is None and made.run.recipe.model.dim == 8 and sum(made.n_images.values()) == 60

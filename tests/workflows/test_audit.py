@@ -71,8 +71,7 @@ def loop(distance, listed):
             if not listed[i, t]:
                 continue
             of_image = sorted(distance[i, j] for j in range(m) if not listed[i, j])
-            of_text = sorted(distance[k, t] for k in range(n) if not listed[k, t])
-            d = distance[i, t]
+            of_text, d = sorted(distance[k, t] for k in range(n) if not listed[k, t]), distance[i, t]
             nearest = [np.mean(some[:NEIGHBOURS]) if some else d for some in (of_image, of_text)]
             ranks = [sum(x < d for x in some) for some in (of_image, of_text)]
             result.append((i, t, d, d - sum(nearest) / 2, *ranks))
@@ -129,15 +128,13 @@ def test_wordings_are_missing_once_and_never_when_listed():
 
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.5])
 def test_injected_noise_is_found(rate):
-    """400 pairs of noisy views, vague texts among them: AUROC above .93, and .05 above that of the distance."""
     random = np.random.default_rng(0)
     n, d = 400, 16
     centre = torch.from_numpy(random.normal(size=(n, d))).float()
     views = [centre + 0.5 * torch.from_numpy(random.normal(size=(n, d))).float() for _ in range(2)]
     vague = torch.from_numpy(random.normal(size=(n, 1))).float().expand(n, d)
     images, texts = GaussianEmbedding(views[0], torch.full((n, d), -3.0)), GaussianEmbedding(views[1], vague)
-    chosen = random.permutation(n)[: round(rate * n)]
-    partner = np.arange(n)
+    chosen, partner = random.permutation(n)[: round(rate * n)], np.arange(n)
     partner[chosen] = np.roll(chosen, 1)
     scores, _ = audit_pairs(images, texts, Relevance.from_lists([[t] for t in partner], n_gallery=n))
     wrong = partner != np.arange(n)
@@ -146,7 +143,6 @@ def test_injected_noise_is_found(rate):
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.2, 0.5, 1.0])
 def test_fraction_of_wrong_pairs_is_estimated(share):
-    """Two normal distributions, whose log odds are exact. The probabilities sum to the expected number, at most all."""
     random = np.random.default_rng(0)
     wrong = random.random(200_000) < share
     x = random.normal(size=200_000) + 2.0 * wrong
@@ -244,7 +240,6 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
 
 
 def test_expected_and_named_wrong_pairs_are_told_apart():
-    """Of 413 expected wrong pairs 258 can be named; the sentences say which is which."""
     figures = {"n_pairs": 860, "wrong_share": 0.48, "wrong_share_interval": [0.44, 0.52], "suspects": 258}
     first, second = wrong_pairs(figures)
     assert "about 413 of 860 are wrong" in first and "258 of them are more likely wrong than right" in second

@@ -46,8 +46,7 @@ def test_a_batch_is_embedded_as_a_folder_is(toy):
 
 
 def test_what_cannot_be_embedded_is_named_and_left_out(toy):
-    embed = RowEmbedder(str(toy / "run"))
-    batch = rows_of(toy / "data", ["000.png", "001.png"])
+    embed, batch = RowEmbedder(str(toy / "run")), rows_of(toy / "data", ["000.png", "001.png"])
     batch = {name: [*values, other] for (name, values), other in zip(batch.items(), ("broken", b"no"), strict=True)}
     with pytest.warns(UserWarning, match="broken is left out"):
         assert embed(batch)["id"] == ["000.png", "001.png"]
@@ -72,8 +71,7 @@ def test_a_gallery_of_rows_answers_as_one_of_images(toy, embedded, sfumato, tmp_
 
 
 def test_rows_of_another_model_and_damaged_rows_are_refused(toy, embedded, sfumato, tmp_path):
-    run, out = toy / "run", tmp_path / "out"
-    table = parquet.read_table(embedded / "0.parquet")
+    run, out, table = toy / "run", tmp_path / "out", parquet.read_table(embedded / "0.parquet")
 
     def refused(changed):
         parquet.write_table(changed, tmp_path / "rows.parquet")

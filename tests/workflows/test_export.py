@@ -93,8 +93,7 @@ def test_pretrained_weights_are_inside_and_their_folder_is_not_named(toy, tmp_pa
     transformers.CLIPVisionModel(config).save_pretrained(tmp_path / "my-clip")
     image = {"kind": "clip", "weights": str(tmp_path / "my-clip")}
     folder = made_by_hand(tmp_path / "run", {"dim": 8, "image": image})
-    out = export_run(folder, tmp_path / "out")
-    trained = load_run(folder)
+    out, trained = export_run(folder, tmp_path / "out"), load_run(folder)
     shutil.rmtree(tmp_path / "my-clip")
     assert_embeds_alike(trained.model, load_model(out).model, toy)
     assert str(tmp_path) not in (out / "config.json").read_text() + (out / "README.md").read_text()

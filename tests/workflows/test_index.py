@@ -37,8 +37,7 @@ SMALL = "model.dim=8", "model.hidden=16", "train.batch_size=32", "train.epochs=8
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Images and texts that are noisy maps of one hidden vector, two of three images train; and a text that is NaN."""
-    folder = tmp_path_factory.mktemp("wordings")
-    random = np.random.default_rng(0)
+    folder, random = tmp_path_factory.mktemp("wordings"), np.random.default_rng(0)
     hidden = random.standard_normal((N, 4))
     texts = np.repeat(hidden, PER_IMAGE, axis=0) + 0.4 * random.standard_normal((N * PER_IMAGE, 4))
     np.save(folder / "images.npy", (hidden @ random.standard_normal((4, 6)) + 3).astype(np.float16))
@@ -86,7 +85,6 @@ def test_a_run_leaves_out_the_bad_row_learns_and_opens_without_its_data(folder, 
 
 
 def test_a_run_starts_from_another_and_is_anchored_to_it(folder, run):
-    """The training is the same with any anchor: what is kept lies on the line from the start to its average."""
     recipe = load_recipe(run / "recipe.toml", [f"train.start={run}", "train.epochs=2", "train.seed=5"])
     kept = {}
     for anchor in (0, 0.75):
@@ -107,8 +105,7 @@ def test_a_run_starts_from_another_and_is_anchored_to_it(folder, run):
 
 def test_evaluate_and_the_other_commands(folder, run, sfumato):
     images, texts = np.load(folder / "images.npy").astype(np.float32), np.load(folder / "texts.npy")
-    model = load_run(run).model
-    chosen = range(3, N, 6)
+    model, chosen = load_run(run).model, range(3, N, 6)
     own = [PER_IMAGE * i + k for i in chosen for k in range(PER_IMAGE)]
     means = lambda tower, rows: torch.stack([tower.head(tower.encoder(inputs(row))).mean[0] for row in rows])
     with torch.no_grad():
@@ -118,8 +115,7 @@ def test_evaluate_and_the_other_commands(folder, run, sfumato):
     assert found["t2i"]["recall@1"] == pytest.approx(hits) and hits > 5 / len(chosen)
     for command in (("report", run), ("audit", run, "--split", "test"), ("export", run, folder / "exported")):
         sfumato.printed(*command)
-    exported = load_model(folder / "exported")
-    query = (folder / "query.npy").read_bytes()
+    exported, query = load_model(folder / "exported"), (folder / "query.npy").read_bytes()
     assert torch.equal(exported.model.embed_texts([query]).mean, model.embed_texts([query]).mean)
 
 
@@ -250,7 +246,6 @@ def embedded(run, split):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_texts_of_both_halves_cannot_be_halved(run, seed):
-    """The one text left is of two images: in no half, or in one alone, whichever half is drawn."""
     found, data, (images, texts) = embedded(run, "wordings")
     of_one_text = {name: getattr(data, name)[:1] for name in ("text_ids", "texts", "text_kinds", "text_rows")}
     two = replace(data, pairs=np.array([[0, 0], [images.n - 1, 0]]), **of_one_text)
@@ -259,7 +254,6 @@ def test_texts_of_both_halves_cannot_be_halved(run, seed):
 
 
 def test_each_half_has_the_fit_on_the_other(run):
-    """The folds, taken apart by hand: of texts that search images, the same as a split with only these texts."""
     found, data, (images, texts) = embedded(run, "wordings")
     folds = cross_fitted((images, texts), data, found.distance, split="wordings", seed=5)
     assert sorted(np.concatenate([fold.texts for fold in folds]).tolist()) == list(range(texts.n)), "each query once"

@@ -49,7 +49,6 @@ def all_verdicts(index, yes):
 
 @pytest.mark.slow
 def test_verdicts_refine_the_probabilities_of_searches(sfumato, index, tmp_path):
-    """Someone to whom everything fits: the probabilities rise, and stay risen."""
     out = tmp_path / "v.jsonl"
     write_judgements(out, all_verdicts(index, lambda answer, hit: 1))
     with load_index(index) as searcher:

@@ -33,8 +33,7 @@ def write(folder, n=60, seed=0, name="run"):
 def test_held_out_figures_are_those_of_fits_on_the_other_queries(tmp_path):
     run, qrels = write(tmp_path)
     made = ScoreCalibrator()
-    found = fit_lists(run, qrels, made)
-    hits = RankedLists.read(run)
+    found, hits = fit_lists(run, qrels, made), RankedLists.read(run)
     label = hits.labels(qrels, "no")
     assert (found.queries, found.judged, found.matches) == (60, 720, 60) and label.sum() == 60
     queries, p = np.random.default_rng(0).permutation(60), np.empty(720)

@@ -85,11 +85,9 @@ def test_wrong_images_are_named(toy, model, tmp_path):
 
 def test_probabilities_are_those_of_the_distance_by_loops(toy, model):
     texts, images = ["a red circle", "some bar in blue"], sorted((toy / "data").glob("*.png"))[:3]
-    x, y = model.embed_texts(texts), model.embed_images(images)
-    run = load_run(toy / "run")
+    x, y, run = model.embed_texts(texts), model.embed_images(images), load_run(toy / "run")
     assert run.distance == "csd" and run.calibration.knots is None
-    found = model.probability(texts, images)
-    stated = model.probability(x, y, match_fraction=0.5)
+    found, stated = model.probability(texts, images), model.probability(x, y, match_fraction=0.5)
     assert found.shape == (2, 3)
     prior = run.calibration.match_fraction
     for i in range(2):
@@ -161,8 +159,7 @@ def test_a_gallery_of_texts_is_searched_by_image(toy, model):
 
 def test_queries_of_every_kind(toy, model):
     index, path = model.index(toy / "data"), toy / "data" / "000.png"
-    pixels = np.asarray(Image.open(path).convert("RGB"))
-    by_path = index.search(path, k=3)
+    pixels, by_path = np.asarray(Image.open(path).convert("RGB")), index.search(path, k=3)
     assert by_path[0].id == "000.png" and not by_path.calibrated
     for query in (path.read_bytes(), Image.open(path)):
         assert [hit.distance for hit in index.search(query, k=3)] == [hit.distance for hit in by_path]
@@ -184,12 +181,10 @@ def test_queries_of_every_kind(toy, model):
 
 
 def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
-    """By the mean of the wanted texts minus half of the unwanted one; few words are one text."""
     index = model.index(toy / "data")
     wanted, other = "a red circle on a plain white ground beside a", "small blue square that is filled with blue"
     a, b, c = model.embed_texts([wanted, other, "green"]).numpy().mean.astype(float)
-    items = index.gallery
-    mean = a / 2 + b / 2 - c / 2
+    items, mean = index.gallery, a / 2 + b / 2 - c / 2
     mean *= np.linalg.norm(a) / np.linalg.norm(mean)
     order = ((items.embeddings.mean - mean) ** 2).sum(1) + items.embeddings.total_variance.astype(float)
     answer = index.search(wanted, 9, also=[other], without=["green"])
@@ -213,14 +208,12 @@ def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
 
 
 def test_nearly_equal_images_are_folded(tmp_path):
-    """By the definition: each hit, from the nearest, joins the first hit above it that is near, or is a hit itself."""
     generator = torch.Generator().manual_seed(3)
     mean = torch.randn(40, 6, generator=generator)
     mean = torch.cat([mean, mean[:5] + 0.02, mean[:3] - 0.02, mean[:1].repeat(30, 1)])
     items = sfumato.GaussianEmbedding(mean, torch.full_like(mean, -4.0))
     ids, query = [f"{i:02}" for i in range(len(mean))], sfumato.GaussianEmbedding(mean[:1] + 0.1, items.log_var[:1])
-    index = sfumato.GaussianIndex.build(items, ids)
-    total = ((mean[:, None] - mean[None]) ** 2).sum(2).double()
+    index, total = sfumato.GaussianIndex.build(items, ids), ((mean[:, None] - mean[None]) ** 2).sum(2).double()
     fold = SearchOptions(duplicates="fold")
     limit, hits = 0.09 * float(total.mean()), {}
     for i in (int(hit.id) for hit in index.search(query, len(mean))[0]):
@@ -251,7 +244,6 @@ def test_what_cannot_be_opened_is_said(toy, model, tmp_path):
 
 
 def test_notebooks_show_the_images_of_hits(toy, model, tmp_path):
-    """From the folder of an index, from what was given, and from nothing where nothing is known."""
     paths = sorted((toy / "data").glob("*.png"))[:3]
     model.index(toy / "data").save(tmp_path / "index")
     saved, given = sfumato.load_index(tmp_path / "index"), model.index([Image.open(path) for path in paths])
@@ -270,8 +262,7 @@ def test_the_reliability_of_a_run_counts_first_hits(toy, model, tmp_path):
     right = prepared.data.relevance().to_dense()
     index = sfumato.GaussianIndex.build(images, prepared.data.image_ids, calibration=run.calibration)
     hits = [result[0] for result in index.search(texts, 1)]
-    n = len(hits)
-    found = model.reliability("test", n_bins=3)
+    n, found = len(hits), model.reliability("test", n_bins=3)
     assert found.n == n and sum(b["count"] for b in found.curve) == n
     assert found.mean_probability == pytest.approx(np.mean([hit.match_probability for hit in hits]), rel=1e-5)
     positions = [prepared.data.image_ids.index(hit.id) for hit in hits]

@@ -25,8 +25,7 @@ def work(tmp_path_factory):
 
 @pytest.mark.slow
 def test_figures_are_those_of_evaluate(work, sfumato):
-    runs = sorted((work / "runs").iterdir())
-    columns = "rsum,t2i.recall@1,i2t.map@r,i2t.median_rank"
+    runs, columns = sorted((work / "runs").iterdir()), "rsum,t2i.recall@1,i2t.map@r,i2t.median_rank"
     made = sfumato.json("table", *runs, "--group", "loss.name", "--metrics", columns)
     assert [row["label"] for row in made] == [{"loss.name": "infonce"}, {"loss.name": "pcmepp"}]
     assert [row["runs"] for row in made] == [[str(r) for r in runs[:2]], [str(r) for r in runs[2:]]]

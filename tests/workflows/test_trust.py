@@ -21,8 +21,7 @@ def run(toy):
 
 @pytest.mark.slow
 def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, monkeypatch):
-    seen = {}
-    real = measures.measure_trust
+    seen, real = {}, measures.measure_trust
 
     def spy(queries, gallery, relevance, matching, **options):
         seen[matching.direction] = options | {"relevance": relevance}
@@ -50,7 +49,6 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(run, mo
 
 
 def test_probabilities_of_hits_are_those_that_a_search_shows(run):
-    """One gallery of all images: figures by hand from the search's own probabilities."""
     report = trust_model(run, run.recipe.data, "test", n_resamples=5)
     prepared = load_split(run.model, run.recipe.data, "test")
     queries, gallery = embed_split(run.model, prepared)
