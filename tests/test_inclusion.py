@@ -44,13 +44,10 @@ def test_log_inclusion_is_the_integral():
     torch.testing.assert_close(log_inclusion(x, y), exact, rtol=1e-9, atol=1e-9)
     assert torch.equal((exact - integrated(y, x)).sign(), (y.log_var - x.log_var).sign())
     for wrong in (
-        integrated(x, y, powers=(1, 1)),
-        integrated(x, y, powers=(1, 2)),
-        integrated(x, y, powers=(2, 2)),
-        released_log_inclusion(x, y, eps=0.0),
-        released_log_inclusion(x, y, eps=-10.0),
+        integrated(x, y, powers=(1, 1)), integrated(x, y, powers=(1, 2)), integrated(x, y, powers=(2, 2)),
+        released_log_inclusion(x, y, eps=0.0), released_log_inclusion(x, y, eps=-10.0),
         log_inclusion(*(GaussianEmbedding(e.mean, e.log_var / 2) for e in (x, y))),
-    ):
+    ):  # fmt: skip
         assert (wrong - exact).abs().median() > 0.1
 
 

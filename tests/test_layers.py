@@ -18,11 +18,9 @@ ORDER = [
 
 # What must not be reached, through whatever lies between.
 NEVER = {
-    "serve": {"training", "reports", "demo", "cli"},
-    "evaluation": {"training"},
-    "models": {"training"},
+    "serve": {"training", "reports", "demo", "cli"}, "evaluation": {"training"}, "models": {"training"},
     "search": {"models"},
-}
+}  # fmt: skip
 
 
 def name_of(path: Path) -> str:

@@ -83,11 +83,9 @@ def test_fit_of_separable_distances_is_finite():
 def test_fit_refuses():
     for message, distance, match in (
         ("needs matching and non-matching pairs", [0.1, 0.2], [1.0, 1.0]),
-        ("are not closer than non-matches", [0.9, 0.2], [1.0, 0.0]),
-        ("must be finite", [0.9, math.nan], [1.0, 0.0]),
-        (r"match must lie in \[0, 1\]", [0.9, 0.1], [2.0, 0.0]),
-        ("got 1 distances, 2 labels", [0.9], [1.0, 0.0]),
-    ):
+        ("are not closer than non-matches", [0.9, 0.2], [1.0, 0.0]), ("must be finite", [0.9, math.nan], [1.0, 0.0]),
+        (r"match must lie in \[0, 1\]", [0.9, 0.1], [2.0, 0.0]), ("got 1 distances, 2 labels", [0.9], [1.0, 0.0]),
+    ):  # fmt: skip
         raises(ValueError, message, fit_logits, torch.tensor(distance), torch.tensor(match))
 
 

@@ -153,18 +153,14 @@ def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
     nothing, lists = "give a model, or --images and --texts, or --ranked", {"ranked": folder / "l.json"}
     for files, score, message in (
         (wanted, "csd", "ranked as it is; leave out --score"),
-        (wanted | lists, None, "or --scores; not several of them"),
-        (wanted | both, None, "not several of them"),
+        (wanted | lists, None, "or --scores; not several of them"), (wanted | both, None, "not several of them"),
         (wanted | {"scores": None}, None, "nothing to evaluate"),
         (truth | both | {"scores_are": "distance"}, None, "--scores-are belongs to a matrix of scores"),
-        ({}, None, nothing),
-        ({"images": "x.npy"}, None, nothing),
-        ({"texts": "x.npy"}, None, nothing),
-        (lists | both, None, nothing),
-        (lists | {"images": "x.npy"}, None, nothing),
+        ({}, None, nothing), ({"images": "x.npy"}, None, nothing), ({"texts": "x.npy"}, None, nothing),
+        (lists | both, None, nothing), (lists | {"images": "x.npy"}, None, nothing),
         (truth | lists, "csd", "leave out --score"),
         (truth | own, "match_probability", "match_probability needs the logits of a model"),
-    ):
+    ):  # fmt: skip
         raises(UserError, message, measure_files, Files(**files), score)
 
 

@@ -40,13 +40,10 @@ def by_loops(query, gallery, scale=1.3, bias=2.0, left_out=()):
 
     order = sorted(range(len(items)), key=lambda j: csd[j])
     return {
-        "total_variance": sum(var),
-        "expected_matches": sum(sigmoid(x) for x in logit),
-        "match_entropy": entropy(logit),
-        "top1_mismatch": 1 - sigmoid(max(logit)),
-        "margin": logit[order[1]] - logit[order[0]],
+        "total_variance": sum(var), "expected_matches": sum(sigmoid(x) for x in logit), "match_entropy": entropy(logit),
+        "top1_mismatch": 1 - sigmoid(max(logit)), "margin": logit[order[1]] - logit[order[0]],
         "nearest_mean": min(means),
-    }
+    }  # fmt: skip
 
 
 def test_every_estimator_is_its_loop():

@@ -111,12 +111,10 @@ def test_eccv_caption_has_the_published_numbers():
     names = ["coco_5k", "coco_1k", "cxc", "rpc2", "rpc2_cxc", "cxc_1k", "rpc2_1k", "rpc2_cxc_1k", "eccv"]
     assert list(ground_truths) == names
     expected = {
-        "coco_5k": ((5000, 25000), (25000, 25000)),
-        "cxc": ((5000, 35585), (24972, 35585)),
-        "rpc2": ((5000, 35614), (25000, 35614)),
-        "rpc2_cxc": ((5000, 35585), (24972, 35585)),
+        "coco_5k": ((5000, 25000), (25000, 25000)), "cxc": ((5000, 35585), (24972, 35585)),
+        "rpc2": ((5000, 35614), (25000, 35614)), "rpc2_cxc": ((5000, 35585), (24972, 35585)),
         "eccv": ((1261, 22550), (1332, 11279)),
-    }
+    }  # fmt: skip
     for name, sides in expected.items():
         for relevance, (queries, positives) in zip(
             (ground_truths[name].i2t, ground_truths[name].t2i), sides, strict=True

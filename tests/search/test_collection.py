@@ -126,14 +126,11 @@ def test_promises_are_the_same(tmp_path, monkeypatch):
     queries = gaussians(30, 2)
     with made:
         for asked in (
-            {"coverage": 0.9},
-            {"coverage": 0.5, "min_probability": 0.2},
-            {"max_risk": 0.4},
+            {"coverage": 0.9}, {"coverage": 0.5, "min_probability": 0.2}, {"max_risk": 0.4},
             {"coverage": 0.8, "max_set": 3},
             {"filter": Filter({"colour": ("r", "b")}, max_uncertainty=2.0), "min_probability": 0.1},
-            {"filter": Filter(ranges={"colour": ("c", "r")})},
-            {"filter": Filter(ranges={"place": ("", "")})},
-        ):
+            {"filter": Filter(ranges={"colour": ("c", "r")})}, {"filter": Filter(ranges={"place": ("", "")})},
+        ):  # fmt: skip
             assert_same(*(gallery.search(queries, 7, SearchOptions(**asked)) for gallery in (made, index)))
         cut = made.search(queries, 2, SearchOptions(coverage=0.9, max_set=1))
         assert any(r.conformal_set_cut for r in cut) and all(len(r.conformal_set) <= 1 for r in cut)

@@ -130,12 +130,10 @@ def test_what_another_program_has_sealed_is_checked(tmp_path):
     manifest = seal(folder)
     assert load(folder) == "old"
     for name, value, message in (
-        ("d", 4, "its settings do not fit together"),
-        ("logit_scale", 0, "its settings do not fit together"),
-        ("store", None, "its settings do not fit together"),
-        ("logit_bias", "x", "damaged .TypeError"),
+        ("d", 4, "its settings do not fit together"), ("logit_scale", 0, "its settings do not fit together"),
+        ("store", None, "its settings do not fit together"), ("logit_bias", "x", "damaged .TypeError"),
         ("distance", "kl", "not a Euclidean distance"),
-    ):
+    ):  # fmt: skip
         seal(folder, about=manifest["about"] | {name: value})
         raises(ValueError, message, read_settings, folder)
     seal(folder, files=[])

@@ -31,14 +31,10 @@ def test_head_says_what_get_says_without_the_body(client):
 
 def test_a_wrong_method_learns_the_right_ones(client):
     for path, methods in (
-        ("/", "GET, HEAD"),
-        ("/page/page.js", "GET, HEAD"),
-        ("/metrics", "GET, HEAD"),
-        ("/v1/search", "GET, HEAD, POST"),
-        ("/v1/items", "GET, HEAD, POST"),
-        ("/v1/items/000.png", "GET, HEAD"),
+        ("/", "GET, HEAD"), ("/page/page.js", "GET, HEAD"), ("/metrics", "GET, HEAD"),
+        ("/v1/search", "GET, HEAD, POST"), ("/v1/items", "GET, HEAD, POST"), ("/v1/items/000.png", "GET, HEAD"),
         ("/v1/items/delete", "GET, HEAD, POST"),
-    ):
+    ):  # fmt: skip
         for method in ("PATCH", "OPTIONS", "PUT"):
             answer = client.request(method, path)
             assert problem(answer, 405)["code"] == "wrong-method" and answer.headers["allow"] == methods

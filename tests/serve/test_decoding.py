@@ -47,15 +47,10 @@ def go(work, n=1, seconds=20.0, memory_bytes=1_000_000_000):
 
 
 FILES = {
-    "png": photo((300, 200), "PNG"),
-    "transparent": photo((200, 300), "PNG", "RGBA"),
-    "palette": photo((120, 90), "GIF", "P"),
-    "jpeg": photo((640, 480)),
-    "cmyk": photo((100, 80), "JPEG", "CMYK"),
-    "turned": turned((90, 60)),
-    "webp": photo((64, 65), "WEBP"),
-    "tiff": photo((31, 77), "TIFF"),
-}
+    "png": photo((300, 200), "PNG"), "transparent": photo((200, 300), "PNG", "RGBA"),
+    "palette": photo((120, 90), "GIF", "P"), "jpeg": photo((640, 480)), "cmyk": photo((100, 80), "JPEG", "CMYK"),
+    "turned": turned((90, 60)), "webp": photo((64, 65), "WEBP"), "tiff": photo((31, 77), "TIFF"),
+}  # fmt: skip
 
 
 def test_the_pixels_are_those_of_this_process():

@@ -100,11 +100,9 @@ FIRST, JUDGED = 'sfumato_first_hit_probability_{}{{gallery="images",target="list
 COUNT, SUM, DRAWN = FIRST.format("count"), FIRST.format("sum"), 'drawn="yes",target="fits"'
 SEARCH = 'route="/v1/search"'
 CONSTANT = {
-    "sfumato_ready": (0, 1),
-    'up{job="sfumato",instance="a"}': (0, 1),
-    'sfumato_store_up{gallery="images"}': (0, 1),
+    "sfumato_ready": (0, 1), 'up{job="sfumato",instance="a"}': (0, 1), 'sfumato_store_up{gallery="images"}': (0, 1),
     'sfumato_calibrated_probability{gallery="images"}': (0.8, 0.8),
-}
+}  # fmt: skip
 """Values of gauges: (when all alerts go off, when none does)."""
 
 GROWING = {
@@ -113,12 +111,10 @@ GROWING = {
     'sfumato_requests_total{route="/readyz",status="503"}': (0, 100),
     f'sfumato_request_seconds_bucket{{{SEARCH},le="2.0"}}': (280, 290),
     f'sfumato_request_seconds_bucket{{{SEARCH},le="5.0"}}': (300, 300),
-    f'sfumato_request_seconds_bucket{{{SEARCH},le="+Inf"}}': (300, 300),
-    COUNT: (10, 10),
-    JUDGED.format("hits", DRAWN): (1, 1),
-    JUDGED.format("probability", DRAWN): (0.8, 0.8),
+    f'sfumato_request_seconds_bucket{{{SEARCH},le="+Inf"}}': (300, 300), COUNT: (10, 10),
+    JUDGED.format("hits", DRAWN): (1, 1), JUDGED.format("probability", DRAWN): (0.8, 0.8),
     JUDGED.format("right", DRAWN): (0.5, 0.7),
-}
+}  # fmt: skip
 """What counters grow by in each interval, likewise."""
 
 

@@ -162,9 +162,7 @@ def test_every_error_is_a_problem(client):
     problem(client.post("/v1/search", files={"image": ("a", picture())}), 415)
     problem(client.post("/v1/items", data={"id": "a"}), 415)
     for body, where in (
-        (b"", "body"),
-        (b"[" * 100_000, "body"),
-        (b'{"queries":[{"text":"\xff"}]}', "body"),
+        (b"", "body"), (b"[" * 100_000, "body"), (b'{"queries":[{"text":"\xff"}]}', "body"),
         (b'{"queries":[{"text":"\\ud800"}]}', "body"),
         (b'{"queries":[{"text":"a"}],"max_results":' + b"9" * 5000 + b"}", "body"),
         (b'{"queries":[{"text":"a"}],"min_probability":NaN}', "body.min_probability"),
@@ -174,11 +172,9 @@ def test_every_error_is_a_problem(client):
         (b'{"queries":[{"text":"  "}]}', "body.queries.0.text"),
         (b'{"queries":[{"text":"a\\u0000b"}]}', "body.queries.0.text"),
         (b'{"queries":[{"text":"a"}],"filter":{"where":{"a\\u0000":["b"]}}}', "body.filter.where.a\0.[key]"),
-        (b'{"queries":[{"text":"a","id":"b"}]}', "body.queries.0"),
-        (b'{"queries":[]}', "body.queries"),
-        (b'{"queries":[{"image":"\xc3\xa9"}]}', "body.queries.0.image"),
-        (b"null", "body"),
-    ):
+        (b'{"queries":[{"text":"a","id":"b"}]}', "body.queries.0"), (b'{"queries":[]}', "body.queries"),
+        (b'{"queries":[{"image":"\xc3\xa9"}]}', "body.queries.0.image"), (b"null", "body"),
+    ):  # fmt: skip
         told = problem(client.post("/v1/search", content=body, headers={"Content-Type": "application/json"}), 422)
         assert told["errors"][0]["where"] == where, told
         message, in_words = told["errors"][0]["message"], b"u0000" in body or b'"  "' in body

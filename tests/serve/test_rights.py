@@ -15,15 +15,11 @@ WRITES = [
     ("POST", "/v1/items/delete", {"json": {"ids": ["000.png"]}}),
 ]
 READS = [
-    ("GET", "/v1/info", {}),
-    ("GET", "/v1/search?q=a", {}),
-    ("POST", "/v1/search", {"json": {"queries": [{"text": "a"}]}}),
-    ("POST", "/v1/search", by_image(picture())),
-    ("GET", "/v1/items/000.png", {}),
-    ("GET", "/v1/pictures/000.png", {}),
-    ("GET", "/metrics", {}),
+    ("GET", "/v1/info", {}), ("GET", "/v1/search?q=a", {}),
+    ("POST", "/v1/search", {"json": {"queries": [{"text": "a"}]}}), ("POST", "/v1/search", by_image(picture())),
+    ("GET", "/v1/items/000.png", {}), ("GET", "/v1/pictures/000.png", {}), ("GET", "/metrics", {}),
     ("GET", "/docs", {}),
-]
+]  # fmt: skip
 
 
 def as_reader(client):

@@ -178,12 +178,10 @@ def test_info_and_metrics(client):
     text = client.get("/metrics").text
     assert 'sfumato_requests_total{method="GET",route="/v1/items/{id:path}",status="200"}' in text
     for method, path, route in (
-        ("POST", "/v1/items/delete", "/v1/items/delete"),
-        ("GET", "/v1/items/delete", "/v1/items/{id:path}"),
-        ("HEAD", "/v1/items", "/v1/items"),
-        ("PATCH", "/v1/items/delete", "/v1/items/{id:path}"),
+        ("POST", "/v1/items/delete", "/v1/items/delete"), ("GET", "/v1/items/delete", "/v1/items/{id:path}"),
+        ("HEAD", "/v1/items", "/v1/items"), ("PATCH", "/v1/items/delete", "/v1/items/{id:path}"),
         ("GET", "/nowhere", "none"),
-    ):
+    ):  # fmt: skip
         assert route_of(client.app, method, path) == route
     assert 'sfumato_requests_total{method="other",route="/v1/items/{id:path}",status="405"}' in text
     assert 'sfumato_items{gallery="images"} 48.0' in text and 'sfumato_waiting{kind="text"} 0.0' in text
@@ -308,15 +306,12 @@ def test_ids_that_no_path_can_hold_are_refused(kept):
 def test_a_batch_is_stored_whole_or_not_at_all(writable):
     torn = in_base64(picture(size=(200, 200), format="JPEG")[:600])
     for bad, where in (
-        ({"id": "bad", "image": torn}, "body.items.1.image"),
-        ({"id": "bad", "image": "****"}, "body.items.1.image"),
-        (new_item("good"), "body.items.1.id"),
-        ({"id": "bad", "text": "a"}, "body.items.1"),
-        ({"id": "bad"}, "body.items.1"),
-        (new_item("bad\0"), "body.items.1.id"),
+        ({"id": "bad", "image": torn}, "body.items.1.image"), ({"id": "bad", "image": "****"}, "body.items.1.image"),
+        (new_item("good"), "body.items.1.id"), ({"id": "bad", "text": "a"}, "body.items.1"),
+        ({"id": "bad"}, "body.items.1"), (new_item("bad\0"), "body.items.1.id"),
         (new_item("bad", payload={"a": 1}), "body.items.1.payload.a"),
         (new_item("bad", payload={"_file": "reserved"}), "body.items.1.payload._file"),
-    ):
+    ):  # fmt: skip
         answer = writable.post("/v1/items", json={"items": [new_item("good"), bad]})
         assert answer.status_code == 422 and answer.json()["errors"][0]["where"] == where, answer.text
     assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48

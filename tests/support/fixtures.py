@@ -30,21 +30,11 @@ ENGINES_REQUIRED = bool(os.environ.get("SFUMATO_REQUIRE_ENGINES"))
 # Files of few tests that take long. Several processes take whole files in this order (`make test`): with the long ones
 # first, all processes end at nearly the same time.
 LONG = (
-    "search/test_milvus.py",
-    "training/test_published_recipes.py",
-    "serve/test_page.py",
-    "search/test_stores.py",
-    "serve/test_service.py",
-    "metrics/test_parity_metrics.py",
-    "training/test_distributed.py",
-    "test_readme.py",
-    "test_demo.py",
-    "reports/test_report.py",
-    "docs/test_demo_page.py",
-    "workflows/test_index.py",
-    "workflows/test_own_folder.py",
-    "training/test_loop.py",
-)
+    "search/test_milvus.py", "training/test_published_recipes.py", "serve/test_page.py", "search/test_stores.py",
+    "serve/test_service.py", "metrics/test_parity_metrics.py", "training/test_distributed.py", "test_readme.py",
+    "test_demo.py", "reports/test_report.py", "docs/test_demo_page.py", "workflows/test_index.py",
+    "workflows/test_own_folder.py", "training/test_loop.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -306,11 +306,9 @@ def test_cross_fitting_trains_on_the_other_parts(work, sfumato, tmp_path):
 def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):
     run = work / "run"
     for arguments, expected in (
-        ((tmp_path,), "is not a run folder"),
-        ((tmp_path, "--cross-fit", 2), "is not a run folder"),
-        ((run, "--cross-fit", 1), "at least 2 parts, got 1"),
-        ((run, "--split", "none"), "has no split 'none'"),
+        ((tmp_path,), "is not a run folder"), ((tmp_path, "--cross-fit", 2), "is not a run folder"),
+        ((run, "--cross-fit", 1), "at least 2 parts, got 1"), ((run, "--split", "none"), "has no split 'none'"),
         ((run, "--data", "no-recipe"), "no-recipe"),
-    ):
+    ):  # fmt: skip
         assert expected in sfumato.refused("audit", *arguments)
     assert not list(tmp_path.iterdir())

@@ -97,11 +97,9 @@ def test_the_commands(sfumato, tmp_path):
 def test_bad_files(tmp_path):
     for text, message in (
         ("\nq Q0 a 1 x t\n", "line 2: 'q Q0 a 1 x t' is no line of a TREC run"),
-        ("q Q0 a 1 nan t\n", "is no line of a TREC run"),
-        ("q a 1 2\n", "is no line of a TREC run"),
-        ("\n", "holds no hit"),
-        ("q Q0 a 1 2 t\nq Q0 a 2 1 t\n", "'a' is twice"),
-    ):
+        ("q Q0 a 1 nan t\n", "is no line of a TREC run"), ("q a 1 2\n", "is no line of a TREC run"),
+        ("\n", "holds no hit"), ("q Q0 a 1 2 t\nq Q0 a 2 1 t\n", "'a' is twice"),
+    ):  # fmt: skip
         (tmp_path / "bad.trec").write_text(text)
         raises(UserError, message, RankedLists.read, tmp_path / "bad.trec")
     raises(UserError, "cannot read", RankedLists.read, tmp_path / "gone")

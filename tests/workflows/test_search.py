@@ -169,11 +169,9 @@ def test_queries_of_every_kind(toy, model):
     assert by_embedding.hits == index.search("a red circle", k=3).hits and by_embedding.calibrated
     assert not index.search(embedded, k=3, modality="images")[0].calibrated
     for query, error, message in (
-        (["a text", path], TypeError, "mix texts and images"),
-        (7, TypeError, "got a int; expected a text"),
-        ([], ValueError, "got no queries"),
-        (" ", UserError, "has no words"),
-    ):
+        (["a text", path], TypeError, "mix texts and images"), (7, TypeError, "got a int; expected a text"),
+        ([], ValueError, "got no queries"), (" ", UserError, "has no words"),
+    ):  # fmt: skip
         raises(error, message, index.search, query)
     raises(TypeError, "the queries are texts; leave out modality", index.search, ["a dog"], modality="images")
     raises(UserError, "works only with queries by text", index.search, path, coverage=0.9)
