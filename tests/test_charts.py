@@ -4,10 +4,8 @@ import re
 import xml.etree.ElementTree as ET
 
 from reports.test_report import EVIL
-from support.raising import raises
 
-from sfumato.charts import FIRST, INK, Chart, require_matplotlib
-from sfumato.errors import UserError
+from sfumato.charts import FIRST, INK, Chart
 
 LINK = "{http://www.w3.org/1999/xlink}href"
 
@@ -34,8 +32,3 @@ def test_a_chart_is_one_element_without_references_to_elsewhere():
     assert f"stroke: var(--sure, {FIRST})" in svg and f"var(--ink, {INK})" in svg and chart.svg() == svg
     ids = {e.attrib["id"] for e in root.iter() if "id" in e.attrib}
     assert {e.attrib[LINK][1:] for e in root.iter("use")} <= ids
-
-
-def test_without_matplotlib_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    raises(UserError, r"pip install 'sfumato\[report\]'", require_matplotlib)

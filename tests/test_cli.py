@@ -260,7 +260,7 @@ def test_calibrate_again_and_search_by_its_promises(work, run, sfumato, tmp_path
     assert "conformal set of the requested coverage:" in folded(sfumato.printed(*asked))
 
 
-def test_no_confident_match(work, run, sfumato, tmp_path):
+def test_no_confident_match_and_the_way_out_without_a_calibration(work, run, sfumato, tmp_path):
     calibration = json.loads((run / "calibration.json").read_text())
     near, far = [i / 1e6 for i in range(200)], [200.0] * 200
     calibration["t2i"] |= {"closest_match": [*near, *far], "farthest_match": [*near, *far], "group": []}
@@ -272,43 +272,25 @@ def test_no_confident_match(work, run, sfumato, tmp_path):
         assert sfumato.json(*asked)[0]["abstained"] is abstained
         words = folded(sfumato.printed(*asked))
         assert ("No confident match: an answer would exceed the risk" in words) is abstained
-
-
-def test_without_a_calibration_the_way_out_is_named(work, run, sfumato, tmp_path):
-    values = json.loads((run / "calibration.json").read_text())
+    values = calibration
     (run / "calibration.json").unlink()
-    index = "index", run, "--images", work / "data", "--out", tmp_path / "index"
+    index = "index", run, "--images", work / "data", "--out", tmp_path / "plain"
     sfumato.printed(*index)
-    err = sfumato.refused("search", tmp_path / "index", "a red circle", "--coverage", "0.9")
+    err = sfumato.refused("search", tmp_path / "plain", "a red circle", "--coverage", "0.9")
     assert "sfumato calibrate RUN" in err and "build the index again" in err
     # A calibration without held-out queries has probabilities and no guarantees.
     plain = {"logit_scale": 2.0, "logit_bias": 1.0, "t2i": None, "i2t": None, "conditional": {}, "hits": {}}
     (run / "calibration.json").write_text(json.dumps(values | plain | {"reference": {}}))
     assert "holds a collection already; add to it with --add" in sfumato.refused(*index)
-    shutil.rmtree(tmp_path / "index")
+    shutil.rmtree(tmp_path / "plain")
     sfumato.printed(*index)
-    hit = sfumato.json("search", tmp_path / "index", "a red circle")[0]["hits"][0]
+    hit = sfumato.json("search", tmp_path / "plain", "a red circle")[0]["hits"][0]
     assert hit["match_probability"] == pytest.approx(1 / (1 + math.exp(2 * hit["distance"] - 1)), rel=1e-4)
-    err = sfumato.refused("search", tmp_path / "index", "a red circle", "--abstain", "0.2")
+    err = sfumato.refused("search", tmp_path / "plain", "a red circle", "--abstain", "0.2")
     assert "no scores of held-out queries" in err and "sfumato calibrate RUN" in err
     (run / "calibration.json").write_text("{}")
     err = sfumato.refused("index", run, "--images", work / "data", "--out", tmp_path / "x")
     assert "calibration.json: " in err and "calibrate again" in err
-
-
-def test_recipes_are_listed_and_shown(sfumato):
-    out = sfumato.printed("recipes")
-    assert "emoji-demo" in out and not too_wide(out)
-    assert 'name = "emoji-demo"' in folded(sfumato.printed("recipes", "emoji-demo"))
-
-
-def test_who_interrupts_is_told_what_is_left(sfumato, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sfumato.models.recipe.recipe_files", interrupted)
-    status, out, err = sfumato("recipes")
-    assert status == 130 and not out and "interrupted. No file is incomplete" in err
 
 
 BAD_INPUTS = {
@@ -353,10 +335,20 @@ def test_a_bad_input_is_one_clear_message_and_status_2(work, run, sfumato, tmp_p
     assert not wrong and not places["new"].exists()
 
 
-def test_the_environment_chooses_the_device(run, sfumato, monkeypatch):
+def test_recipes_are_shown_and_interruptions_and_devices_told(sfumato, run, monkeypatch):
+    out = sfumato.printed("recipes")
+    assert "emoji-demo" in out and not too_wide(out)
+    assert 'name = "emoji-demo"' in folded(sfumato.printed("recipes", "emoji-demo"))
     monkeypatch.setenv("SFUMATO_DEVICE", "abacus")
     err = sfumato.refused("evaluate", "run", run)
     assert "device 'abacus' is not available here" in err and "SFUMATO_DEVICE=cpu" in err
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sfumato.models.recipe.recipe_files", interrupted)
+    status, out, err = sfumato("recipes")
+    assert status == 130 and not out and "interrupted. No file is incomplete" in err
 
 
 def test_threads_start_sensibly(tmp_path):

@@ -138,16 +138,6 @@ def test_nearly_equal_vectors_within_the_stated_bound(name, offset):
     torch.testing.assert_close(DISTANCES[name].row(x, y).double(), exact.diagonal(), rtol=1e-5, atol=0)
 
 
-def test_csd_of_a_row_with_itself_and_of_draws():
-    """Every one of 15 pairs within 4.5 standard errors: a false alarm in 1 of 10,000 seeds."""
-    x, y, generator = gaussians(N, 0), gaussians(M, 1), torch.Generator().manual_seed(0)
-    a, b = (side.sample(20_000, generator=generator) for side in (x, y))
-    draws = (a.unsqueeze(1) - b).square().sum(-1)
-    error = draws.std(-1) / math.sqrt(draws.shape[-1])
-    assert ((draws.mean(-1) - csd_matrix(x, y)).abs() < 4.5 * error).all()
-    torch.testing.assert_close(csd(x, x), 2 * x.total_variance)
-
-
 @pytest.mark.parametrize("name", ["kl", "elk", "bhattacharyya"])
 def test_divergences_are_their_integrals(name):
     """kl = E_p ln(p/q), elk = -ln E_p q, bhattacharyya = -ln E_p sqrt(q/p), each of 15 estimates from 40,000 draws of p
@@ -161,14 +151,6 @@ def test_divergences_are_their_integrals(name):
     estimate, error = values.mean(-1), values.std(-1) / math.sqrt(values.shape[-1])
     exact = DISTANCES[name].matrix(x, y)
     assert ((estimate - (exact if name == "kl" else (-exact).exp())).abs() < 5 * error).all()
-
-
-def test_points_give_the_squared_euclidean_distance_or_are_refused():
-    x, y = GaussianEmbedding.point(gaussians(N, 0).mean), GaussianEmbedding.point(gaussians(M, 1).mean)
-    for name in ("csd", "wasserstein2", "squared_l2"):
-        torch.testing.assert_close(DISTANCES[name].matrix(x, y), torch.cdist(x.mean, y.mean).square())
-    for name in (n for n in CLOSED if DISTANCES[n].needs_variance):
-        raises(ValueError, "needs positive variances", DISTANCES[name].matrix, x, y)
 
 
 @pytest.mark.parametrize("name", BLOCKED)
@@ -210,17 +192,19 @@ def test_no_cube_is_ever_held(name):
     assert 120 * 130 <= largest.numel <= 2**18
 
 
-def test_average_l2_is_the_loop_over_its_samples():
+def test_draws_have_the_distances_of_average_l2_and_csd():
+    """Every one of 15 pairs within 4.5 standard errors: a false alarm in 1 of 10,000 seeds."""
+    x, y, generator = gaussians(N, 0), gaussians(M, 1), torch.Generator().manual_seed(0)
+    a, b = (side.sample(20_000, generator=generator) for side in (x, y))
+    draws = (a.unsqueeze(1) - b).square().sum(-1)
+    error = draws.std(-1) / math.sqrt(draws.shape[-1])
+    assert ((draws.mean(-1) - csd_matrix(x, y)).abs() < 4.5 * error).all()
+    torch.testing.assert_close(csd(x, x), 2 * x.total_variance)
     x, y, generator = gaussians(N, 0), gaussians(M, 1), torch.Generator().manual_seed(5)
     a, b = x.sample(3, generator=generator), y.sample(3, generator=generator)
     expected = torch.stack([torch.stack([torch.cdist(p, q).mean() for q in b]) for p in a])
     found = DISTANCES["average_l2"].matrix(x, y, n_samples=3, generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(found, expected)
-
-
-def test_bhattacharyya_of_equal_gaussians_is_exactly_zero():
-    x = gaussians(N, 0, dtype=torch.float32, d=513)
-    assert DISTANCES["bhattacharyya"].matrix(x, x).diagonal().eq(0).all()
 
 
 @pytest.mark.parametrize("name", DISTANCES)
@@ -233,7 +217,14 @@ def test_errors_name_the_thing_and_the_way_out(name):
     raises(TypeError, way_out, DISTANCES[name].matrix, x, x.mean)
 
 
-def test_elk_takes_a_point_on_one_side():
+def test_points_give_the_squared_euclidean_distance_or_are_refused():
+    x, y = GaussianEmbedding.point(gaussians(N, 0).mean), GaussianEmbedding.point(gaussians(M, 1).mean)
+    for name in ("csd", "wasserstein2", "squared_l2"):
+        torch.testing.assert_close(DISTANCES[name].matrix(x, y), torch.cdist(x.mean, y.mean).square())
+    for name in (n for n in CLOSED if DISTANCES[n].needs_variance):
+        raises(ValueError, "needs positive variances", DISTANCES[name].matrix, x, y)
+    x = gaussians(N, 0, dtype=torch.float32, d=513)
+    assert DISTANCES["bhattacharyya"].matrix(x, x).diagonal().eq(0).all()
     x, point = gaussians(N, 0), GaussianEmbedding.point(gaussians(M, 1).mean)
     log_density = Independent(Normal(x.mean.unsqueeze(1), x.var.sqrt().unsqueeze(1)), 1).log_prob(point.mean)
     torch.testing.assert_close(DISTANCES["elk"].matrix(x, point), -log_density)

@@ -66,14 +66,3 @@ def test_phrases_are_looked_for_in_folded_text():
         assert not list(unfolded_phrases(ast.parse(path.read_text(encoding="utf-8")))), path
     bad = ast.parse("assert 'two words' in out and f'{x} a' not in done.out and 'word' in out and 'a b' in folded(out)")
     assert list(unfolded_phrases(bad)) == [1, 1]
-
-
-def test_the_rules_find_what_breaks_them(tmp_path):
-    (tmp_path / "bad.py").write_text(
-        '"""A module."""\n\n\ndef mine(x, **rest):\n    """Do."""\n    if x:\n        raise ValueError(x)\n    return x'
-        '\n\n\ndef typed(x: int) -> int:\n    """Do."""\n    return x\n\n\ndef long():\n' + "    x = 1\n" * 61
-    )
-    mine, typed, long = house.definitions(tmp_path)
-    assert house.missing_parts(mine) == ["Args: x", "Raises"] and house.missing_parts(typed) == ["Args: x", "Returns"]
-    assert house.missing_parts(long) == ["docstring"] and house.code_lines(long.node) == 62
-    assert house.parameters(mine.node) == ["x"]

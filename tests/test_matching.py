@@ -15,21 +15,13 @@ from sfumato.matching import match_probability, match_probability_distance
 from sfumato.search.exact import distance_blocks
 
 
-def test_probability_falls_with_distance():
-    p = match_probability(torch.tensor([0.0, 1.0, 2.0]), 5.0, 5.0)
-    torch.testing.assert_close(p, torch.tensor([1 / (1 + math.exp(-5)), 0.5, 1 / (1 + math.exp(5))]))
-
-
-def test_learnable_logits():
+def test_learnable_logits_that_are_not_positive_are_refused():
     logits, distance = MatchingLogits(3.0, -1.0), torch.rand(2, 3)
     torch.testing.assert_close(logits(distance), -1 - 3 * distance)
     logits(distance).sum().backward()
     torch.testing.assert_close(logits.log_logit_scale.grad, -3 * distance.sum())
     for wrong in (0.0, -2.0, math.inf, math.nan):
         raises(ValueError, "logit_scale must be positive", MatchingLogits, wrong)
-
-
-def test_a_free_scale_that_is_no_longer_positive_is_refused():
     logits = MatchingLogits(5.0, 5.0, free=True)
     logits.constrain()
     logits.free_logit_scale.data.fill_(-0.25)
@@ -68,19 +60,13 @@ def test_fit_is_the_maximum_that_another_optimiser_finds():
     assert loss(fitted) <= best.fun + 1e-9 and fitted == pytest.approx(tuple(best.x), rel=1e-4)
 
 
-def test_fit_with_weights_is_fit_with_copies():
+def test_fits_with_weights_of_separable_and_of_wrong_distances():
     distance, match = labelled(k=300)
     weight = torch.randint(1, 4, (300,))
     copies = fit_logits(distance.repeat_interleave(weight), match.repeat_interleave(weight))
     assert fit_logits(distance, match, weight=weight) == pytest.approx(copies, rel=1e-5)
-
-
-def test_fit_of_separable_distances_is_finite():
     scale, bias = fit_logits(torch.tensor([0.1, 0.2, 0.9, 1.0]), torch.tensor([1.0, 1.0, 0.0, 0.0]))
     assert 10 < scale < 1e6 and math.isfinite(bias)
-
-
-def test_fit_refuses():
     for message, distance, match in (
         ("needs matching and non-matching pairs", [0.1, 0.2], [1.0, 1.0]),
         ("are not closer than non-matches", [0.9, 0.2], [1.0, 0.0]), ("must be finite", [0.9, math.nan], [1.0, 0.0]),
@@ -118,13 +104,10 @@ def test_match_probability_ranks_by_the_mean_sigmoid_and_not_by_the_sigmoid_of_t
     raises(ValueError, "logit_scale > 0 and n_samples >= 1, got -1", match_probability_distance, -1.0, 0.0)
 
 
-def test_sampled_log_probability_does_not_underflow():
+def test_sampled_probability_does_not_underflow_and_carries_the_gradient_of_the_scale_alone():
     x, y = pair(offset=1e4)
     value = match_probability_distance(5.0, 5.0, n_samples=2).matrix(x, y)
     assert torch.isfinite(value).all() and (value > 1e4).all()
-
-
-def test_sampled_probability_carries_the_gradient_of_the_scale_alone():
     x, y = pair()
     gradients = []
     for memory_mb in (64.0, 1e-4):

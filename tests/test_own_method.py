@@ -75,7 +75,7 @@ def test_a_plain_function_is_the_built_in_loss_of_the_same_formula():
     torch.testing.assert_close(whole.total, found[0][0])
 
 
-def test_what_a_function_returns_is_checked():
+def test_functions_are_checked_and_their_recipes_differ():
     register_loss("scalar", lambda image, text, match, options: (image.mean**2).mean())
     assert LOSSES["scalar"]()(*batch(), MATCH).terms.keys() == {"loss"}
     for name, function, message in (
@@ -89,9 +89,6 @@ def test_what_a_function_returns_is_checked():
     ):
         register_loss(name, function)
         raises(TypeError, message, LOSSES[name](), *batch(), MATCH)
-
-
-def test_losses_that_share_their_options_have_recipes_of_their_own():
     register_loss("pull", lambda image, text, match, options: image.mean.sum())
     register_loss("push", lambda image, text, match, options: image.mean.sum())
     made = lambda name: load_recipe(public.find_recipe("emoji-pixels"), [f"loss.name={name}"])

@@ -52,11 +52,6 @@ def test_what_is_not_everywhere_is_not_used_unasked_and_texts_have_an_encoding()
     assert not found, "guard it and say so here, or name the encoding"
 
 
-def test_the_rules_find_what_breaks_them():
-    tree = ast.parse("import os, fcntl\nos.rename(a, b)\nfrom os import fork\np.read_text()\nopen(path)\nopen(p, 'rb')")
-    assert {"fcntl", "os.rename", "os.fork"} <= set(uses(tree)) and list(without_encoding(tree)) == [4, 5]
-
-
 def test_modules_of_the_decoding_process_import_without_resource():
     for name in ("errors.py", "files.py", "data/image_decoding.py"):
         tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))

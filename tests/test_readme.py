@@ -136,7 +136,7 @@ def test_commands_that_are_not_run_name_what_exists():
             load_recipe(find_recipe(words[0]), overrides)
 
 
-def test_named_paths_and_make_targets_exist_and_the_readme_is_short():
+def test_paths_that_documents_and_code_name_exist_and_none_is_of_one_machine():
     assert len(README.splitlines()) <= 120
     targets = re.findall(r"make (\w+)", "".join(blocks("console")))
     assert targets and all(re.search(rf"^{target}:", read("Makefile"), flags=re.MULTILINE) for target in targets)
@@ -152,9 +152,6 @@ def test_named_paths_and_make_targets_exist_and_the_readme_is_short():
         named = [path for path in named if "mine" not in Path(path).stem]  # the examples of CONTRIBUTING
         missing += [f"{document}: {path}" for path in named if not any((place / path).exists() for place in places)]
     assert not missing
-
-
-def test_paths_that_the_code_names_exist():
     sources = [p for folder in ("src", "tests", "benchmarks", "scripts", "recipes") for p in (ROOT / folder).rglob("*")]
     missing = []
     for path in sources:
@@ -162,9 +159,6 @@ def test_paths_that_the_code_names_exist():
             named = re.findall(r"(?<![\w/\"])docs/[\w./-]+\.(?:md|txt|png)", path.read_text(encoding="utf-8"))
             missing += [f"{path.relative_to(ROOT)}: {name}" for name in named if not (ROOT / name).exists()]
     assert not missing
-
-
-def test_no_path_of_one_machine_and_no_foreign_folder():
     for path in ROOT.rglob("*"):
         ours = path.suffix in {".py", ".md", ".toml", ".yml"} and path != Path(__file__)
         if ours and not {".venv", "runs", ".git", "build"} & set(path.parts):

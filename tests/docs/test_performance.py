@@ -16,27 +16,18 @@ script, suite, gpu = (benchmark(name) for name in ("performance_page", "suite", 
 RESULTS = script.load_results(script.RESULTS)
 
 
-def test_the_page_is_what_the_script_makes_of_the_result_files():
+def test_the_page_and_the_commands_are_those_of_the_script():
     assert script.PAGE.read_text(encoding="utf-8") == script.page(RESULTS)
-
-
-def test_every_benchmark_has_a_section_and_results_are_those_of_its_command():
     runs = {run.name: run for run in suite.RUNS}
     assert list(runs) == list(script.SECTIONS) and len(runs) == len(suite.RUNS) and RESULTS
     for name, record in RESULTS.items():
         assert record["command"] == runs[name].command and list(script.SECTIONS[name].rows(record["result"]))
-
-
-def test_options_of_the_commands_exist():
     for run in suite.RUNS:
         name, *words = run.arguments.split()
         text = (FOLDER / name).read_text(encoding="utf-8")
         options = {word.removeprefix("--") for word in [*words, "--json"] if word.startswith("--")}
         if name != "distances.py":
             assert all(f'"--{option}"' in text for option in options), run
-
-
-def test_a_busy_machine_is_marked():
     for others, marked in ((0.02, False), (0.5, True), (None, True)):
         page = script.page({"match_loss": RESULTS["match_loss"] | {"other_cores": others}})
         assert "Not measured yet: distances, evaluation," in page

@@ -40,7 +40,7 @@ def stated(result: dict[str, Any]) -> list[str]:
     return ["#", f"# $ {result['command']}", "#", *wrapped("Cost:", cost), *wrapped("Scores:", scores)]
 
 
-def test_headers_state_what_the_results_file_has_whose_commands_load_and_whose_figures_are_the_experiments():
+def test_headers_and_pages_state_what_the_results_file_and_the_tables_have(sfumato):
     assert sorted(RESULTS) == sorted(recipe_files())
     for name, result in RESULTS.items():
         lines = recipe_files()[name].read_text(encoding="utf-8").splitlines()
@@ -56,16 +56,10 @@ def test_headers_state_what_the_results_file_has_whose_commands_load_and_whose_f
             for value in run["metrics"].values():
                 assert re.search(rf"(?<![\d.]){re.escape(value)}(?!\d)", text), (run["experiment"], value)
             assert run["commit"] == "not recorded" or run["commit"] in text, run
-
-
-def test_every_option_is_one_of_its_command(sfumato):
     for code in CODE:
         if code.startswith("sfumato ") and "--" in code:
             words = code.split()
             command = words[1:3] if words[1] == "evaluate" else words[1:2]
             known = sfumato(*command, "--help-all")[1]
             assert all(option in known for option in words if option.startswith("--")), code
-
-
-def test_the_page_and_the_headers_are_those_of_the_tables():
     assert not [path.name for path, text in pages.written() if path.read_text(encoding="utf-8") != text]

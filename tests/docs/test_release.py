@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
 
 
-def test_the_changelog_has_dated_versions_below_unreleased_and_groups_in_order():
+def test_the_changelog_has_dated_versions_and_the_source_one():
     parts = re.split(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), flags=re.M)[1:]
     first, *versions = parts[::2]
     assert first == "Unreleased"
@@ -27,17 +27,11 @@ def test_the_changelog_has_dated_versions_below_unreleased_and_groups_in_order()
         groups = re.findall(r"^### (.*)$", text, re.M)
         assert groups == [g for g in GROUPS if g in groups]
         assert not re.search(r"^- ", text.partition("### ")[0], re.M)
-
-
-def test_the_source_has_one_version_and_the_citation_a_licence():
     assert release.version_of_source(ROOT) == sfumato.__version__
     assert release.wrong_version(ROOT, sfumato.__version__) == []
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
     assert citation["license"] == "MIT" and "version" not in citation
-
-
-def test_a_version_without_a_dated_heading_is_wrong():
     assert release.wrong_version(ROOT, "9.8.7") == ["CHANGELOG.md has no heading 9.8.7 with a date"]
 
 
@@ -52,7 +46,7 @@ def wheel(version="1.2"):
     return files, files | licences | metadata
 
 
-def test_what_a_wheel_lacks_is_named():
+def test_what_a_wheel_lacks_is_named_and_all_that_is_read_expected():
     lacking = [
         ({"sfumato/py.typed": None}, "sfumato/py.typed: differs"),
         ({"sfumato/recipe_files/a.toml": b"a = 2"}, "sfumato/recipe_files/a.toml: differs"),
@@ -67,9 +61,6 @@ def test_what_a_wheel_lacks_is_named():
         found = {name: data for name, data in (whole | change).items() if data is not None}
         (wrong,) = release.wrong_in_wheel(found, expected, "1.2")
         assert told in wrong
-
-
-def test_all_that_the_package_reads_is_expected_in_the_wheel():
     expected = release.expected_in_wheel(ROOT)
     assert {"sfumato/py.typed", "sfumato/__init__.pyi", "sfumato/serve/page/page.js"} <= expected.keys()
     assert {"sfumato/reports/templates/base.html.j2", "sfumato/recipe_files/emoji-pixels.toml"} <= expected.keys()
@@ -132,7 +123,7 @@ def instructions():
     return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
-def test_the_container_copies_what_exists_and_runs_without_rights():
+def test_the_container_copies_what_exists_and_needs_an_index_and_a_key(sfumato, monkeypatch, tmp_path):
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {source for name, text in instructions() if name == "COPY" for source in text.split()[:-1]}
     assert copied and copied <= allowed and [name for name in copied if not (ROOT / name).exists()] == []
@@ -142,16 +133,10 @@ def test_the_container_copies_what_exists_and_runs_without_rights():
     command = yaml.safe_load(dict(instructions())["HEALTHCHECK"].partition("CMD")[2])
     compile(command[2], "HEALTHCHECK", "exec")
     assert shlex.join(command[:2]) == "python -c" and "/readyz" in command[2]
-
-
-def test_the_container_takes_mirrors_of_package_indexes():
     arguments = [text for name, text in instructions() if name == "ARG"]
     assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in arguments and "PIP_INDEX_URL" in arguments
     (torch,) = [text for name, text in instructions() if name == "RUN" and "torch==" in text]
     assert '--index-url "$TORCH_INDEX"' in torch and "https://" not in torch
-
-
-def test_the_command_of_the_container_needs_an_index_and_a_key(sfumato, monkeypatch, tmp_path):
     started = [yaml.safe_load(dict(instructions())[name]) for name in ("ENTRYPOINT", "CMD")]
     assert started[0] == ["sfumato"]
     monkeypatch.delenv("SFUMATO_API_KEY", raising=False)

@@ -8,26 +8,18 @@ CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 PAGES = sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 RESULTS = [page for page in PAGES if page.startswith("results/") and not page.endswith("index.md")]
 FIGURE = re.compile(r"(?<![\d.])\d{3}\.\d ± \d+\.\d")
-GUIDES = [page for page in PAGES if page.startswith("guides/") and not page.endswith("index.md")]
 read = lambda page: (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def test_the_site_fetches_nothing_from_elsewhere():
+def test_pages_answer_their_question_once_and_fetch_nothing():
     assert re.search(r"^  font: false", CONFIG, flags=re.MULTILINE)
     assert "http" not in re.sub(r"#.*", "", CONFIG)
-
-
-def test_a_page_of_results_answers_its_question_by_commands_at_commits_and_stands_in_the_index():
     wanted = (r"^\*\*Answer\.\*\* ", "```bash", r"\b[0-9a-f]{7}\b", r"\b20\d\d-\d\d-\d\d\b")
     for page in RESULTS:
         text = read(page)
         title = text.splitlines()[0].removeprefix("# ")
         assert title.endswith("?") and f"| [{title}]({Path(page).name}) |" in read("results/index.md"), page
         assert not [one for one in wanted if not re.search(one, text, flags=re.MULTILINE)], page
-
-
-def test_no_figure_stands_on_two_pages():
-    """Means of four digits with a deviation, which hardly agree by chance. The README may cite one with a link."""
     pages = {page: read(page) for page in PAGES if not page.startswith("project/")}
     found = [(figure, page) for page, text in pages.items() for figure in set(FIGURE.findall(text))]
     places = {figure: [page for one, page in found if one == figure] for figure, _ in found}
@@ -44,18 +36,3 @@ def test_the_readme_has_the_figures_of_the_pages_that_it_links():
         [page] = re.findall(r"\]\(((?:docs/results|papers/docs)/[\w-]+\.md)\)", part)
         shown, text = re.findall(r"(?<![\w.])\d*\.\d+(?: ± \d*\.\d+)?", part), read(f"../{page}")
         assert shown and [one for one in shown if not re.search(rf"(?<![\d.]){re.escape(one)}(?!\d)", text)] == []
-
-
-def test_history_has_one_line_an_attempt_the_newest_first():
-    lines = [line for line in read("history.md").splitlines() if line.startswith("| 20")]
-    dates = [line.split(" | ")[0].removeprefix("| ") for line in lines]
-    assert lines and all(len(line.split(" | ")) == 4 for line in lines)
-    assert dates == sorted(dates, reverse=True) and all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
-
-
-def test_lines_are_wrapped_and_guides_state_when_not_to_use_a_thing():
-    assert not [page for page in GUIDES if not re.search(r"^## When not to", read(page), flags=re.MULTILINE)]
-    free = ("|", "    ", "![")
-    unfenced = {page: "".join(read(page).split("\n```")[::2]) for page in PAGES}
-    lines = [(page, line) for page, text in unfenced.items() for line in text.splitlines()]
-    assert not [(page, line) for page, line in lines if len(line) > 120 and not line.startswith(free)]

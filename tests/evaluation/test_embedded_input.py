@@ -175,7 +175,7 @@ def test_numbers_and_padded_file_names_of_coco_are_one_image():
     assert measure(EmbeddedSet(point, point, names, ("a", "b", "c"), (turned,))).figures == found.figures
 
 
-def test_mistakes_are_named(folder, ground_truths):
+def test_mistakes_are_named_and_benchmarks_known_by_name(folder, ground_truths, shared):
     truth = {"ground_truth": folder / "truth.json"}
     for arguments, message in (
         ({}, r"either --truth FILE or --benchmark NAME \(coco, flickr30k"),
@@ -192,9 +192,6 @@ def test_mistakes_are_named(folder, ground_truths):
     raises(UserError, counts, read_embedded_set, f"{folder}/t.npy", f"{folder}/t.npy", ground_truths)
     sizes = r"i.npy has 3 dimensions, .*wide.npy has 4"
     raises(ValueError, sizes, read_embedded_set, f"{folder}/i.npy", f"{folder}/wide.npy", ground_truths)
-
-
-def test_named_benchmarks(shared):
     found = read_ground_truths("coco", annotations=shared / "data" / "coco5k_text", metrics=["recall@1"])
     names = ["coco_5k", "coco_1k", "cxc", "rpc2", "rpc2_cxc", "cxc_1k", "rpc2_1k", "rpc2_cxc_1k", "eccv"]
     assert [t.name for t in found] == names and {t.metrics for t in found} == {("recall@1",)}

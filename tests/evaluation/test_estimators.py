@@ -130,7 +130,7 @@ def test_kl_goes_from_image_to_text_in_both_directions():
         np.testing.assert_allclose(found["margin"], expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_points():
+def test_points_and_galleries_that_are_not_needed():
     queries, gallery = (GaussianEmbedding.point(x.mean) for x in scene(7))
     found = estimate_uncertainty(queries, gallery, MATCHING)
     assert (found["total_variance"] == 0).all() and all(not np.isnan(values).any() for values in found.values())
@@ -138,9 +138,6 @@ def test_points():
     assert usable_estimators(queries, gallery, estimators=ESTIMATORS | needy) == ESTIMATORS
     with pytest.raises(ValueError, match="needy need variances, got points"):
         estimate_uncertainty(queries, gallery, MATCHING, estimators=needy)
-
-
-def test_no_gallery_is_needed_where_none_is_looked_at():
     queries, gallery = scene(8)
     chosen = {name: e for name, e in ESTIMATORS.items() if not e.needs_gallery}
     alone = estimate_uncertainty(queries, gallery[:0], MATCHING, estimators=chosen)

@@ -58,15 +58,12 @@ def matches(ground_truth):
     return rows["i2t"], rows["t2i"]
 
 
-def test_pairs_make_both_directions():
+def test_pairs_make_both_directions_and_what_does_not_fit_is_refused():
     ground_truth = ground_truth_from_pairs("mine", ["b", "a"], [7, "x", 8], [("a", 7), ("b", "x"), ("a", 8), ("a", 7)])
     assert matches(ground_truth) == ({"b": {"x"}, "a": {"7", "8"}}, {"7": {"a"}, "x": {"b"}, "8": {"a"}})
     assert ground_truth.with_metrics("recall@3").metrics == ("recall@3",)
     with pytest.raises(ValueError, match="mine: pair 1 names text 'y', which is not among the text ids"):
         ground_truth_from_pairs("mine", ["a"], ["x"], [("a", "x"), ("a", "y")])
-
-
-def test_ground_truths_that_do_not_fit_are_refused():
     one, other = Relevance.from_lists([[0], [1]], n_gallery=3), Relevance.from_lists([[0], [1], []], n_gallery=2)
     images, texts = ("a", "b"), ("x", "y", "z")
     GroundTruth("t", images, texts, one, other)
@@ -131,9 +128,6 @@ def test_eccv_caption_has_the_published_numbers():
     listed = json.loads(shared("coco5k_text", "cxc_image_to_caption.json").read_text())
     assert matches(ground_truths["cxc"])[0] == {image: set(map(str, texts)) for image, texts in listed.items()}
     assert [ground_truths[name].name for name in ("cxc", "eccv", "rpc2")] == ["cxc", "eccv", "rpc2"]
-
-
-def test_the_positives_of_cxc_are_the_pairs_rated_3_or_higher():
     cxc, own, rated = of_package()["cxc"], of_package()["coco_5k"], {}
     with shared("coco5k_text", "cxc_sits_test.csv").open(newline="") as file:
         for row in csv.DictReader(file):
@@ -267,7 +261,7 @@ def instances(path, classes):
     return path
 
 
-def test_pmrp_by_hand(tmp_path):
+def test_pmrp_by_hand_and_what_it_cannot_know(tmp_path):
     # Classes {1, 2}, {2}, {3}, none: the first two differ in one class, the others in three and two.
     path = instances(tmp_path / "instances.json", {1: [1, 2, 2], 2: [2], 3: [3], 4: []})
     ground_truths, first = pmrp([path], CAPTIONS, in_folds(CAPTIONS, 1, name="whole")), FIRST
@@ -275,9 +269,6 @@ def test_pmrp_by_hand(tmp_path):
     assert matches(ground_truths["pmrp@1"])[0] == {first: {"1a", "1b", "2a"}, "2": {"1a", "1b", "2a"}, "3": {"3a"}}
     two = {"1a": {first, "2"}, "1b": {first, "2"}, "2a": {first, "2", "3"}, "3a": {"2", "3"}}
     assert matches(ground_truths["pmrp@2"])[1] == two
-
-
-def test_pmrp_refuses_what_it_cannot_know(tmp_path):
     path = instances(tmp_path / "instances.json", {1: [1], 2: [2], 3: [3]})
     raises(UserError, "image 4 of captions is not among its images", pmrp, [path], CAPTIONS, CAPTIONS)
     two = ground_truth_from_pairs("two", ["1", "2"], ["x"], [("1", "x"), ("2", "x")])
@@ -299,7 +290,7 @@ def birds(tmp_path):
     return tmp_path
 
 
-def test_birds_match_by_class(birds):
+def test_birds_match_by_class_in_the_public_lists(birds, tmp_path):
     (birds / "classes.txt").write_text("001.Wren\n002.Owl\n003.Kite\n")
     ground_truth = cub_captions(birds, classes=birds / "classes.txt")
     assert ground_truth.image_ids[:3] == ("001.Wren/Wren_0.jpg", "001.Wren/Wren_1.jpg", "002.Owl/Owl_0.jpg")
@@ -307,9 +298,6 @@ def test_birds_match_by_class(birds):
     birds_of = lambda ids: np.array([one.split("/")[0] for one in ids])
     expected = birds_of(ground_truth.image_ids)[:, None] == birds_of(ground_truth.text_ids)
     assert (ground_truth.i2t.to_dense() == expected).all() and (ground_truth.t2i.to_dense() == expected.T).all()
-
-
-def test_birds_by_the_public_lists(birds, tmp_path):
     lists = tmp_path / "lists"
     lists.mkdir()
     for name, classes in (

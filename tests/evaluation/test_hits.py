@@ -51,7 +51,7 @@ def test_a_loop_over_queries_has_the_same_figures(direction, population):
     assert figures.ece_by_chance == pytest.approx(calibration_error_by_chance(torch.from_numpy(p)), abs=1e-6)
 
 
-def test_sizes_and_populations():
+def test_sizes_populations_and_errors_by_chance():
     distance, match = pairs(n=120)
     calibration = of_distance(2.0, 2.0)
     planted = measure_hits(calibration, distance, match, sizes=(30, 60, 5000), n_galleries=2)
@@ -60,9 +60,6 @@ def test_sizes_and_populations():
     ]
     every = measure_hits(calibration, distance, match, sizes=(30,), population="independent")
     assert every[0].n > planted[0].n and every[0].rate < planted[0].rate and without_nearest(calibration) == calibration
-
-
-def test_error_by_chance_is_that_of_perfect_predictions_and_log_loss_by_hand():
     p = torch.rand(3000, generator=torch.Generator().manual_seed(1)).double()
     drawn = (torch.bernoulli(p, generator=torch.Generator().manual_seed(s)) for s in range(200, 230))
     mean = np.mean([expected_calibration_error(p, match, binning="count") for match in drawn])

@@ -31,13 +31,6 @@ from sfumato.metrics.reliability import calibration_error_statistic, expected_ca
 ONE = Judgement("a dog", "x y.jpg", 1, "ann", "2025-01-01T10:00:00+00:00", "rank 1", 0.7, 2.0)
 
 
-def test_files_give_back_what_was_written(tmp_path):
-    all_of_them = [ONE, replace(ONE, id="ü", yes=0, probability=None), replace(ONE, judge="bob", weight=1.5)]
-    write_judgements(tmp_path / "a.jsonl", all_of_them)
-    assert read_judgements(tmp_path / "a.jsonl") == all_of_them
-    assert json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])["judge"] == "ann"
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -59,7 +52,11 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, wrong, said):
     raises(UserError, "cannot read", read_judgements, tmp_path / "none.jsonl")
 
 
-def test_the_latest_verdict_of_one_judge_counts():
+def test_the_latest_verdict_of_one_judge_counts_and_files_come_back(tmp_path):
+    all_of_them = [ONE, replace(ONE, id="ü", yes=0, probability=None), replace(ONE, judge="bob", weight=1.5)]
+    write_judgements(tmp_path / "a.jsonl", all_of_them)
+    assert read_judgements(tmp_path / "a.jsonl") == all_of_them
+    assert json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])["judge"] == "ann"
     later = replace(ONE, yes=0, when="2025-01-01T09:30:00-01:00")  # 10:30 in UTC.
     other = replace(ONE, yes=0, judge="bob", when="2024-01-01T00:00:00")
     assert merged([later], [ONE]) == merged([ONE, later]) == [later]

@@ -88,23 +88,17 @@ def test_recall_is_binned_by_the_uncertainty_of_the_paper_that_is_asked_for(meas
     assert -1 <= result.multiplicity["balanced"] <= 1
 
 
-def test_unknown_measures_are_refused():
+def test_points_and_one_to_one_truth_leave_out_what_has_no_meaning():
     images, texts, relevance, _ = scene(6)
     message = "unknown uncertainty 'entropy'; known: total_variance, geometric_std"
     raises(ValueError, message, evaluate_retrieval, images, texts, relevance, uncertainty="entropy")
     raises(UserError, "--samples 0: give at least 1", EvaluationOptions, 0)
-
-
-def test_the_log_determinant_of_points_is_not_in_a_file():
     images, texts, relevance, _ = scene(4)
     result = evaluate_retrieval(GaussianEmbedding.point(images.mean), texts, relevance, uncertainty="log_det")
     assert {b["uncertainty"] for b in result.uncertainty["i2t"]["bins"]} == {None}
     assert result.uncertainty["i2t"]["correlation"] is result.uncertainty["i2t"]["spearman"] is None
     assert result.uncertainty["t2i"]["correlation"] is not None
     json.dumps(result.to_json(), allow_nan=False)
-
-
-def test_points_and_one_to_one_truth_leave_out_what_has_no_meaning():
     images, texts, _, _ = scene(3)
     names, one_to_one = texts[: images.n], Relevance.from_lists([[i] for i in range(N)], n_gallery=N)
     points = evaluate_retrieval(GaussianEmbedding.point(images.mean), GaussianEmbedding.point(names.mean), one_to_one)

@@ -89,13 +89,6 @@ def test_every_figure_of_every_estimator_by_loops():
             assert figure in FIGURES and interval.low <= interval.high, (name, figure)
 
 
-def test_where_every_item_is_true_there_is_no_wrong_one_of_a_pair():
-    everything = Relevance.from_lists([list(range(12))] * 9, n_gallery=12)
-    gallery, queries = (GaussianEmbedding(torch.eye(n, 2), torch.zeros(n, 2)) for n in (12, 9))
-    result = measure_trust(queries, gallery, everything, MATCHING, **QUICK)
-    assert result.right_pairs.value is None and result.n_out_of_gallery == 0
-
-
 def test_kl_goes_from_image_to_text_whoever_asks():
     texts, images, relevance, ground_truth = scene(6)
     has, matrix = ground_truth.any(1), DISTANCES["kl"].matrix(images, texts).numpy().T
@@ -112,7 +105,7 @@ def test_kl_goes_from_image_to_text_whoever_asks():
     assert found.right_pairs.value == pytest.approx(expected, abs=0.002)
 
 
-def test_proxies_are_judged_by_spearman_and_undefined_ones_left_out():
+def test_proxies_of_captions_are_judged_by_spearman():
     queries, gallery, relevance, ground_truth = scene(3)
     values = np.random.default_rng(0).random(N)
     values[[1, 2]] = np.nan
@@ -121,9 +114,6 @@ def test_proxies_are_judged_by_spearman_and_undefined_ones_left_out():
     u, found = queries.total_variance.numpy()[use], result.estimators["total_variance"]["caption_words"]
     assert found.value == pytest.approx(scipy.stats.spearmanr(u, values[use]).statistic)
     assert "multiplicity" not in result.estimators["total_variance"]
-
-
-def test_captions_that_agree_and_that_do_not():
     relevance = Relevance.from_lists([[0, 1, 2], [3, 4], [5], []], n_gallery=6)
     mean = torch.tensor([[0.0, 0], [3, 4], [0, 1], [1, 1], [1, 1], [9, 9]])
     found = caption_distance(GaussianEmbedding(mean, torch.zeros(6, 2)), relevance)
@@ -133,21 +123,11 @@ def test_captions_that_agree_and_that_do_not():
     np.testing.assert_allclose(caption_words(words, relevance), [expected, 0, np.nan, np.nan])
 
 
-def test_groups_widen_the_intervals():
-    # Five equal queries for each of 25 things: drawn together, the interval of the recall is about sqrt(5) as wide.
-    generator = torch.Generator().manual_seed(5)
-    items = torch.randn(25, 3, generator=generator)
-    noisy = (items + 0.8 * torch.randn(25, 3, generator=generator)).repeat_interleave(5, 0)
-    queries = GaussianEmbedding(noisy, torch.zeros(125, 3))
-    gallery = GaussianEmbedding(items, torch.zeros(25, 3))
-    ground_truth, widths = Relevance.from_lists([[i // 5] for i in range(125)], n_gallery=25), []
-    for groups in (None, np.arange(125) // 5):
-        r = measure_trust(queries, gallery, ground_truth, MATCHING, groups=groups, n_resamples=1000).recall
-        widths.append(r.high - r.low)
-    assert widths[1] / widths[0] == pytest.approx(np.sqrt(5), rel=0.2)
-
-
-def test_equal_seeds_give_equal_figures_and_no_true_item_anywhere_is_told():
+def test_equal_seeds_give_equal_figures_and_scenes_without_wrong_or_true_items_are_told():
+    everything = Relevance.from_lists([list(range(12))] * 9, n_gallery=12)
+    gallery, queries = (GaussianEmbedding(torch.eye(n, 2), torch.zeros(n, 2)) for n in (12, 9))
+    result = measure_trust(queries, gallery, everything, MATCHING, **QUICK)
+    assert result.right_pairs.value is None and result.n_out_of_gallery == 0
     queries, gallery, relevance, _ = scene(4)
     options = QUICK | {"estimators": {name: ESTIMATORS[name] for name in ("margin", "nearest_mean")}}
     results = [measure_trust(queries, gallery, relevance, MATCHING, seed=s, **options) for s in (0, 0, 1)]
@@ -169,7 +149,18 @@ def test_points_have_no_variance_to_judge_and_all_the_rest():
     assert value["low"] <= value["value"] <= value["high"] and again["estimators"]["margin"]["kind"] == "both"
 
 
-def test_data_whose_texts_have_several_images_have_multiplicities_and_no_groups():
+def test_groups_widen_the_intervals_where_texts_have_one_image():
+    # Five equal queries for each of 25 things: drawn together, the interval of the recall is about sqrt(5) as wide.
+    generator = torch.Generator().manual_seed(5)
+    items = torch.randn(25, 3, generator=generator)
+    noisy = (items + 0.8 * torch.randn(25, 3, generator=generator)).repeat_interleave(5, 0)
+    queries = GaussianEmbedding(noisy, torch.zeros(125, 3))
+    gallery = GaussianEmbedding(items, torch.zeros(25, 3))
+    ground_truth, widths = Relevance.from_lists([[i // 5] for i in range(125)], n_gallery=25), []
+    for groups in (None, np.arange(125) // 5):
+        r = measure_trust(queries, gallery, ground_truth, MATCHING, groups=groups, n_resamples=1000).recall
+        widths.append(r.high - r.low)
+    assert widths[1] / widths[0] == pytest.approx(np.sqrt(5), rel=0.2)
     few = Relevance.from_lists([[0, 1], [2], *[[k] for k in range(3, 11)]], n_gallery=11)
     many = Relevance.from_lists([[0, 1], [1, 2], *[[k] for k in range(3, 9)]], n_gallery=9)
     groups = np.arange(10)

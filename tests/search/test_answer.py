@@ -96,7 +96,7 @@ class Page(HTMLParser):
         self.texts.append(" ".join(data.split()))
 
 
-def test_texts_are_escaped_and_bars_are_as_long_as_the_probability():
+def test_a_page_has_escaped_texts_bars_and_small_images():
     page = Page(answer()._repr_html_())
     assert set(page.tags) == {"div", "strong", "br"}
     assert {"a <b>dog</b> & cat", "<i>0.png", 'a "label" <x>', "90.0%", "45.0%", "30.0%"} <= set(page.texts)
@@ -106,9 +106,6 @@ def test_texts_are_escaped_and_bars_are_as_long_as_the_probability():
     assert not plain.widths and not any("%" in text for text in plain.texts)
     assert any("not calibrated for such queries" in text for text in plain.texts)
     assert "No item reaches this probability." in Page(answer(0)._repr_html_()).texts
-
-
-def test_images_are_small_and_in_the_page():
     buffer, noise = io.BytesIO(), np.random.default_rng(0).integers(0, 256, (600, 900, 3), dtype=np.uint8)
     Image.fromarray(noise).save(buffer, "PNG")
     files = {"<i>0.png": buffer.getvalue(), "<i>1.png": b"no image"}
@@ -138,21 +135,6 @@ def test_lines_and_plain_values_have_no_probabilities_that_are_not_calibrated(ca
     assert "hardly knows" in lines and ("%" in lines) is ("matches expected" in lines) is calibrated
 
 
-def test_hits_are_drawn_as_bars():
-    axes = answer().plot()
-    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.9, 0.45, 0.3])
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["<i>0.png", 'a "label" <x>', 'a "label" <x>']
-    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first hit is at the top"
-    assert axes.get_xlabel() == "match probability" and "One clear match" in axes.figure.get_suptitle()
-    by_distance = answer(calibrated=False).plot()
-    assert [bar.get_width() for bar in by_distance.patches] == pytest.approx([0.5, 1.5, 2.5])
-    assert by_distance.get_xlabel() == "csd (smaller is closer)"
-    _, mine = pyplot.subplots()
-    assert answer().plot(mine) is mine and answer(0).plot() is not mine
-    long = answer(1, query="/a/very/long/path/that/does/not/fit/into/the/title/dog.png").plot()
-    assert "title/dog.png" in long.figure.get_suptitle() and "/a/very" not in long.figure.get_suptitle()
-
-
 def test_a_reliability_curve_has_the_bins_of_loops():
     random = np.random.default_rng(0)
     p = random.random(1000)
@@ -175,7 +157,19 @@ def test_a_reliability_curve_has_the_bins_of_loops():
     assert [text.get_text() for text in axes.texts] == ["n = 200", "200", "200", "200", "200"]
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch):
+def test_hits_are_drawn_as_bars_by_an_extra(monkeypatch):
+    axes = answer().plot()
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.9, 0.45, 0.3])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["<i>0.png", 'a "label" <x>', 'a "label" <x>']
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first hit is at the top"
+    assert axes.get_xlabel() == "match probability" and "One clear match" in axes.figure.get_suptitle()
+    by_distance = answer(calibrated=False).plot()
+    assert [bar.get_width() for bar in by_distance.patches] == pytest.approx([0.5, 1.5, 2.5])
+    assert by_distance.get_xlabel() == "csd (smaller is closer)"
+    _, mine = pyplot.subplots()
+    assert answer().plot(mine) is mine and answer(0).plot() is not mine
+    long = answer(1, query="/a/very/long/path/that/does/not/fit/into/the/title/dog.png").plot()
+    assert "title/dog.png" in long.figure.get_suptitle() and "/a/very" not in long.figure.get_suptitle()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for drawn in (answer(), sfumato.Reliability.of(np.array([0.5]), np.array([1]))):
         raises(UserError, r"pip install 'sfumato\[report\]'", drawn.plot)

@@ -126,20 +126,6 @@ def test_candidates_in_their_true_order(name, direction):
         assert torch.isposinf(found[i][len(own) :]).all()
 
 
-def test_of_nothing():
-    queries, gallery = gaussians(2, 3, 0), gaussians(4, 3, 1)
-    none = queries[:0]
-    assert [t.shape for t in top_k(none, gallery, 2)] == [(0, 2)] * 2
-    assert [t.shape for t in top_k(queries, none, 2)] == [(2, 0)] * 2
-    raises(ValueError, "k must be at least 1, got 0", top_k, queries, queries, 0)
-    with pytest.raises(ValueError, match="average_l2 is sampled"):
-        closest_candidates(queries, gallery, np.zeros((2, 1), int), "average_l2")
-    assert closest_candidates(none, gallery, np.empty((0, 5), int))[1].shape == (0, 5)
-    assert closest_candidates(queries, gallery, np.empty((2, 0), int))[0].shape == (2, 0)
-    found, order = closest_candidates(queries, none, np.full((2, 3), -1))
-    assert np.isposinf(found).all() and (order == -1).all()
-
-
 WIDTH = {"csd": 6, "wasserstein2": 10, "squared_l2": 5}
 
 
@@ -188,7 +174,18 @@ def test_each_of_several_threads_computes_on_one_core():
     assert found == ([1] * 5, 3)
 
 
-def test_bad_input_is_named():
+def test_of_nothing_and_bad_input():
+    queries, gallery = gaussians(2, 3, 0), gaussians(4, 3, 1)
+    none = queries[:0]
+    assert [t.shape for t in top_k(none, gallery, 2)] == [(0, 2)] * 2
+    assert [t.shape for t in top_k(queries, none, 2)] == [(2, 0)] * 2
+    raises(ValueError, "k must be at least 1, got 0", top_k, queries, queries, 0)
+    with pytest.raises(ValueError, match="average_l2 is sampled"):
+        closest_candidates(queries, gallery, np.zeros((2, 1), int), "average_l2")
+    assert closest_candidates(none, gallery, np.empty((0, 5), int))[1].shape == (0, 5)
+    assert closest_candidates(queries, gallery, np.empty((2, 0), int))[0].shape == (2, 0)
+    found, order = closest_candidates(queries, none, np.full((2, 3), -1))
+    assert np.isposinf(found).all() and (order == -1).all()
     x = of_five(2, 0)
     for function in (lift_gallery, lift_queries, query_constant):
         raises(ValueError, "'elk' is not a Euclidean distance .* a GaussianIndex", function, x, "elk")

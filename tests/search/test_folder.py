@@ -122,7 +122,7 @@ def seal(folder, **changes):
     return manifest
 
 
-def test_what_another_program_has_sealed_is_checked(tmp_path):
+def test_sealed_by_another_program_and_two_writers(tmp_path):
     folder = tmp_path / "folder"
     raises(FileNotFoundError, "there is no folder", read_settings, folder)
     raises(FileNotFoundError, r"no manifest.json here", read_settings, tmp_path)
@@ -141,13 +141,10 @@ def test_what_another_program_has_sealed_is_checked(tmp_path):
     (folder / manifest["data"]).rename(tmp_path / manifest["data"])
     seal(folder, data=f"../{manifest['data']}", files={"a": {}})
     raises(ValueError, "names files outside its data folder", read_settings, folder)
-
-
-def test_two_writers_do_not_mix(tmp_path):
-    save(tmp_path)
-    with FileLock(tmp_path / ".lock"):
-        raises(BlockingIOError, "another process is saving there", change, tmp_path, "second")
-    assert load(tmp_path) == "old" and change(tmp_path, "new") == {"content": "new", "before": "old"}
+    save(folder := tmp_path / "two")
+    with FileLock(folder / ".lock"):
+        raises(BlockingIOError, "another process is saving there", change, folder, "second")
+    assert load(folder) == "old" and change(folder, "new") == {"content": "new", "before": "old"}
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o027, 0o640), (0o002, 0o664), (0o077, 0o600)])

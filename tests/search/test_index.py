@@ -144,23 +144,6 @@ def test_probabilities_know_the_size_of_the_gallery():
     assert hit.match_probability == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_promises_that_nothing_vouches_for_are_refused():
-    gallery, queries, _, calibration = calibrated()
-    bare = GaussianIndex.build(gallery, ids_of(150))
-    for asked in ("coverage", "max_risk"):
-        told = rf"{asked}.* needs a calibration.*sfumato calibrate RUN.*build the index again"
-        raises(ValueError, told, bare.search, queries, 3, SearchOptions(**{asked: 0.5}))
-    assert len(bare.search(queries[:1], 3, SearchOptions(min_probability=0.0))[0]) == 3
-    old = GaussianIndex.build(gallery, ids_of(150), calibration=Calibration(2.0, 1.0, 0.1))
-    assert (old.logit_scale, old.logit_bias) == (2.0, 1.0)
-    raises(ValueError, "no scores of held-out queries for t2i", old.search, queries, 3, SearchOptions(coverage=0.9))
-    index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
-    raises(ValueError, "coverage must be between 0 and 1, got 90", index.search, queries, 3, SearchOptions(coverage=90))
-    with pytest.raises(ValueError, match="min_probability must be between 0 and 1, got 1.5"):
-        index.search(queries, 3, SearchOptions(min_probability=1.5))
-    raises(ValueError, "no limit has a risk of at most 0.0001", index.search, queries, 3, SearchOptions(max_risk=1e-4))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -183,7 +166,21 @@ def test_mistakes_are_named(change, message):
     raises(ValueError, message, GaussianIndex.build, arguments.pop("embeddings"), arguments.pop("ids"), **arguments)
 
 
-def test_mistakes_in_a_search_are_named():
+def test_promises_that_nothing_vouches_for_and_mistakes_in_a_search_are_named():
+    gallery, queries, _, calibration = calibrated()
+    bare = GaussianIndex.build(gallery, ids_of(150))
+    for asked in ("coverage", "max_risk"):
+        told = rf"{asked}.* needs a calibration.*sfumato calibrate RUN.*build the index again"
+        raises(ValueError, told, bare.search, queries, 3, SearchOptions(**{asked: 0.5}))
+    assert len(bare.search(queries[:1], 3, SearchOptions(min_probability=0.0))[0]) == 3
+    old = GaussianIndex.build(gallery, ids_of(150), calibration=Calibration(2.0, 1.0, 0.1))
+    assert (old.logit_scale, old.logit_bias) == (2.0, 1.0)
+    raises(ValueError, "no scores of held-out queries for t2i", old.search, queries, 3, SearchOptions(coverage=0.9))
+    index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
+    raises(ValueError, "coverage must be between 0 and 1, got 90", index.search, queries, 3, SearchOptions(coverage=90))
+    with pytest.raises(ValueError, match="min_probability must be between 0 and 1, got 1.5"):
+        index.search(queries, 3, SearchOptions(min_probability=1.5))
+    raises(ValueError, "no limit has a risk of at most 0.0001", index.search, queries, 3, SearchOptions(max_risk=1e-4))
     index = GaussianIndex.build(clustered(3, seed=0), ids_of(3))
     raises(ValueError, "k must be at least 1, got 0", index.search, clustered(1, seed=0), 0)
     raises(ValueError, "queries have 5 dimensions, the index has 16", index.search, clustered(1, 5, seed=0), 1)

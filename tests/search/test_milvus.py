@@ -208,7 +208,7 @@ def test_larger_batches_and_more_results_than_milvus_takes_at_once(embedded):
     assert [len(found) for found in store.search(wanted, 20_000)] == [0] * 3
 
 
-def test_texts_that_milvus_would_take_for_an_expression(url):
+def test_texts_like_expressions_and_bounds_between_two_numbers(url):
     quotes = '"] or id != "', "tab\tr\rn\n", '\\"', "\\", "'"
     texts = *quotes, "\x01\x85\u2028", "{id}", "$meta", "nine".rjust(60_000, "9")
     store, batch = create_store(url(), 3), records(len(texts), 3, 6)
@@ -223,9 +223,6 @@ def test_texts_that_milvus_would_take_for_an_expression(url):
     one = records(1, 3, 7)
     with pytest.raises(UserError, match="an id may have 65,535 bytes, got 65,536: 'éé"):
         store.upsert(Records(("é" * 32768,), one.vectors, one.uncertainty, one.payloads))
-
-
-def test_bounds_between_two_numbers_of_single_precision(url):
     store, bound = create_store(url(), 2), np.float32(0.1)
     uncertainty = np.array([np.nextafter(bound, bound - 1), bound])
     batch = Records(("below", "at"), np.zeros((2, 2), np.float32), uncertainty, ({}, {}))

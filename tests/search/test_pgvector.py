@@ -115,19 +115,6 @@ def test_a_narrow_filter_brings_all_that_fit(server, monkeypatch, compress):
     assert_nearest(store, by_id(batch), queries(5, 9, 3), 20, Filter({"rare": ("7",)}))
 
 
-def test_dimensions_beyond_the_index(server):
-    for options, dim in (({}, 2001), ({"compress": "half"}, 4001)):
-        url = server.url(index="hnsw", **options)
-        raises(UserError, f"indexes at most 2,000, 4,000 with .* got {dim:,}; index=none", create_store, url, dim)
-    raises(UserError, r"stores at most 16,000 dimensions", create_store, server.url(), 16001)
-    for options in ({}, {"index": "hnsw", "compress": "binary"}):
-        store, batch = create_store(server.url(database="indexed", **options), 4001), records(20, 4001, 6)
-        store.upsert(batch)
-        store.optimise()
-        assert_holds(store, by_id(batch))
-        assert_nearest(store, by_id(batch), queries(2, 4001, 7), 5)
-
-
 @pytest.mark.parametrize("index", ["hnsw", "ivfflat"])
 @pytest.mark.parametrize("compress, code", [("half", "halfvec"), ("binary", "binary_quantize")])
 def test_compressed_vectors_are_candidates_only(server, monkeypatch, index, compress, code):
@@ -141,7 +128,17 @@ def test_compressed_vectors_are_candidates_only(server, monkeypatch, index, comp
     assert len(one.search(queries(1, 40, 22), 5)[0]) == 5
 
 
-def test_an_earlier_pgvector_is_refused(server):
+def test_dimensions_and_versions_that_there_are_not(server):
+    for options, dim in (({}, 2001), ({"compress": "half"}, 4001)):
+        url = server.url(index="hnsw", **options)
+        raises(UserError, f"indexes at most 2,000, 4,000 with .* got {dim:,}; index=none", create_store, url, dim)
+    raises(UserError, r"stores at most 16,000 dimensions", create_store, server.url(), 16001)
+    for options in ({}, {"index": "hnsw", "compress": "binary"}):
+        store, batch = create_store(server.url(database="indexed", **options), 4001), records(20, 4001, 6)
+        store.upsert(batch)
+        store.optimise()
+        assert_holds(store, by_id(batch))
+        assert_nearest(store, by_id(batch), queries(2, 4001, 7), 5)
     url = server.url(database="early")
     server.execute("CREATE DATABASE early")
     create_store(url, 3).close()
@@ -167,20 +164,6 @@ def test_a_scan_and_a_batch_are_of_one_state(server):
     next(abandoned)
     abandoned.close()
     assert store.count() == 35
-
-
-def test_tables_with_awkward_names_and_schemas(server):
-    server.execute('CREATE SCHEMA IF NOT EXISTS "my schema"')
-    for table in ("my%20schema.it's%20%22{x}%22", "T" * 60):
-        url = server.url(table=table, index="hnsw")
-        store, batch = create_store(url, 3), records(20, 3, 11)
-        store.upsert(batch)
-        store.optimise()
-        store.optimise()
-        store.close()
-        store = open_store(url)
-        assert_holds(store, by_id(batch))
-        store.close()
 
 
 def indexes(server, table):
@@ -257,7 +240,18 @@ def test_a_statement_that_takes_too_long_and_a_server_that_hangs_are_given_up(se
     assert store.count() == 5
 
 
-def test_tables_that_are_not_there_or_not_ours(server):
+def test_tables_with_awkward_names_and_those_that_are_not_ours(server):
+    server.execute('CREATE SCHEMA IF NOT EXISTS "my schema"')
+    for table in ("my%20schema.it's%20%22{x}%22", "T" * 60):
+        url = server.url(table=table, index="hnsw")
+        store, batch = create_store(url, 3), records(20, 3, 11)
+        store.upsert(batch)
+        store.optimise()
+        store.optimise()
+        store.close()
+        store = open_store(url)
+        assert_holds(store, by_id(batch))
+        store.close()
     url = server.url()
     raises(UserError, "there is no table t", open_store, url)
     create_store(url, 3).close()

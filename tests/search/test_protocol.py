@@ -115,18 +115,6 @@ def test_paths_passwords_and_second_stores_of_urls():
     assert beside("postgresql://u@h/d?table=s.t") == "postgresql://u@h/d?table=s.t_texts"
 
 
-def test_records_name_what_is_wrong():
-    raises(ValueError, "1 ids, 2 vectors", Records, ("a",), np.zeros((2, 3), np.float32), np.zeros(2), ({}, {}))
-    with pytest.raises(ValueError, match="'b' is not finite"):
-        Records(("a", "b"), np.array([[0], [np.inf]], np.float32), np.zeros(2), ({}, {}))
-    for payload in ({"x": "a\0b"}, {"x": 3}, {"x": "\ud800"}, {"\0": "x"}):
-        with pytest.raises(ValueError, match="payload of 'a' must be Unicode texts"):
-            Records(("a",), np.zeros((1, 3), np.float32), np.zeros(1), (payload,))
-    for most in (-1.0, float("nan")):
-        raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
-    raises(ValueError, r"\(n, e\) float32", Records, ("a",), np.zeros((1, 3)), np.zeros(1), ({},))
-
-
 DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "2024-06-13T12:01:09", "2025", "")
 
 
@@ -152,7 +140,16 @@ def test_a_filter_in_words(words, expected):
     assert [i for i, item in enumerate(items) if wanted.accepts(item, 1.0)] == expected
 
 
-def test_letters_in_two_parts_pass_filters_typed_as_usual():
+def test_records_name_what_is_wrong_and_filters_take_letters_in_two_parts():
+    raises(ValueError, "1 ids, 2 vectors", Records, ("a",), np.zeros((2, 3), np.float32), np.zeros(2), ({}, {}))
+    with pytest.raises(ValueError, match="'b' is not finite"):
+        Records(("a", "b"), np.array([[0], [np.inf]], np.float32), np.zeros(2), ({}, {}))
+    for payload in ({"x": "a\0b"}, {"x": 3}, {"x": "\ud800"}, {"\0": "x"}):
+        with pytest.raises(ValueError, match="payload of 'a' must be Unicode texts"):
+            Records(("a",), np.zeros((1, 3), np.float32), np.zeros(1), (payload,))
+    for most in (-1.0, float("nan")):
+        raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
+    raises(ValueError, r"\(n, e\) float32", Records, ("a",), np.zeros((1, 3)), np.zeros(1), ({},))
     item = composed({"folder": "A\u0308rger", "_file": "A\u0308rger"})
     assert item == {"folder": "\u00c4rger", "_file": "A\u0308rger"}
     assert all(parse_where([f"folder={form}"]).accepts(item, 1.0) for form in ("A\u0308rger", "\u00c4rger"))
@@ -170,7 +167,7 @@ class TestToyStore(StoreBasics):
         return create_store(f"toy:{tmp_path}", dim, FINGERPRINT)
 
 
-def test_a_collection_in_a_toy_store_answers_as_an_index_does(tmp_path, toy):
+def test_a_toy_store_answers_as_an_index_does_and_unknown_schemes_are_refused(tmp_path, toy):
     index, made = both(tmp_path, 60, store="toy:shop")
     made.close()
     queries, kept = gaussians(7, 1), index.get(["item 3"])
@@ -179,9 +176,6 @@ def test_a_collection_in_a_toy_store_answers_as_an_index_does(tmp_path, toy):
         again.upsert(kept.embeddings, ["item 3"], payloads=kept.payloads)
         assert_same(again.search(queries, 9), index.search(queries, 9))
         assert again.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
-
-
-def test_unknown_and_taken_schemes_are_refused(toy):
     raises(UserError, re.escape(f"known: {', '.join([*STORES, 'toy'])}, or a path"), open_store, "nowhere:x")
     raises(UserError, "there is none", open_store, "toy:nothing")
     raises(ValueError, "'toy' is already registered", register_store, "toy", store)

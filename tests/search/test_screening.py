@@ -136,16 +136,13 @@ def test_with_avx2_alone(request):
     assert done.returncode == 0, done.stdout.decode()[-3000:]
 
 
-def test_no_queries_no_items_and_distances_that_do_not_lift():
+def test_few_and_many_candidates(monkeypatch):
     screen = screen_of(items("random", 30, 1))
     assert [t.shape for t in screen.closest(items("random", 0, 2), 3)] == [(0, 3)] * 2
     assert list(screen.within(items("random", 0, 2), 1.0)) == []
     nothing = screen.among(np.empty(0, np.int64))
     assert [t.shape for t in nothing.closest(items("random", 2, 2), 3)] == [(2, 0)] * 2
     raises(ValueError, "'kl' does not lift", Screen.of, items("random", 3, 1), get_distance("kl"))
-
-
-def test_many_candidates_are_searched_in_smaller_batches(monkeypatch):
     monkeypatch.setattr(screening, "_MANY_PAIRS", 2000)
     gallery, queries = items("near-duplicates", 1500, 1), items("near-duplicates", 13, 2)
     true, screen = true_distances(queries, gallery, "csd"), screen_of(gallery)

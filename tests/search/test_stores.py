@@ -138,26 +138,7 @@ def test_options_of_searches_come_from_the_url_that_opens(tmp_path, needs_faiss)
     assert shares[0] < shares[1] < shares[2]
 
 
-def test_a_store_with_lists_of_an_earlier_version_is_searched_exactly(tmp_path):
-    store, batch = create_store(f"{tmp_path}/store", 6), records(90, 6, 1)
-    store.upsert(batch)
-    store.close()
-    with contextlib.closing(sqlite3.connect(tmp_path / "store" / "records.sqlite")) as connection, connection:
-        settings = '{"engine": "ivf-pq", "exact_below": 16, "n_probe": 3, "overfetch": 5}'
-        connection.execute("UPDATE meta SET value = ? WHERE name = 'settings'", (settings,))
-        connection.execute("INSERT INTO indexes VALUES ('index-90-90.ivf-pq', 7, x'00')")
-    (tmp_path / "store" / "index-90-90.ivf-pq").write_text("lists")
-    for url in (f"{tmp_path}/store", f"{tmp_path}/store?engine=ivf-pq&n_probe=3&code_size=2"):
-        store = open_store(url)
-        assert_nearest(store, by_id(batch), queries(3, 6, 2), 9)
-        store.close()
-    store = open_store(url)
-    store.optimise()
-    assert index_files(tmp_path / "store") == []
-    assert_nearest(store, by_id(batch), queries(3, 6, 2), 9)
-
-
-def test_create_and_open_look_first(tmp_path):
+def test_create_and_open_look_first_and_name_the_extra(tmp_path, monkeypatch):
     url = f"file:{tmp_path}/a#b [c]%20?memory=4"  # As a folder may be called.
     create_store(url, 3).upsert(records(9, 3, 1))
     assert open_store(url).count() == 9 and (tmp_path / "a#b [c]%20/records.sqlite").exists()
@@ -172,9 +153,6 @@ def test_create_and_open_look_first(tmp_path):
     store.close()
     raises(UserError, "is closed; open it again", store.count)
     raises(UserError, "is closed; open it again", store.upsert, records(1, 3, 0))
-
-
-def test_flat_needs_no_faiss_and_the_others_name_the_extra(tmp_path, monkeypatch):
     assert "faiss" not in {*vars(local), *vars(local_files)}, "it is imported where it is used"
     monkeypatch.setitem(sys.modules, "faiss", None)
     store, batch = create_store(f"{tmp_path}/flat", 2), records(9, 2, 1)
@@ -348,11 +326,27 @@ def test_the_log_of_the_database_stays_for_who_may_only_read_the_folder(tmp_path
         store = open_store(store.url)
 
 
-def test_a_store_that_was_made_without_words_opens_and_finds_none(tmp_path):
-    store, batch = create_store(str(tmp_path / "store"), 3), records(4, 3, 1)
+def test_stores_of_earlier_versions_open(tmp_path):
+    store, batch = create_store(f"{tmp_path}/store", 6), records(90, 6, 1)
+    store.upsert(batch)
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "store" / "records.sqlite")) as connection, connection:
+        settings = '{"engine": "ivf-pq", "exact_below": 16, "n_probe": 3, "overfetch": 5}'
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'settings'", (settings,))
+        connection.execute("INSERT INTO indexes VALUES ('index-90-90.ivf-pq', 7, x'00')")
+    (tmp_path / "store" / "index-90-90.ivf-pq").write_text("lists")
+    for url in (f"{tmp_path}/store", f"{tmp_path}/store?engine=ivf-pq&n_probe=3&code_size=2"):
+        store = open_store(url)
+        assert_nearest(store, by_id(batch), queries(3, 6, 2), 9)
+        store.close()
+    store = open_store(url)
+    store.optimise()
+    assert index_files(tmp_path / "store") == []
+    assert_nearest(store, by_id(batch), queries(3, 6, 2), 9)
+    store, batch = create_store(str(tmp_path / "wordless"), 3), records(4, 3, 1)
     url = store.url
     store.close()
-    with contextlib.closing(sqlite3.connect(tmp_path / "store" / "records.sqlite")) as connection:
+    with contextlib.closing(sqlite3.connect(tmp_path / "wordless" / "records.sqlite")) as connection:
         connection.execute("DROP TABLE words")
     store = open_store(url)
     store.upsert(Records(batch.ids, batch.vectors, batch.uncertainty, ({WORDS: "dog"},) * 4))

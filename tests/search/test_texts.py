@@ -165,18 +165,13 @@ def test_items_whose_texts_fit_an_unwanted_text_fall_back(made):
     assert not answer.calibrated and answer.nothing_probability is None
 
 
-def test_queries_without_a_text_and_guarantees_go_by_distance(made):
-    collection, _ = made
-    queries = gaussians(2, 5)
+def test_queries_without_a_text_go_by_distance_and_the_stores_stay_in_step(made, tmp_path):
+    (collection, gallery), queries = made, gaussians(2, 5)
     mixed = collection.search(queries, 5, about=[*QueryInfo.of_texts(["a dog"]), QueryInfo("an image")])
     plain = collection.search(queries, 5)
     assert [a.target for a in mixed] == ["fits", "listed"] and mixed[1].hits == plain[1].hits
     assert asked(collection, "a dog", "tent", k=5, coverage=0.9)[0].target == "listed"
     assert mixed[0][0].best_text and "best_text" not in plain[0].to_json()["hits"][0]
-
-
-def test_both_stores_stay_in_step(made, tmp_path):
-    collection, gallery = made
     with_texts = sum(bool(item_texts(payload)) for payload in payloads(60))
     assert collection.texts.store.count() == with_texts
     collection.upsert(gallery[1:2], ["01.jpg"], payloads=[{}])  # Its texts are gone.
@@ -206,20 +201,6 @@ def test_what_another_process_has_changed_is_found(made, tmp_path):
         assert reader.metadata["a"] == 1 and reader.metadata["b"] == 2
 
 
-def test_a_text_says_kinds_and_the_same_in_other_words_close_together():
-    assert word_stems("The dogs are running") == word_stems("a dog runs") == ["dog", "run"]
-    assert word_stems("to the") == ["to", "the"] and word_stems("...") == []
-    hat = word_stems("red hat")
-    lines = {"a red hat": True, "a hat that is red": True, "hat and a blue and red coat": False, "a red coat": False}
-    assert {line: is_close(hat, line) for line in lines} == lines and is_close(["dog"], "Dogs!")
-    said = {"animal": "poodle", "dog": "puppies", "bicycle": "bikes", "women": "woman", "people": "boy"}
-    assert all(saying(word_stems(word)[0]) >= set(word_stems(text)) for word, text in said.items())
-    not_said = {"poodle": "dog", "woman": "girl", "animal": "cricket", "fruit": "orange", "dog": "cat", "two": "three"}
-    assert not any(saying(word_stems(word)[0]) & set(word_stems(text)) for word, text in not_said.items())
-    assert is_close(["two", "anim"], "Two poodles") and not is_close(["two", "anim"], "three poodles")
-    assert is_close(["two", "women"], "two young women") and not is_close(["two", "women"], "a woman behind two dogs")
-
-
 FORMS = {
     "cafe\u0301": "caf\u00e9", "kit\u200bchen": "kitchen", "\uff4b\uff49\uff54": "kit", "2 dogs": "two dogs",
     "10 cats": "ten cats", "in 2024": "in 2024", "at 2:30": "at 2:30", "12 dogs": "12 dogs", "\ufb01sh": "fish",
@@ -240,7 +221,18 @@ def test_a_text_without_words_is_refused(text, place):
     raises(UserError, "a text to search for has no words: ", TextQuery, **parts)
 
 
-def test_threads_stem_words_as_one_does():
+def test_words_have_stems_and_kinds_in_every_thread():
+    assert word_stems("The dogs are running") == word_stems("a dog runs") == ["dog", "run"]
+    assert word_stems("to the") == ["to", "the"] and word_stems("...") == []
+    hat = word_stems("red hat")
+    lines = {"a red hat": True, "a hat that is red": True, "hat and a blue and red coat": False, "a red coat": False}
+    assert {line: is_close(hat, line) for line in lines} == lines and is_close(["dog"], "Dogs!")
+    said = {"animal": "poodle", "dog": "puppies", "bicycle": "bikes", "women": "woman", "people": "boy"}
+    assert all(saying(word_stems(word)[0]) >= set(word_stems(text)) for word, text in said.items())
+    not_said = {"poodle": "dog", "woman": "girl", "animal": "cricket", "fruit": "orange", "dog": "cat", "two": "three"}
+    assert not any(saying(word_stems(word)[0]) & set(word_stems(text)) for word, text in not_said.items())
+    assert is_close(["two", "anim"], "Two poodles") and not is_close(["two", "anim"], "three poodles")
+    assert is_close(["two", "women"], "two young women") and not is_close(["two", "women"], "a woman behind two dogs")
     generator = random.Random(0)
     words = ["".join(generator.choices("aeinrstgly", k=generator.randint(3, 9))) + "ing" for _ in range(4_000)]
     with ThreadPoolExecutor(8) as pool:

@@ -44,8 +44,17 @@ def test_bodies_that_arrive_slowly_take_no_place(sources):
             assert client.post("/v1/search", json={"queries": [{"text": "a"}]}).status_code == 200
 
 
-def test_bodies_in_memory_have_a_budget(sources):
+def test_bodies_in_memory_have_a_budget_and_their_memory_goes_back(sources, monkeypatch):
     large = by_image(picture(size=(300, 300), format="BMP"))  # 360 KB in base64
+    calls = []
+    monkeypatch.setattr(guard, "_REST", 0.1)
+    monkeypatch.setattr(guard, "_trim", lambda: calls.append(0))
+    with served(sources, timeout=60) as client:
+        assert client.get("/v1/search?q=a").status_code == 200
+        time.sleep(0.3)
+        assert not calls and client.post("/v1/search", **large).status_code == 200
+        until(lambda: calls == [0])
+    monkeypatch.undo()
     with served(sources, byte_budget_mb=0.5, timeout=600) as client:
         assert client.post("/v1/search", **large).status_code == 200
         budget = guard_of(client.app).bodies.bytes
@@ -58,18 +67,6 @@ def test_bodies_in_memory_have_a_budget(sources):
             assert client.post("/v1/search", json={"queries": [{"text": "a"}]}).status_code == 200
         until(lambda: budget.used == 0)
         assert client.post("/v1/search", **large).status_code == 200
-
-
-def test_the_memory_of_large_bodies_goes_back(sources, monkeypatch):
-    calls = []
-    monkeypatch.setattr(guard, "_REST", 0.1)
-    monkeypatch.setattr(guard, "_trim", lambda: calls.append(0))
-    large = by_image(picture(size=(300, 300), format="BMP"))
-    with served(sources, timeout=60) as client:
-        assert client.get("/v1/search?q=a").status_code == 200
-        time.sleep(0.3)
-        assert not calls and client.post("/v1/search", **large).status_code == 200
-        until(lambda: calls == [0])
 
 
 def test_responses_are_bounded(sources):
@@ -133,7 +130,7 @@ def test_what_nobody_waits_for_is_not_decoded(sources, monkeypatch):
         assert slow.begun == 2 and embedder.decoding == 0 and client.app.state.service.embedder.pixels.used == 0
 
 
-def test_lists_and_json_beside_pictures_are_bounded(client):
+def test_lists_and_json_are_bounded_and_a_large_image_arrives_whole(client, monkeypatch):
     for path, body, where in (
         ("/v1/search", {"queries": [{"text": "a"}] * 1025}, "body.queries"),
         ("/v1/items", {"items": [{"id": "a", "text": "a"}] * 1025}, "body.items"),
@@ -153,15 +150,6 @@ def test_lists_and_json_beside_pictures_are_bounded(client):
     assert "it has 2000 errors" in told["detail"]
     noise = in_base64(picture(size=(800, 600), format="BMP"))  # 1.9 MB in base64
     assert send(b'{"queries":[{"image": "' + noise.encode() + b'"}]}').status_code == 200
-
-
-def test_a_queue_that_could_never_hold_a_request():
-    raises(UserError, "queue must be at least max_batch", Settings, queue=63)
-    raises(UserError, "max_batch must be at most 1024", Settings, queue=5000, max_batch=1025)
-    assert Settings(queue=63, max_batch=63).max_batch == 63
-
-
-def test_a_large_image_arrives_whole(client, monkeypatch):
     file, pieces = io.BytesIO(), []
     noise = np.random.default_rng(0).integers(0, 256, (1000, 900, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file, "BMP")
@@ -177,7 +165,10 @@ def test_a_large_image_arrives_whole(client, monkeypatch):
     assert len(pieces) == 4 and max(pieces) < 2 * guard.PIECE < limits.max_body_bytes and answer["hits"]
 
 
-def test_limits_of_the_command_are_checked_by_name_and_kind():
+def test_limits_are_checked():
+    raises(UserError, "queue must be at least max_batch", Settings, queue=63)
+    raises(UserError, "max_batch must be at most 1024", Settings, queue=5000, max_batch=1025)
+    assert Settings(queue=63, max_batch=63).max_batch == 63
     assert parse_limits(["timeout=60", "max_batch=7"]) == {"timeout": 60.0, "max_batch": 7}
     raises(UserError, "did you mean max_batch.*known: max_upload_mb", parse_limits, ["max_bach=7"])
     raises(UserError, "expected a whole number, e.g. --set max_batch=64", parse_limits, ["max_batch=7.5"])

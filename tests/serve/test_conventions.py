@@ -12,7 +12,7 @@ from sfumato.serve.problems import CODES
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
 
 
-def test_head_says_what_get_says_without_the_body(client):
+def test_methods_answer_as_http_says(client):
     for path in (
         *("/", "/healthz", "/readyz", "/docs", "/openapi.json", "/metrics", "/page/page.js"),
         *("/v1/info", "/v1/search?q=a", "/v1/items", "/v1/items/000.png", "/v1/pictures/000.png?size=16"),
@@ -27,9 +27,6 @@ def test_head_says_what_get_says_without_the_body(client):
             assert head.headers.get("content-length") == got.headers.get("content-length") == str(len(got.content))
             lengths = [ask(path).headers.get("content-length") for ask in (client.get, client.head)]
             assert lengths[0] == lengths[1]
-
-
-def test_a_wrong_method_learns_the_right_ones(client):
     for path, methods in (
         ("/", "GET, HEAD"), ("/page/page.js", "GET, HEAD"), ("/metrics", "GET, HEAD"),
         ("/v1/search", "GET, HEAD, POST"), ("/v1/items", "GET, HEAD, POST"), ("/v1/items/000.png", "GET, HEAD"),
@@ -39,18 +36,6 @@ def test_a_wrong_method_learns_the_right_ones(client):
             answer = client.request(method, path)
             assert problem(answer, 405)["code"] == "wrong-method" and answer.headers["allow"] == methods
         assert client.request("PUT", path, content=b"body").headers["allow"] == methods
-
-
-def test_a_new_item_is_created_and_an_old_one_replaced(writable):
-    first = add(writable, "a/new one?.png")
-    assert first.status_code == 201 and first.json()["created"] == 1
-    assert first.headers["location"] == "/v1/items/a/new%20one%3F.png"
-    assert writable.get(first.headers["location"]).json()["id"] == "a/new one?.png"
-    again = add(writable, "a/new one?.png")
-    assert again.status_code == 200 and again.json()["created"] == 0 and "location" not in again.headers
-    some = add(writable, "a/new one?.png", "b")
-    assert some.status_code == 201 and "location" not in some.headers
-    assert some.json() == {"gallery": "images", "stored": 2, "created": 1, "n": first.json()["n"] + 1}
 
 
 def test_any_id_is_a_path(kept):
@@ -92,7 +77,16 @@ def test_items_are_listed_page_by_page(client, sources):
         assert problem(client.get(f"/v1/items?limit={limit}"), 422)["errors"][0]["where"] == "query.limit"
 
 
-def test_a_list_misses_nothing_when_items_come_and_go(writable):
+def test_items_are_created_and_replaced_and_a_list_misses_none_meanwhile(writable):
+    first = add(writable, "a/new one?.png")
+    assert first.status_code == 201 and first.json()["created"] == 1
+    assert first.headers["location"] == "/v1/items/a/new%20one%3F.png"
+    assert writable.get(first.headers["location"]).json()["id"] == "a/new one?.png"
+    again = add(writable, "a/new one?.png")
+    assert again.status_code == 200 and again.json()["created"] == 0 and "location" not in again.headers
+    some = add(writable, "a/new one?.png", "b")
+    assert some.status_code == 201 and "location" not in some.headers
+    assert some.json() == {"gallery": "images", "stored": 2, "created": 1, "n": first.json()["n"] + 1}
     kept, names = listed(writable, 1000), iter(range(100))
 
     def change(page):
@@ -124,23 +118,6 @@ def test_problems_have_codes(client):
     assert {code: int(status) for code, status in rows} == {code: status for code, (status, _) in CODES.items()}
 
 
-def test_every_operation_and_field_is_described(client):
-    document, names = client.get("/openapi.json").json(), []
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            names.append(operation["operationId"])
-            assert operation["summary"] and operation["description"], (method, path)
-            for parameter in operation.get("parameters", ()):
-                assert parameter.get("description") or parameter["schema"].get("description"), (path, parameter["name"])
-    assert len(set(names)) == len(names) and all(re.fullmatch("[a-z]+(_[a-z]+)+|search", name) for name in names)
-    schemas = document["components"]["schemas"]
-    assert len(schemas) > 20
-    for name, schema in schemas.items():
-        assert schema.get("description"), name
-        for field, one in schema["properties"].items():
-            assert one.get("description"), f"{name}.{field}"
-
-
 def inside(schema):
     """A schema, or a list of them, and all within."""
     yield schema
@@ -163,10 +140,21 @@ def test_defaults_and_examples_of_the_document_are_valid(client, vectors):
         assert checked > 30
 
 
-def test_the_document_states_what_generators_of_clients_read(client):
-    """They take these for any value, for a text and for nothing: see test_clients.py, which needs the generators."""
-    document = client.get("/openapi.json").json()
+def test_the_document_describes_all_and_states_what_generators_of_clients_read(client):
+    document, names = client.get("/openapi.json").json(), []
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            names.append(operation["operationId"])
+            assert operation["summary"] and operation["description"], (method, path)
+            for parameter in operation.get("parameters", ()):
+                assert parameter.get("description") or parameter["schema"].get("description"), (path, parameter["name"])
+    assert len(set(names)) == len(names) and all(re.fullmatch("[a-z]+(_[a-z]+)+|search", name) for name in names)
     schemas = document["components"]["schemas"]
+    assert len(schemas) > 20
+    for name, schema in schemas.items():
+        assert schema.get("description"), name
+        for field, one in schema["properties"].items():
+            assert one.get("description"), f"{name}.{field}"
     assert document["openapi"].startswith("3.1") and "patternProperties" not in str(document)
     assert schemas["ItemFilter"]["properties"]["where"]["additionalProperties"]["type"] == "array"
     assert "default" not in schemas["SearchRequest"]["properties"]["max_results"]  # Clients would send it always.

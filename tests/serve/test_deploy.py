@@ -28,7 +28,7 @@ def queries():
     return [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules()]
 
 
-def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has():
+def test_alerts_and_dashboard_ask_for_metrics_that_there_are_and_every_alert_is_explained():
     known, registry = {}, Metrics().registry  # Name -> labels.
     for metric in registry._names_to_collectors.values():
         for name in registry._get_names(metric):
@@ -42,9 +42,6 @@ def test_alerts_and_dashboard_ask_for_metrics_that_the_service_has():
         assert labels <= set().union(*(known[name] for name in re.findall(r"\bsfumato_\w+", expr))), expr
     others = set().union(*(re.findall(r"\b(?:up|ALERTS)\b", expr) for expr in queries()))
     assert others == {"up", "ALERTS"}  # Prometheus has them itself.
-
-
-def test_every_alert_is_explained():
     explained = re.findall(r"^\| `(Sfumato\w+)` \|", GUIDE, re.MULTILINE)
     assert sorted(explained) == sorted(rule["alert"] for rule in rules())
     for name in sorted(path.name for path in DEPLOY.iterdir() if path.suffix in (".yml", ".yaml", ".conf", ".json")):

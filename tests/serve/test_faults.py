@@ -62,7 +62,7 @@ def test_pictures_that_are_none(client):
         assert "body.queries.1.image" in told["detail"] and message in told["detail"]
 
 
-def test_stored_pictures_hold_pixels_alone():
+def test_pictures_that_are_stored_or_shown():
     file, place = io.BytesIO(), Image.Exif()
     place[0x010E] = "where I live"
     place[0x0112] = 6
@@ -75,9 +75,6 @@ def test_stored_pictures_hold_pixels_alone():
     assert told == {"type": "image/png"} and copy.startswith(b"\x89PNG")
     assert shown(picture(), None) == ({"type": "image/png"}, b"")  # As it is.
     raises(ValueError, "cannot be decoded", shown, picture(size=(200, 200), format="JPEG")[:500], 16)
-
-
-def test_what_no_browser_shows_becomes_a_jpeg():
     photograph, clear = halves((120, 80)), Image.new("RGBA", (120, 80), (0, 0, 0, 0))
     grey = Image.fromarray(np.full((80, 120), 40_000, np.uint16))
     scans = [saved("TIFF", photograph), saved("TIFF", grey)]
@@ -115,7 +112,15 @@ def climbing(tmp_path):
     return folder
 
 
-def test_no_id_leads_out_of_the_folder(tmp_path):
+def test_no_path_leads_out_of_the_service(client):
+    for route, path in itertools.product(("/v1/pictures/", "/v1/items/", "/page/"), CLIMBS):
+        with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=10) as connection:
+            connection.sendall(f"GET {route}{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+        assert answer.split()[1] in (b"404", b"405", b"400") and b"root:" not in answer, (route, path, answer[:200])
+
+
+def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_path, sources):
     pictures = FolderImages(climbing(tmp_path))
     assert pictures.read("000.png", {}) == picture()
     for id in (
@@ -133,60 +138,12 @@ def test_no_id_leads_out_of_the_folder(tmp_path):
     for wrong in ("../../secret.png", "/etc/passwd", "", name + "/..", name.upper(), "\0"):
         assert uploaded.read("x", {POINTER: wrong}) is None
     assert {p.parent.parent for p in tmp_path.rglob("*") if p.is_file() and len(p.name) == 32} == {tmp_path / "uploads"}
-
-
-def test_no_path_leads_out_of_the_service(client):
-    for route, path in itertools.product(("/v1/pictures/", "/v1/items/", "/page/"), CLIMBS):
-        with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=10) as connection:
-            connection.sendall(f"GET {route}{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-            answer = b"".join(iter(lambda: connection.recv(65_536), b""))
-        assert answer.split()[1] in (b"404", b"405", b"400") and b"root:" not in answer, (route, path, answer[:200])
-
-
-def test_only_pictures_of_items_are_shown(sources, tmp_path):
-    folder, gallery = climbing(tmp_path), sources.galleries["images"].gallery
+    folder, gallery = tmp_path / "pictures", sources.galleries["images"].gallery
     (folder / "not-an-item.png").write_bytes(picture())
     with served(replace(sources, galleries={"images": ServedGallery(gallery, FolderImages(folder))})) as client:
         assert client.get("/v1/pictures/000.png").status_code == 200
         problem(client.get("/v1/pictures/not-an-item.png"), 404)
         problem(client.get("/v1/pictures/001.png"), 404)  # An item whose file has gone.
-
-
-def test_every_error_is_a_problem(client):
-    ask = {"queries": [{"text": "a"}]}
-    problem(client.get("/nothing"), 404)
-    problem(client.get("/v1/search/"), 404)
-    problem(client.put("/v1/search", json=ask), 405)
-    assert client.put("/v1/search").headers["allow"]
-    problem(client.post("/v1/search", content=b"{}", headers={"Content-Type": "text/plain"}), 415)
-    problem(client.post("/v1/search", files={"image": ("a", picture())}), 415)
-    problem(client.post("/v1/items", data={"id": "a"}), 415)
-    for body, where in (
-        (b"", "body"), (b"[" * 100_000, "body"), (b'{"queries":[{"text":"\xff"}]}', "body"),
-        (b'{"queries":[{"text":"\\ud800"}]}', "body"),
-        (b'{"queries":[{"text":"a"}],"max_results":' + b"9" * 5000 + b"}", "body"),
-        (b'{"queries":[{"text":"a"}],"min_probability":NaN}', "body.min_probability"),
-        (b'{"queries":[{"text":"a"}],"coverage":1e999}', "body.coverage"),
-        (b'{"queries":[{"text":"a"}],"colour":1}', "body.colour"),
-        (b'{"queries":[{"text":"a"}],"filter":{"wear":{}}}', "body.filter.wear"),
-        (b'{"queries":[{"text":"  "}]}', "body.queries.0.text"),
-        (b'{"queries":[{"text":"a\\u0000b"}]}', "body.queries.0.text"),
-        (b'{"queries":[{"text":"a"}],"filter":{"where":{"a\\u0000":["b"]}}}', "body.filter.where.a\0.[key]"),
-        (b'{"queries":[{"text":"a","id":"b"}]}', "body.queries.0"), (b'{"queries":[]}', "body.queries"),
-        (b'{"queries":[{"image":"\xc3\xa9"}]}', "body.queries.0.image"), (b"null", "body"),
-    ):  # fmt: skip
-        told = problem(client.post("/v1/search", content=body, headers={"Content-Type": "application/json"}), 422)
-        assert told["errors"][0]["where"] == where, told
-        message, in_words = told["errors"][0]["message"], b"u0000" in body or b'"  "' in body
-        assert message and ("NUL" in message) == in_words and "pattern" not in told["detail"]
-        if "unknown" in told["detail"]:
-            assert f"{where}: unknown field '{where.rpartition('.')[2]}'" in told["detail"]
-    wrong = "search", "search?q=", "search?q=a&where=nothing", "search?q=a&x=1", "items?limit=0"
-    for path in wrong:
-        assert problem(client.get(f"/v1/{path}"), 422)["errors"][0]["where"].startswith("query"), path
-    assert "expected FIELD=VALUE" in client.get("/v1/search?q=a&where=nothing").json()["detail"]
-    problem(client.get("/v1/items/nobody"), 404)
-    problem(client.post("/v1/search", json={"queries": [{"id": "nobody"}]}), 404)
 
 
 def test_limits(sources):
@@ -224,7 +181,7 @@ def slowly(sources):
     return Sources(SlowModel(sources.model), "slow", sources.galleries)
 
 
-def test_a_full_queue_sends_clients_away_and_recovers(slowly):
+def test_too_many_requests_are_sent_away_and_the_service_recovers(slowly):
     limits = {"batch_size": 1, "queue": 3, "max_batch": 3, "batch_window_ms": 0}
     with served(slowly, **limits) as client, concurrent.futures.ThreadPoolExecutor(10) as pool:
         slowly.model.go.clear()
@@ -238,9 +195,6 @@ def test_a_full_queue_sends_clients_away_and_recovers(slowly):
             assert problem(answer, 503) and answer.headers["retry-after"] == "1"
         assert [a.status_code for a in answers].count(200) == 4  # One at work and three that waited.
         assert client.get("/v1/search?q=a").status_code == 200
-
-
-def test_too_many_requests_at_work(slowly):
     with served(slowly, max_requests=2) as client, concurrent.futures.ThreadPoolExecutor(2) as pool:
         slowly.model.go.clear()
         asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(2)]
@@ -248,17 +202,6 @@ def test_too_many_requests_at_work(slowly):
         assert problem(client.get("/v1/info"), 503) and client.get("/readyz").status_code == 200
         slowly.model.go.set()
         assert [one.result().status_code for one in asked] == [200, 200]
-
-
-def test_what_takes_too_long_is_504_and_the_next_is_answered(slowly):
-    with served(slowly, timeout=0.5) as client:
-        slowly.model.go.clear()
-        told = problem(client.get("/v1/search?q=a"), 504)
-        assert "No answer within 0.5 seconds" in told["detail"]
-        slowly.model.go.set()
-        assert client.get("/v1/search?q=a").status_code == 200
-        with begun(client, "POST /v1/search", b"{", 50) as connection:  # And no more of the body.
-            assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
 
 def test_clients_that_leave_take_their_queries_along(slowly):
@@ -276,7 +219,15 @@ def test_clients_that_leave_take_their_queries_along(slowly):
         until(lambda: 'route="/v1/search",status="499"} 6.0' in client.get("/metrics").text)
 
 
-def test_a_model_that_fails_is_a_500_without_particulars(slowly, caplog):
+def test_what_takes_too_long_is_504_and_a_model_that_fails_500(slowly, caplog):
+    with served(slowly, timeout=0.5) as client:
+        slowly.model.go.clear()
+        told = problem(client.get("/v1/search?q=a"), 504)
+        assert "No answer within 0.5 seconds" in told["detail"]
+        slowly.model.go.set()
+        assert client.get("/v1/search?q=a").status_code == 200
+        with begun(client, "POST /v1/search", b"{", 50) as connection:  # And no more of the body.
+            assert connection.recv(1000).startswith(b"HTTP/1.1 408")
     with served(slowly) as client:
         slowly.model.embed_texts = lambda texts: 1 / 0
         client.app.state.service.embedder.model = slowly.model
@@ -412,7 +363,41 @@ def test_batcher():
     asyncio.run(go())
 
 
-def test_refusals_can_always_be_said():
+def test_every_error_is_a_problem_that_can_be_said(client):
+    ask = {"queries": [{"text": "a"}]}
+    problem(client.get("/nothing"), 404)
+    problem(client.get("/v1/search/"), 404)
+    problem(client.put("/v1/search", json=ask), 405)
+    assert client.put("/v1/search").headers["allow"]
+    problem(client.post("/v1/search", content=b"{}", headers={"Content-Type": "text/plain"}), 415)
+    problem(client.post("/v1/search", files={"image": ("a", picture())}), 415)
+    problem(client.post("/v1/items", data={"id": "a"}), 415)
+    for body, where in (
+        (b"", "body"), (b"[" * 100_000, "body"), (b'{"queries":[{"text":"\xff"}]}', "body"),
+        (b'{"queries":[{"text":"\\ud800"}]}', "body"),
+        (b'{"queries":[{"text":"a"}],"max_results":' + b"9" * 5000 + b"}", "body"),
+        (b'{"queries":[{"text":"a"}],"min_probability":NaN}', "body.min_probability"),
+        (b'{"queries":[{"text":"a"}],"coverage":1e999}', "body.coverage"),
+        (b'{"queries":[{"text":"a"}],"colour":1}', "body.colour"),
+        (b'{"queries":[{"text":"a"}],"filter":{"wear":{}}}', "body.filter.wear"),
+        (b'{"queries":[{"text":"  "}]}', "body.queries.0.text"),
+        (b'{"queries":[{"text":"a\\u0000b"}]}', "body.queries.0.text"),
+        (b'{"queries":[{"text":"a"}],"filter":{"where":{"a\\u0000":["b"]}}}', "body.filter.where.a\0.[key]"),
+        (b'{"queries":[{"text":"a","id":"b"}]}', "body.queries.0"), (b'{"queries":[]}', "body.queries"),
+        (b'{"queries":[{"image":"\xc3\xa9"}]}', "body.queries.0.image"), (b"null", "body"),
+    ):  # fmt: skip
+        told = problem(client.post("/v1/search", content=body, headers={"Content-Type": "application/json"}), 422)
+        assert told["errors"][0]["where"] == where, told
+        message, in_words = told["errors"][0]["message"], b"u0000" in body or b'"  "' in body
+        assert message and ("NUL" in message) == in_words and "pattern" not in told["detail"]
+        if "unknown" in told["detail"]:
+            assert f"{where}: unknown field '{where.rpartition('.')[2]}'" in told["detail"]
+    wrong = "search", "search?q=", "search?q=a&where=nothing", "search?q=a&x=1", "items?limit=0"
+    for path in wrong:
+        assert problem(client.get(f"/v1/{path}"), 422)["errors"][0]["where"].startswith("query"), path
+    assert "expected FIELD=VALUE" in client.get("/v1/search?q=a&where=nothing").json()["detail"]
+    problem(client.get("/v1/items/nobody"), 404)
+    problem(client.post("/v1/search", json={"queries": [{"id": "nobody"}]}), 404)
     response = Refusal(422, "\ud800" * 2000, errors=[("body.\ud800", "x" * 5000)] * 100).response()
     assert len(response.body) < 20_000 and b"?" in response.body
 

@@ -140,7 +140,7 @@ def test_using_the_verdicts_changes_the_next_search_as_the_command_does(squares,
     assert refine_index(folder, file).after.calibration_error.value == pytest.approx(done["after"]["value"])
 
 
-def test_who_may_judge(judged, squares, client, tmp_path):
+def test_who_may_judge_and_what_is_refined(judged, squares, client, tmp_path, sources):
     assert judged.get("/v1/info").json()["judgements"] and not client.get("/v1/info").json()["judgements"]
     body = {"json": {"judgements": [{"query": "a", "id": "000.png", "yes": True}]}}
     for method, options in (("GET", {}), ("POST", body), ("POST", {"json": {"use": True}})):
@@ -152,9 +152,6 @@ def test_who_may_judge(judged, squares, client, tmp_path):
         assert not reader.get("/v1/info").json()["judgements"] and reader.get("/v1/judgements").json()["n"] == 0
         for options in (body, {"json": {"use": True}}):
             assert problem(reader.post("/v1/judgements", **options), 403)["code"] == "no-right-to-write"
-
-
-def test_an_index_is_judged_and_not_refined(sources, tmp_path):
     with served(sources, judgements=tmp_path / "v.jsonl") as client:
         give(client, ("a red circle", "000.png", True, 0.5))
         (one,) = read_judgements(tmp_path / "v.jsonl")
@@ -162,7 +159,7 @@ def test_an_index_is_judged_and_not_refined(sources, tmp_path):
         assert problem(use(client), 422)["detail"].startswith('this service has no probabilities of target "fits"')
 
 
-def test_some_hits_of_an_answer_are_drawn_to_be_judged(judged, client):
+def test_hits_are_drawn_to_be_judged_and_have_an_order(judged, client):
     seen = 0
     for text in ("a plain red square", "a square", "something blue or green"):
         hits = fitting(judged, text)
@@ -176,9 +173,6 @@ def test_some_hits_of_an_answer_are_drawn_to_be_judged(judged, client):
     assert seen > 3
     (answer,) = client.post("/v1/search", json={"queries": [{"text": "a red circle"}]}).json()["answers"]
     assert not any(hit["to_judge"] for hit in answer["hits"]), "a service that keeps no verdicts asks for none"
-
-
-def test_hits_by_distance_and_without_texts(judged):
     query = {"text": "something blue or green"}
     fits, closest, listed = (search(judged, query, **o)[0] for o in ({}, {"order": "distance"}, {"target": "listed"}))
     ids = [[hit["id"] for hit in one["hits"]] for one in (fits, closest, listed)]

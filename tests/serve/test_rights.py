@@ -32,7 +32,14 @@ def told(client):
     return info["rights"], info["galleries"]["images"]["writable"]
 
 
-def test_a_reading_key_reads_and_does_not_write(collection, caplog):
+def test_who_may_read_and_who_may_write(collection, caplog):
+    with served(open_sources(collection), keys=(KEY,), read_only=True) as client:
+        assert told(client) == ("read", False)
+        for method, path, body in READS:
+            assert client.request(method, path, **body).status_code == 200, path
+        for method, path, body in WRITES:
+            assert "--read-only" in problem(client.request(method, path, **body), 403)["detail"]
+        problem(client.put("/v1/items/000.png"), 403)  # Whatever may become a write.
     caplog.set_level(logging.DEBUG)
     with served(open_sources(collection), keys=(KEY,), reading_keys=(READER,)) as client:
         assert told(client) == ("write", True)
@@ -49,16 +56,6 @@ def test_a_reading_key_reads_and_does_not_write(collection, caplog):
         client.headers = {"X-API-Key": "neither-of-the-two"}
         problem(client.get("/v1/info"), 401)
     assert KEY not in caplog.text and READER not in caplog.text
-
-
-def test_a_service_that_takes_no_writes(collection):
-    with served(open_sources(collection), keys=(KEY,), read_only=True) as client:
-        assert told(client) == ("read", False)
-        for method, path, body in READS:
-            assert client.request(method, path, **body).status_code == 200, path
-        for method, path, body in WRITES:
-            assert "--read-only" in problem(client.request(method, path, **body), 403)["detail"]
-        problem(client.put("/v1/items/000.png"), 403)  # Whatever may become a write.
 
 
 def test_keys_of_a_file(tmp_path):

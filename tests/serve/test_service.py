@@ -110,14 +110,11 @@ def test_an_answer_is_that_of_the_library(client, sources, query, options):
     assert answer["query"] == names[answer["kind"]] and answer["kind"] in query
 
 
-def test_kinds_may_be_mixed_and_keep_their_order(client, sources):
+def test_links_and_mixed_kinds_answer_as_json_and_the_library_do(client, sources):
     red, blue = ({"image": in_base64(picture(colour))} for colour in ("red", "blue"))
     queries = red, {"text": "a bar"}, {"id": "110.png"}, blue
     for answer, query in zip(search(client, *queries, max_results=3), queries, strict=True):
         same(answer, library(sources, query, max_results=3))
-
-
-def test_a_link_searches_as_json_does(client):
     several = {"also": ["circle"], "without": ["a circle"]}
     values = {"where": ["text:a red circle", "text:a blue cross", "text:nothing"]}
     ends, ranges = ["text>=a blue cross", "text<a blue d"], {"text": ["a blue cross", "a blue d"]}
@@ -151,19 +148,6 @@ def test_promises_are_those_that_the_service_names_and_for_native_queries_only(c
             assert refused["errors"][0]["where"] == promise
         refused = search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
         assert "works only with queries by image" in refused["detail"]
-
-
-def test_pictures_are_the_files(client, data):
-    answer = client.get("/v1/pictures/051.png")
-    assert answer.content == (data / "051.png").read_bytes()
-    assert answer.headers["content-type"] == "image/png" and answer.headers["x-content-type-options"] == "nosniff"
-    assert "max-age=604800" in answer.headers["cache-control"]
-    again = client.get("/v1/pictures/051.png", headers={"If-None-Match": answer.headers["etag"]})
-    assert again.status_code == 304 and not again.content
-    small = client.get("/v1/pictures/051.png?size=16")
-    assert decode_image(small.content, None).shape == (3, 16, 16) and small.headers["etag"] != answer.headers["etag"]
-    (hit, *_) = search(client, {"id": "051.png"})[0]["hits"]
-    assert client.get(hit["picture"]).status_code == 200
 
 
 def test_info_and_metrics(client):
@@ -211,7 +195,17 @@ def test_the_page_needs_nothing_from_elsewhere_and_the_documentation_is_in_a_san
     assert references <= set(document["components"]["schemas"])
 
 
-def test_files_of_the_page_travel_small_and_once(client):
+def test_pictures_and_files_of_the_page_are_the_files_and_travel_once(client, data):
+    answer = client.get("/v1/pictures/051.png")
+    assert answer.content == (data / "051.png").read_bytes()
+    assert answer.headers["content-type"] == "image/png" and answer.headers["x-content-type-options"] == "nosniff"
+    assert "max-age=604800" in answer.headers["cache-control"]
+    again = client.get("/v1/pictures/051.png", headers={"If-None-Match": answer.headers["etag"]})
+    assert again.status_code == 304 and not again.content
+    small = client.get("/v1/pictures/051.png?size=16")
+    assert decode_image(small.content, None).shape == (3, 16, 16) and small.headers["etag"] != answer.headers["etag"]
+    (hit, *_) = search(client, {"id": "051.png"})[0]["hits"]
+    assert client.get(hit["picture"]).status_code == 200
     for path in ("/", "/page/page.js", "/page/page.css"):
         plain = client.get(path, headers={"Accept-Encoding": "identity"})
         with client.stream("GET", path, headers={"Accept-Encoding": "gzip"}) as small:
@@ -224,7 +218,7 @@ def test_files_of_the_page_travel_small_and_once(client):
         assert (again.status_code, again.content) == (304, b"")
 
 
-def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
+def test_a_collection_of_texts_beside_pictures_and_galleries_that_do_not_fit(run, data, collection, tmp_path, sources):
     loaded = load_run(run)
     lines = GalleryPart(loaded.model.embed_texts(["a red bar"]), ["one"], ["a red bar"])
     with served(open_sources(collection, texts=collected(loaded, lines, tmp_path / "texts"))) as client:
@@ -235,9 +229,6 @@ def test_a_collection_of_texts_beside_pictures(run, data, collection, tmp_path):
         wrong = add(client, "3", gallery="texts")
         assert wrong.status_code == 422 and "takes items with text" in wrong.json()["detail"]
     raises(UserError, "give a collection of texts there", open_sources, collection, texts=collection)
-
-
-def test_galleries_must_fit_together(sources, run):
     loaded = load_run(run)
     images, texts = sources.galleries["images"], sources.galleries["texts"]
     queries = loaded.model.embed_texts(["a"])
@@ -303,7 +294,7 @@ def test_ids_that_no_path_can_hold_are_refused(kept):
         assert kept.get("/v1/items/good").status_code == 404 and remove(kept, id).json()["deleted"] == 0
 
 
-def test_a_batch_is_stored_whole_or_not_at_all(writable):
+def test_a_batch_is_stored_whole_and_photographs_bring_their_fields(writable):
     torn = in_base64(picture(size=(200, 200), format="JPEG")[:600])
     for bad, where in (
         ({"id": "bad", "image": torn}, "body.items.1.image"), ({"id": "bad", "image": "****"}, "body.items.1.image"),
@@ -316,9 +307,6 @@ def test_a_batch_is_stored_whole_or_not_at_all(writable):
         assert answer.status_code == 422 and answer.json()["errors"][0]["where"] == where, answer.text
     assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48
     assert not (writable.folder / "pictures").exists()
-
-
-def test_what_a_photograph_says_of_itself_becomes_its_fields(writable):
     exif = Image.Exif()
     exif[ExifTags.Base.ImageDescription], exif[ExifTags.Base.Model] = "a dog at the gate", "EOS 5D"
     exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.DateTimeOriginal] = "2024:06:13 12:01:09"
@@ -362,7 +350,7 @@ def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monke
     assert calls == [51, 52]  # Nothing was written.
 
 
-def test_a_key_opens_all_but_what_is_open(sources):
+def test_keys_and_hosts_keep_strangers_out(sources):
     with served(sources, keys=(KEY, "another-key-as-good")) as client:
         for headers in ({}, {"X-API-Key": "wrong"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer"}):
             with httpx.Client(base_url=client.base_url, headers=headers, trust_env=False) as stranger:
@@ -375,9 +363,6 @@ def test_a_key_opens_all_but_what_is_open(sources):
         for headers in ({"X-API-Key": KEY}, {"Authorization": "bearer another-key-as-good"}):
             with httpx.Client(base_url=client.base_url, headers=headers, trust_env=False) as friend:
                 assert friend.get("/v1/info").status_code == 200
-
-
-def test_other_web_sites_are_kept_out(sources):
     with served(sources, hosts=hosts_of("127.0.0.1", [])) as client:
         for query, code in (("q=k%FCche", "encoding"), ("q=a&q=b", "twice"), ("&".join("a" * 1001), "encoding")):
             answer = client.get(f"/v1/search?{query}")
@@ -392,9 +377,6 @@ def test_other_web_sites_are_kept_out(sources):
         answer = client.get("/v1/info")
         assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
         assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-store"
-
-
-def test_a_network_needs_a_key():
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
     check_host("0.0.0.0", Settings(keys=(KEY,)), False)

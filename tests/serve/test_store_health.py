@@ -77,20 +77,7 @@ def test_a_store_that_hangs_shows_and_darkens_nothing(fickle):
     until(lambda: ready(client))
 
 
-def test_a_store_that_fails_shows_and_is_logged_once(fickle, caplog):
-    client, store = fickle
-    caplog.set_level("INFO", logger="sfumato.serve")
-    store.error = "the server has gone"
-    until(lambda: not ready(client))
-    assert "the store of the images cannot be read" in client.get("/readyz").json()["detail"]
-    time.sleep(0.3)
-    assert caplog.text.count("the store of the images cannot be read: the server has gone") == 1
-    store.error = ""
-    until(lambda: ready(client))
-    assert caplog.text.count("the store of the images answers again") == 1
-
-
-def test_no_request_counts_and_items_of_other_processes_are_counted_in_time(fickle):
+def test_no_request_counts_and_a_store_that_fails_shows_and_is_logged_once(fickle, caplog):
     client, store = fickle
     store.counting.clear()
     new = {"items": [new_item(id) for id in ("a", "b", "000.png")]}
@@ -101,3 +88,12 @@ def test_no_request_counts_and_items_of_other_processes_are_counted_in_time(fick
     assert metrics(client)['sfumato_items{gallery="images"}'] == "49.0" and store.counting <= {"store of images"}
     store._store.delete(["000.png", "001.png"])
     until(lambda: client.get("/v1/info").json()["galleries"]["images"]["n"] == 47)
+    caplog.set_level("INFO", logger="sfumato.serve")
+    store.error = "the server has gone"
+    until(lambda: not ready(client))
+    assert "the store of the images cannot be read" in client.get("/readyz").json()["detail"]
+    time.sleep(0.3)
+    assert caplog.text.count("the store of the images cannot be read: the server has gone") == 1
+    store.error = ""
+    until(lambda: ready(client))
+    assert caplog.text.count("the store of the images answers again") == 1

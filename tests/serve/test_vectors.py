@@ -104,16 +104,13 @@ def test_a_model_of_points_takes_its_own_embeddings(points):
     assert np.linalg.norm(side.points([np.full(16, 2.0, np.float32)]).mean) == pytest.approx(8)
 
 
-def test_a_model_of_gaussians_refuses_vectors(client):
+def test_what_a_model_does_not_read_is_refused_with_the_way_out(client, vectors):
     assert client.get("/v1/info").json()["query_kinds"] == {"text": True, "image": True, "id": True, "vector": {}}
     told = search(client, query(np.ones(16)), status=422)
     assert "embeds each text with a variance, which a vector has not" in told["detail"]
     assert told["errors"][0]["where"] == "body.queries.0.vector"
     told = search(client, query(np.ones(16), modality="image"), status=422)
     assert "search by the image itself, or by an item" in told["detail"]
-
-
-def test_texts_and_images_are_refused_with_the_way_out(vectors):
     assert vectors.get("/v1/info").json()["query_kinds"] == {
         "text": False, "image": False, "id": True, "vector": {"text": 5, "image": 6},
     }  # fmt: skip

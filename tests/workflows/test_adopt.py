@@ -39,16 +39,12 @@ def adopted(tmp_path_factory):
     return adopt(*frozen(), tmp_path_factory.mktemp("adopt") / "run")
 
 
-def test_embeddings_are_the_frozen_ones_at_unit_length(adopted):
+def test_embeddings_are_the_frozen_ones_and_rank_as_the_cosine_does(adopted):
     images, texts, _ = frozen()
     for embed, array in ((adopted.embed_images, images), (adopted.embed_texts, torch.from_numpy(texts))):
         found = embed(array)
         assert found.log_var.isneginf().all()
         torch.testing.assert_close(found.mean, torch.nn.functional.normalize(torch.as_tensor(array), dim=1))
-
-
-def test_searches_rank_as_the_cosine_does(adopted):
-    images, texts, _ = frozen()
     index = adopted.index(images)
     exact = texts[:200].astype(np.float64) @ images.astype(np.float64).T / np.linalg.norm(images, axis=1)
     expected = np.argsort(-exact, axis=1, kind="stable")[:, :10]
@@ -72,15 +68,6 @@ def test_probabilities_of_first_hits_hold_on_new_data_and_beat_the_distance(adop
     assert figures["t2i"].rate == pytest.approx(adopted.retrieval.t2i["recall@1"])
 
 
-def test_auto_keeps_the_method_with_the_smallest_loss_and_says_by_how_much(adopted):
-    assert set(adopted.comparison) <= set(METHODS) and adopted.method in adopted.comparison
-    best = adopted.comparison[adopted.method]
-    assert best.log_loss == min(found.log_loss for found in adopted.comparison.values())
-    for found in adopted.comparison.values():
-        assert found.worse.low <= found.worse.value <= found.worse.high
-        assert found.worse.value == pytest.approx(found.log_loss - best.log_loss, abs=1e-9)
-
-
 @pytest.mark.slow
 def test_a_given_method_is_taken_and_not_compared(tmp_path):
     for method, reads in (("distance", (False, False)), ("nearest", (True, False)), ("reference", (True, True))):
@@ -91,7 +78,13 @@ def test_a_given_method_is_taken_and_not_compared(tmp_path):
         assert made.method == method and not made.comparison and made.n_queries == {"t2i": 200, "i2t": 200}
 
 
-def test_the_folder_is_a_run_of_its_own_figures(adopted):
+def test_auto_keeps_the_best_method_in_a_run_of_its_own_figures(adopted):
+    assert set(adopted.comparison) <= set(METHODS) and adopted.method in adopted.comparison
+    best = adopted.comparison[adopted.method]
+    assert best.log_loss == min(found.log_loss for found in adopted.comparison.values())
+    for found in adopted.comparison.values():
+        assert found.worse.low <= found.worse.value <= found.worse.high
+        assert found.worse.value == pytest.approx(found.log_loss - best.log_loss, abs=1e-9)
     run = load_run(adopted.run.folder)
     assert run.calibrated and run.distance == "squared_l2" and sum(p.numel() for p in run.model.parameters()) == 0
     written = json.loads((run.folder / ADOPTED).read_text())
@@ -151,26 +144,6 @@ def test_mistakes_are_named(change, message, tmp_path):
     raises(UserError, message, adopt, out=tmp_path / "run", **given)
 
 
-def test_folders_of_others_are_left_alone(tmp_path):
-    (tmp_path / "mine.txt").write_text("keep")
-    np.save(tmp_path / "new.npy", frozen()[0])
-    before = sorted(path.name for path in tmp_path.iterdir())
-    for out in (tmp_path, tmp_path / "mine.txt"):
-        raises(UserError, "exists already", adopt, *frozen(), out)
-    raises(UserError, r"new\.npy lies in", adopt, tmp_path / "new.npy", *frozen()[1:], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_vectors_that_cannot_be_embedded_are_named(adopted):
-    for bad, message in ((np.ones(3), "embedding of 24"), (np.zeros(C), "zeros"), (np.full(C, math.inf), "infinity")):
-        for embed in (adopted.embed_texts, adopted.embed_images):
-            raises((UserError, ValueError), message, embed, [bad])
-    with pytest.raises(UserError, match="this model reads embeddings and has no encoder for texts such as 'a dog'"):
-        adopted.index(frozen()[0]).search("a dog")
-    with pytest.raises(TypeError, match="image 0 is a Image, but this model reads embeddings"):
-        adopted.embed_images([Image.new("RGB", (8, 8))])
-
-
 @pytest.fixture
 def photographs(tmp_path):
     """A manifest of 60 images with a caption each."""
@@ -226,14 +199,11 @@ def test_sentence_transformers_keep_their_model_in_a_folder_and_cocos_own_captio
     assert (made.run.recipe.data.source, made.run.recipe.data.images) == ("coco", str(path.parent))
 
 
-def test_a_model_that_matches_nothing_is_named(tmp_path, photographs, monkeypatch):
+def test_models_and_data_that_cannot_be_adopted_are_named(tmp_path, photographs, monkeypatch):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
     tiny_clip(tmp_path / "model")
     with pytest.raises(UserError, match="does not bring the pairs"):
         adopt_encoders(str(tmp_path / "model"), photographs, tmp_path / "run", method="distance")
-
-
-def test_models_and_data_that_cannot_be_adopted_are_named(tmp_path, photographs, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     with pytest.raises(UserError, match="no data at"):
@@ -245,7 +215,7 @@ def test_models_and_data_that_cannot_be_adopted_are_named(tmp_path, photographs,
     assert not (tmp_path / "run").exists()
 
 
-def test_pairs_without_a_split_to_calibrate_on_are_named(tmp_path):
+def test_splits_are_needed_and_large_ones_sampled(tmp_path, monkeypatch):
     images, texts, pairs = frozen(n=60)
     np.save(tmp_path / "i.npy", images)
     np.save(tmp_path / "t.npy", texts)
@@ -253,25 +223,36 @@ def test_pairs_without_a_split_to_calibrate_on_are_named(tmp_path):
         csv.writer(file).writerows([("image", "text", "split"), *[(*pair, "train") for pair in pairs]])
     with pytest.raises(UserError, match="no split 'val'"):
         adopt(tmp_path / "i.npy", tmp_path / "t.npy", tmp_path / "pairs.csv", tmp_path / "run")
-
-
-def test_large_splits_are_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr(adopting, "_MOST_CALIBRATING", 80)
     monkeypatch.setattr(adopting, "_MOST_MEASURING", 50)
     made = adopt(*frozen(), tmp_path / "run")
     assert made.retrieval.n_images == 50 and made.run.calibration.t2i.scores.n_gallery == 80
 
 
-def test_a_failed_adoption_leaves_nothing_behind(tmp_path):
+def test_folders_of_others_are_left_alone_and_a_failure_leaves_nothing(tmp_path):
     images, texts, _ = frozen(n=60)
     shuffled = [(int(i), t) for i, t in zip(np.random.default_rng(3).permutation(180) // 3, range(180), strict=True)]
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "new", tmp_path / "empty"):
         raises(UserError, r"channels|calibrate|split", adopt, images, texts[:, :-1], shuffled, folder)
     assert not (tmp_path / "new").exists() and not list((tmp_path / "empty").iterdir())
+    (tmp_path / "mine.txt").write_text("keep")
+    np.save(tmp_path / "new.npy", frozen()[0])
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for out in (tmp_path, tmp_path / "mine.txt"):
+        raises(UserError, "exists already", adopt, *frozen(), out)
+    raises(UserError, r"new\.npy lies in", adopt, tmp_path / "new.npy", *frozen()[1:], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_vectors_on_the_command_line_are_named(adopted, tmp_path, sfumato):
+def test_vectors_that_cannot_be_embedded_are_named(adopted, tmp_path, sfumato):
+    for bad, message in ((np.ones(3), "embedding of 24"), (np.zeros(C), "zeros"), (np.full(C, math.inf), "infinity")):
+        for embed in (adopted.embed_texts, adopted.embed_images):
+            raises((UserError, ValueError), message, embed, [bad])
+    with pytest.raises(UserError, match="this model reads embeddings and has no encoder for texts such as 'a dog'"):
+        adopted.index(frozen()[0]).search("a dog")
+    with pytest.raises(TypeError, match="image 0 is a Image, but this model reads embeddings"):
+        adopted.embed_images([Image.new("RGB", (8, 8))])
     sfumato.printed("index", adopted.run.folder, "--split", "test", "--out", tmp_path / "index")
     np.save(tmp_path / "zero.npy", np.zeros(C, np.float32))
     np.save(tmp_path / "short.npy", np.ones(3, np.float32))

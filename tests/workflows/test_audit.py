@@ -104,28 +104,6 @@ def test_scores_are_those_of_slow_loops(points, memory_mb):
             assert rank == (true if true < NEIGHBOURS else -1)
 
 
-def test_equal_distances_and_everything_listed():
-    same = GaussianEmbedding.point(torch.zeros(4, 3))
-    scores, missing = audit_pairs(same, same, Relevance.from_lists([[0], [1], [2], [3]], n_gallery=4))
-    np.testing.assert_array_equal(scores.excess, 0)
-    np.testing.assert_array_equal(scores.text_rank, [0, 1, 2, 3])
-    assert len(missing) == 12 and (missing.distance == 0).all()
-    everything = Relevance.from_lists([[0, 1, 2, 3]] * 4, n_gallery=4)
-    scores, missing = audit_pairs(same, same, everything)
-    assert len(scores) == 16 and not len(missing)
-    np.testing.assert_array_equal(scores.excess, 0)
-    assert (scores.better_text == -1).all() and np.isinf(scores.better_image_distance).all()
-
-
-def test_wordings_are_missing_once_and_never_when_listed():
-    images = GaussianEmbedding.point(torch.tensor([[0.0], [5.0]]))
-    texts = GaussianEmbedding.point(torch.tensor([[0.0], [0.1], [0.3], [0.2]]))
-    listed = Relevance.from_lists([[0], []], n_gallery=4)
-    _, missing = audit_pairs(images, texts, listed, wording=["A dog", "a  DOG", "a cat", "a cat "])
-    assert list(zip(missing.image, missing.text, strict=True)) == [(0, 3), (1, 2), (1, 1)]
-    assert len(audit_pairs(images, texts, listed)[1]) == 7
-
-
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.5])
 def test_injected_noise_is_found(rate):
     random = np.random.default_rng(0)
@@ -161,7 +139,23 @@ def test_fraction_of_wrong_pairs_is_estimated(share):
     raises(ValueError, r"fraction must lie in \[0, 1\], got 2", wrong_probability, log_odds, 2)
 
 
-def test_bad_input_is_named():
+def test_equal_distances_wordings_and_bad_input():
+    same = GaussianEmbedding.point(torch.zeros(4, 3))
+    scores, missing = audit_pairs(same, same, Relevance.from_lists([[0], [1], [2], [3]], n_gallery=4))
+    np.testing.assert_array_equal(scores.excess, 0)
+    np.testing.assert_array_equal(scores.text_rank, [0, 1, 2, 3])
+    assert len(missing) == 12 and (missing.distance == 0).all()
+    everything = Relevance.from_lists([[0, 1, 2, 3]] * 4, n_gallery=4)
+    scores, missing = audit_pairs(same, same, everything)
+    assert len(scores) == 16 and not len(missing)
+    np.testing.assert_array_equal(scores.excess, 0)
+    assert (scores.better_text == -1).all() and np.isinf(scores.better_image_distance).all()
+    images = GaussianEmbedding.point(torch.tensor([[0.0], [5.0]]))
+    texts = GaussianEmbedding.point(torch.tensor([[0.0], [0.1], [0.3], [0.2]]))
+    listed = Relevance.from_lists([[0], []], n_gallery=4)
+    _, missing = audit_pairs(images, texts, listed, wording=["A dog", "a  DOG", "a cat", "a cat "])
+    assert list(zip(missing.image, missing.text, strict=True)) == [(0, 3), (1, 2), (1, 1)]
+    assert len(audit_pairs(images, texts, listed)[1]) == 7
     images, texts = embeddings(3, 2, 0), embeddings(4, 2, 1)
     with pytest.raises(ValueError, match="3 images and 4 texts, but a list of 4 by 3"):
         audit_pairs(images, texts, Relevance.from_lists([[0]] * 4, n_gallery=3))
@@ -207,12 +201,6 @@ PAIR_COLUMNS = [
 ]
 
 
-def test_what_is_shown_is_varied():
-    image, text = np.array([0, 0, 0, 0, 1, 2, 3, 4]), np.array([0, 1, 2, 3, 0, 0, 0, 5])
-    scores = MissingScores(image, text, np.zeros(8), np.zeros(8), np.zeros(8))
-    assert varied(scores, 9) == [0, 1, 2, 4, 5, 7] and varied(scores, 2) == [0, 1] and varied(scores, 0) == []
-
-
 @pytest.mark.slow
 def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
     result, folder = sfumato.json("audit", work / "run", "--top", 3), work / "run" / "audit-test"
@@ -239,24 +227,16 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
         assert all(f"--split {name} ({n} images)" in folded(lines) for name, n in others.items())
 
 
-def test_expected_and_named_wrong_pairs_are_told_apart():
+def test_what_is_shown_is_varied_and_wrong_pairs_are_told_apart():
+    image, text = np.array([0, 0, 0, 0, 1, 2, 3, 4]), np.array([0, 1, 2, 3, 0, 0, 0, 5])
+    scores = MissingScores(image, text, np.zeros(8), np.zeros(8), np.zeros(8))
+    assert varied(scores, 9) == [0, 1, 2, 4, 5, 7] and varied(scores, 2) == [0, 1] and varied(scores, 0) == []
     figures = {"n_pairs": 860, "wrong_share": 0.48, "wrong_share_interval": [0.44, 0.52], "suspects": 258}
     first, second = wrong_pairs(figures)
     assert "about 413 of 860 are wrong" in first and "258 of them are more likely wrong than right" in second
     assert wrong_pairs(figures | {"suspects": 0})[1] == "no single pair is more likely wrong than right"
     (vague,) = wrong_pairs(figures | {"wrong_share_interval": [0.1, 1.0]})
     assert "cannot be estimated" in vague and "between 10% and 100%" in vague
-
-
-def test_a_model_at_chance_is_refused(work, sfumato, tmp_path):
-    shutil.copytree(work / "run", tmp_path / "run", ignore=shutil.ignore_patterns("audit-*"))
-    path, generator = tmp_path / "run" / "model.safetensors", torch.Generator().manual_seed(0)
-    shuffled = lambda value: value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    save_file({name: shuffled(value) for name, value in load_file(path).items()}, path, metadata)
-    assert "no better than chance" in sfumato.refused("audit", tmp_path / "run")
-    assert not (tmp_path / "run" / "audit-test").exists()
 
 
 def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
@@ -303,7 +283,15 @@ def test_cross_fitting_trains_on_the_other_parts(work, sfumato, tmp_path):
     assert before == [log.read_text() for log in logs], "seconds and all: nothing was trained again"
 
 
-def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):
+def test_models_that_cannot_be_audited_are_named(work, sfumato, tmp_path):
+    shutil.copytree(work / "run", tmp_path / "run", ignore=shutil.ignore_patterns("audit-*"))
+    path, generator = tmp_path / "run" / "model.safetensors", torch.Generator().manual_seed(0)
+    shuffled = lambda value: value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file({name: shuffled(value) for name, value in load_file(path).items()}, path, metadata)
+    assert "no better than chance" in sfumato.refused("audit", tmp_path / "run")
+    assert not (tmp_path / "run" / "audit-test").exists()
     run = work / "run"
     for arguments, expected in (
         ((tmp_path,), "is not a run folder"), ((tmp_path, "--cross-fit", 2), "is not a run folder"),
@@ -311,4 +299,4 @@ def test_the_command_says_what_is_wrong(work, sfumato, tmp_path):
         ((run, "--data", "no-recipe"), "no-recipe"),
     ):  # fmt: skip
         assert expected in sfumato.refused("audit", *arguments)
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -162,22 +162,6 @@ def test_the_card_is_what_the_hub_reads(toy, tmp_path, sfumato):
     assert f"| test | csd | {evaluation['n_images']} | {evaluation['n_texts']} | {row} |" in text
 
 
-def test_the_card_of_an_adopted_model_says_what_was_measured(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(300, 8, generator=generator)
-    texts = images.repeat_interleave(2, 0) + 0.3 * torch.randn(600, 8, generator=generator)
-    adopt(images.numpy(), texts.numpy(), [(i // 2, i) for i in range(600)], tmp_path / "run")
-    values, text = card_of(export_run(tmp_path / "run", tmp_path / "out"))
-    adopted = json.loads((tmp_path / "run" / "adopted.json").read_text())
-    assert "license" not in values and "Licence: unknown" in text and "pipeline_tag" not in values
-    metrics = {one["type"]: one["value"] for one in values["model-index"][0]["results"][0]["metrics"]}
-    assert metrics["t2i_recall@1"] == round(adopted["retrieval"]["t2i"]["recall@1"], 4)
-    [first] = [one for one in adopted["hits"]["served"] if (one["direction"], one["hits"]) == ("t2i", 1)]
-    line = re.search(r"First hits of (\d+) held-out queries, text to image: (.*)", text)
-    assert int(line[1]) == first["n"] and f"expected calibration error {first['ece']:.1%}" in line[2]
-    assert "Frozen, not trained here" in text
-
-
 @pytest.mark.slow
 def test_a_frozen_model_of_a_folder_and_reference_queries_arrive(hub, call, push, sfumato, tmp_path, monkeypatch):
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
@@ -204,7 +188,20 @@ def test_a_frozen_model_of_a_folder_and_reference_queries_arrive(hub, call, push
     assert Calibration.load(out.with_name("calibration.json")) == calibration
 
 
-def test_names_of_models_stay_and_folders_do_not(tmp_path):
+def test_cards_say_what_was_measured(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(300, 8, generator=generator)
+    texts = images.repeat_interleave(2, 0) + 0.3 * torch.randn(600, 8, generator=generator)
+    adopt(images.numpy(), texts.numpy(), [(i // 2, i) for i in range(600)], tmp_path / "run")
+    values, text = card_of(export_run(tmp_path / "run", tmp_path / "out"))
+    adopted = json.loads((tmp_path / "run" / "adopted.json").read_text())
+    assert "license" not in values and "Licence: unknown" in text and "pipeline_tag" not in values
+    metrics = {one["type"]: one["value"] for one in values["model-index"][0]["results"][0]["metrics"]}
+    assert metrics["t2i_recall@1"] == round(adopted["retrieval"]["t2i"]["recall@1"], 4)
+    [first] = [one for one in adopted["hits"]["served"] if (one["direction"], one["hits"]) == ("t2i", 1)]
+    line = re.search(r"First hits of (\d+) held-out queries, text to image: (.*)", text)
+    assert int(line[1]) == first["n"] and f"expected calibration error {first['ece']:.1%}" in line[2]
+    assert "Frozen, not trained here" in text
     for name in ("openai/clip", "open_clip:ViT-B-32/laion2b", "hf-hub:timm/ViT", "efficientnet-lite0", "a/b+c/d"):
         assert without_folders(name) == name
     assert without_folders(str(tmp_path / "mine")) == "mine" and without_folders("/no/such/one") == "one"

@@ -48,11 +48,6 @@ def test_held_out_figures_are_those_of_fits_on_the_other_queries(tmp_path):
     assert found.figures[1].hits == 10 and found.figures[1].n == 600
     whole = ScoreCalibrator().fit(hits.score, label, groups=hits.groups)
     assert made.formula_ == whole.formula_
-
-
-def test_unjudged_hits_are_no_matches_or_unknown(tmp_path):
-    run, qrels = write(tmp_path)
-    hits = RankedLists.read(run)
     assert np.isnan(hits.labels(qrels, "unknown")).sum() == 720 - 120
     assert fit_lists(run, qrels, ScoreCalibrator(), unjudged="unknown").judged == 120
 

@@ -139,7 +139,7 @@ def test_a_gallery_in_memory_answers_like_the_saved_one(toy, model, tmp_path):
     assert found == expected
 
 
-def test_ids_are_given_paths_or_numbers(toy, model):
+def test_galleries_of_texts_and_ids_of_images(toy, model):
     paths = sorted((toy / "data").glob("*.png"))[:3]
     assert model.index(paths).gallery.ids == tuple(path.as_posix() for path in paths)
     assert model.index([Image.open(path) for path in paths]).gallery.ids == ("0", "1", "2")
@@ -147,9 +147,6 @@ def test_ids_are_given_paths_or_numbers(toy, model):
     assert model.index(model.embed_images(paths), ids=["a", "b", "c"]).gallery.ids == ("a", "b", "c")
     raises(ValueError, "leave ids out", model.index, toy / "data", ["a"])
     raises(ValueError, "got 2 ids for 3 embeddings", model.index, paths, ["a", "b"])
-
-
-def test_a_gallery_of_texts_is_searched_by_image(toy, model):
     index = model.index_texts(["a red circle", "some bar in blue", "a green square"])
     answer = index.search(toy / "data" / "000.png", k=2)
     assert index.native == "images" and answer.calibrated and answer.query == str(toy / "data" / "000.png")
@@ -231,7 +228,7 @@ def test_nearly_equal_images_are_folded(tmp_path):
     assert texts.search(query, 9, fold) == texts.search(query, 9)
 
 
-def test_what_cannot_be_opened_is_said(toy, model, tmp_path):
+def test_galleries_are_saved_opened_and_shown_with_images(toy, model, tmp_path):
     model.index(toy / "data").save(tmp_path / "index")
     raises(UserError, r"holds a collection; open it with sfumato.load_index", sfumato.load, tmp_path / "index")
     raises(UserError, r"is a run, not an index; index images with", sfumato.load_index, toy / "run")
@@ -239,11 +236,7 @@ def test_what_cannot_be_opened_is_said(toy, model, tmp_path):
     moved = sfumato.load_index(tmp_path / "index", run=tmp_path / "gone")
     raises(UserError, "is not at .*gone; give its folder", moved.search, "a dog")
     assert len(moved.search_items(["000.png"], 2)[0]) == 2, "by an item no model is needed"
-
-
-def test_notebooks_show_the_images_of_hits(toy, model, tmp_path):
     paths = sorted((toy / "data").glob("*.png"))[:3]
-    model.index(toy / "data").save(tmp_path / "index")
     saved, given = sfumato.load_index(tmp_path / "index"), model.index([Image.open(path) for path in paths])
     for index, n in ((saved, 4), (given, 3), (model.index(paths), 3), (model.index(model.embed_images(paths)), 0)):
         assert index.search("a red circle", k=4)._repr_html_().count("data:image/webp;base64") == n
@@ -253,7 +246,7 @@ def test_notebooks_show_the_images_of_hits(toy, model, tmp_path):
     assert "data:image" not in model.index_texts(["a red circle"]).search(paths[0])._repr_html_()
 
 
-def test_the_reliability_of_a_run_counts_first_hits(toy, model, tmp_path):
+def test_the_reliability_and_recall_of_a_run_are_those_of_its_first_hits(toy, model, tmp_path):
     run = load_run(toy / "run")
     prepared = load_split(run.model, run.recipe.data, "test")
     images, texts = embed_split(run.model, prepared)
@@ -268,9 +261,6 @@ def test_the_reliability_of_a_run_counts_first_hits(toy, model, tmp_path):
     raises(UserError, "has no split 'none'; it has train", model.reliability, "none")
     export_run(toy / "run", tmp_path / "exported")
     raises(UserError, "is not a run and has no data of its own", sfumato.load(tmp_path / "exported").reliability)
-
-
-def test_the_recall_by_uncertainty_of_a_run_is_that_of_its_evaluation(toy, model):
     evaluation, path = evaluate_run(load_run(toy / "run"), "test")
     for direction in ("t2i", "i2t"):
         found = model.recall_by_uncertainty("test", direction=direction)

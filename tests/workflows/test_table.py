@@ -95,15 +95,12 @@ a\_b & 0.1 & 250.0 $\pm$ 1.2 & 30.0 $\pm$ 1.0 \\
 """
 
 
-def test_a_table_by_hand_as_latex():
+def test_over_seeds_and_latex_by_hand():
     rows = [
         Row(("a_b", 0.1), ("r0", "r1"), {"rsum": OverSeeds(2.5, 0.0125, ()), "t2i.recall@1": OverSeeds(0.3, 0.01, ())}),
         Row(("50%", None), ("r2",), {"rsum": OverSeeds(2.0, None, ()), "t2i.recall@1": OverSeeds(0.299, None, ())}),
     ]
     assert runs_latex(runs_table(rows, ["loss.name", "loss.alpha"], "Split test", tex)) == LATEX
-
-
-def test_over_seeds_by_hand():
     found = over_seeds([{"a": 1.0, "b": None, "c": 5.0}, {"a": 2.0, "b": None, "d": 1.0}, {"a": 6.0, "c": 5.0}])
     assert list(found) == ["a", "c", "d"]
     # Deviations from 3 are 2, 1, 3: (4 + 1 + 9) / 2 = 7.

@@ -66,16 +66,14 @@ def test_probabilities_of_hits_are_those_that_a_search_shows(run):
     assert served.brier_skill == pytest.approx(1 - error.mean() / of_constant, abs=1e-6)
 
 
-def test_a_split_that_cannot_be_halved_has_no_probabilities_of_hits(run, monkeypatch):
+def test_splits_without_probabilities_of_hits_or_with_those_of_some_images(run, monkeypatch):
     def refuses(*args, **options):
         raise ValueError("the split cannot be halved")
 
-    monkeypatch.setattr(trust, "cross_fitted", refuses)
-    report = trust_model(run, run.recipe.data, "val", n_resamples=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(trust, "cross_fitted", refuses)
+        report = trust_model(run, run.recipe.data, "val", n_resamples=0)
     assert report.hits == {} and "the probabilities of hits are left out: the split cannot be halved" in report.notes
-
-
-def test_probabilities_of_hits_in_a_large_split_are_those_of_some_images(run, monkeypatch):
     monkeypatch.setattr(trust, "_HIT_IMAGES", 5)
     report = trust_model(run, run.recipe.data, "test", n_resamples=0)
     assert {f.n_gallery for f in report.hits["served"]} == {5}
