@@ -46,7 +46,7 @@ def coco(tmp_path):
     return tmp_path
 
 
-def test_a_folder_of_annotations_is_train_and_val_and_one_file_is_divided_by_the_fractions(coco):
+def test_a_folder_of_annotations_is_train_and_val_by_years_and_one_file_is_divided_by_the_fractions(coco):
     problems = Problems()
     splits = read_coco_captions(coco / "annotations", problems)
     assert not problems and list(splits) == ["train", "val"]
@@ -64,9 +64,6 @@ def test_a_folder_of_annotations_is_train_and_val_and_one_file_is_divided_by_the
     truth = read_ground_truth(coco / "annotations" / "captions_train2017.json")
     assert (truth.image_ids, truth.text_ids) == (("9", "42"), ("900", "4200", "901", "4201"))
     assert truth.i2t.to_dense().tolist() == [[True, False, True, False], [False, True, False, True]]
-
-
-def test_years_are_chosen_by_name(coco):
     captions(coco / "annotations" / "captions_val2014.json", {139: "COCO_val2014_000000000139.jpg"}, [(1, 139, "x")])
     message = "captions_val2014.json and captions_val2017.json; choose with data.options.year=2017"
     raises(UserError, message, read_coco_captions, coco / "annotations", Problems())

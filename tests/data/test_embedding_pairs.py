@@ -54,7 +54,7 @@ def read(problems=None, **options):
     return read_embedding_pairs("images.npy", "texts.npy", Problems() if problems is None else problems, **options)
 
 
-def test_pairs_and_splits_are_those_of_a_loop(arrays):
+def test_pairs_and_splits_are_those_of_a_loop_or_of_a_hash(arrays):
     pairs = some_pairs()
     names = ["train", "val", "test", "dev", ""]
     split_of = {image: names[image % 5] for image, _ in pairs}
@@ -72,9 +72,6 @@ def test_pairs_and_splits_are_those_of_a_loop(arrays):
             np.testing.assert_array_equal(row, arrays[0][int(i)].astype(np.float32))
         for t, row in texts.items():
             np.testing.assert_array_equal(row, arrays[1][int(t)])
-
-
-def test_without_splits_a_hash_of_the_image_id_decides_and_without_a_file_row_i_belongs_to_row_i(arrays):
     np.save("images_ids.npy", np.array([f"photo-{i}" for i in range(N)]))
     write_csv("pairs.csv", [(f"photo-{i}", t) for i, t in some_pairs()], ("image", "text"))
     found = read(pairs="pairs.csv", val_fraction=0.3, test_fraction=0.2)
@@ -103,7 +100,7 @@ def test_other_files_of_pairs(arrays, ending):
     assert data.texts == tuple(f"words of {t}" for t in data.text_ids)
 
 
-def test_bad_rows_and_lines_are_named_and_left_out_and_a_row_outside_is_an_error(arrays):
+def test_bad_rows_are_named_and_left_out_with_their_pairs(arrays):
     images, texts = arrays
     images[3, 1], texts[5], texts[6, 2] = np.nan, 0, np.inf
     images[29] = 0  # In no pair.

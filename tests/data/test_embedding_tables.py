@@ -77,7 +77,7 @@ def test_bad_rows_are_found_in_every_block_and_sizes_that_do_not_fit_are_named(t
     raises(ValueError, "holds no array", EmbeddingTable, "t", [[]])
 
 
-def test_ids_and_captions_stand_beside_the_table(tmp_path):
+def test_ids_and_captions_stand_beside_the_table_and_in_the_folders_of_clip_retrieval(tmp_path):
     np.save(tmp_path / "a.npy", numbers(3, 2, np.float32))
     assert open_table(str(tmp_path / "a.npy")).ids is None
     (tmp_path / "a_ids.txt").write_text("x\ny\nz\n")
@@ -86,9 +86,6 @@ def test_ids_and_captions_stand_beside_the_table(tmp_path):
     assert found.ids == ["x", "y", "z"] and found.captions == ["a dog", "", "the cat"]
     (tmp_path / "a_ids.txt").write_text("x\ny\n")
     raises(UserError, r"a.npy: 2 ids for 3 rows", open_table, str(tmp_path / "a.npy"))
-
-
-def test_the_folders_of_clip_retrieval(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     shards = [numbers(2, 3, np.float16, k) for k in range(11)]
     images = write_shards(tmp_path / "img_emb", *shards, name="img_emb_{}.npy")

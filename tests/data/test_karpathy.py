@@ -86,21 +86,17 @@ def test_every_bad_entry_is_named_and_the_rest_is_read(tmp_path, images):
     assert [e in reason for e, (_, reason) in zip(expected, found, strict=True)] == [True] * 14, found
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "5", '{"annotations": []}', '{"images": 5}', '{"images": {"a": 1}}'])
-def test_json_of_another_layout(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(UserError, match=r"x\.json: .*(expected|not usable JSON)"):
-        read_karpathy(tmp_path / "x.json", tmp_path, Problems())
-
-
-def test_missing_files_and_archives_that_are_none(tmp_path):
+def test_missing_files_archives_that_are_none_and_json_of_another_layout(tmp_path):
     path = write(tmp_path, [entry("gone.jpg", "train", (1, "x"))])
     raises(UserError, "cannot read .*absent", read_karpathy, tmp_path / "absent.json", tmp_path, Problems())
-    with pytest.raises(UserError, match=r"data\.images: there is no folder or tar file"):
-        read_karpathy(path, tmp_path / "absent", Problems())
+    message = r"data\.images: there is no folder or tar file"
+    raises(UserError, message, read_karpathy, path, tmp_path / "absent", Problems())
     raises(UserError, r"data\.images: .*not an uncompressed tar file", read_karpathy, path, path, Problems())
-    with pytest.raises(UserError, match=r"no usable pair(.|\n)*images\[0\]: image gone\.jpg is missing"):
-        read_karpathy(path, tmp_path, Problems())
+    message = r"no usable pair(.|\n)*images\[0\]: image gone\.jpg is missing"
+    raises(UserError, message, read_karpathy, path, tmp_path, Problems())
+    for text in ("", "{", "[]", "5", '{"annotations": []}', '{"images": 5}', '{"images": {"a": 1}}'):
+        path.write_text(text)
+        raises(UserError, r"dataset\.json: .*(expected|not usable JSON)", read_karpathy, path, tmp_path, Problems())
 
 
 def test_flickr8k(shared):

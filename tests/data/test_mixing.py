@@ -46,7 +46,7 @@ def test_pictures_are_the_loops(options):
     assert images.equal(pixels()), "the input is left alone"
 
 
-def test_partner_is_the_flip_or_oneself():
+def test_partner_is_the_flip_or_oneself_and_plans_of_several_processes_join():
     for n in (0, 1, 2, 9, 12):
         drawn = plan(n, fraction=1.0, seed=5)
         mixed = drawn.own_fraction < 1
@@ -57,6 +57,13 @@ def test_partner_is_the_flip_or_oneself():
             assert mixed[i] or not drawn.cut[i]
     assert drawn.own_fraction.max() < 1
     assert plan(9, fraction=1.0, seed=5).own_fraction[4] == 1, "the middle of an odd batch is its own partner"
+    plans = [plan(4, seed=0, fraction=1.0), plan(0, seed=7), plan(5, seed=1, fraction=1.0)]
+    joint = MixPlan.cat(plans)
+    assert torch.equal(joint.partner[4:], plans[2].partner + 4) and len(joint) == 9
+    images = pixels()
+    torch.testing.assert_close(joint.apply(images), torch.cat([plans[0].apply(images[:4]), plans[2].apply(images[4:])]))
+    match = torch.rand(9, 6)
+    torch.testing.assert_close(joint.match(match), torch.cat([plans[0].match(match[:4]), plans[2].match(match[4:])]))
 
 
 def test_share_of_a_cut_picture_is_the_area_that_is_left():
@@ -97,16 +104,6 @@ def test_labels_are_the_loop_and_keep_duplicate_captions_and_are_smoothed():
     assert smooth_match(match, 0.0).equal(match)
     # Twice e off and e short of 1, the other usual convention, is something else.
     assert not torch.allclose(smooth_match(match, 0.1), match * (1 - 0.1) + 0.1 / 2)
-
-
-def test_plans_of_several_processes_join():
-    plans = [plan(4, seed=0, fraction=1.0), plan(0, seed=7), plan(5, seed=1, fraction=1.0)]
-    joint = MixPlan.cat(plans)
-    assert torch.equal(joint.partner[4:], plans[2].partner + 4) and len(joint) == 9
-    images = pixels()
-    torch.testing.assert_close(joint.apply(images), torch.cat([plans[0].apply(images[:4]), plans[2].apply(images[4:])]))
-    match = torch.rand(9, 6)
-    torch.testing.assert_close(joint.match(match), torch.cat([plans[0].match(match[:4]), plans[2].match(match[4:])]))
 
 
 def test_the_parts_of_a_batch_share_its_choice_of_mixup_or_cutmix():

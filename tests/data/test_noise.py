@@ -38,13 +38,19 @@ def test_the_stated_number_of_pairs_is_truly_wrong(data, rate):
         assert np.array_equal(apply_noise(data, image_of_pair).pairs, noisy.pairs)
 
 
-def test_the_code_of_ncr_leaves_true_pairs_and_ours_does_not():
+def test_the_code_of_ncr_leaves_true_pairs_and_an_image_that_loses_its_texts_stays():
     data = captions(4, 5)
     clean = np.arange(20) // 5
     random = np.random.default_rng(0)
     plain = [noisy_pairs(data, random.permutation(clean)).sum() for _ in range(200)]
     assert 14 < np.mean(plain) < 16
     assert {int(noisy_pairs(data, shuffle_pairs(data, 1.0, seed)[1]).sum()) for seed in range(50)} == {20}
+    data = captions(5, 1)
+    noisy = apply_noise(data, np.array([1, 1, 2, 3, 3]))
+    assert noisy.image_ids == data.image_ids and noisy.relevance().n_queries == 5
+    for batches in (PairSampler(noisy, 2, seed=0), PairSampler(noisy, 2, seed=0, epoch_over="pairs")):
+        seen = {int(i) for batch in batches.batches(0) for i in batch.image_index}
+        assert seen <= {1, 2, 3}
 
 
 def test_every_pair_and_wrong_image_is_as_likely_and_every_process_draws_the_same():
@@ -57,15 +63,6 @@ def test_every_pair_and_wrong_image_is_as_likely_and_every_process_draws_the_sam
     assert scipy.stats.chisquare(np.bincount(first, minlength=6)[1:]).pvalue > 1e-4
     assert shuffle_pairs(captions(4, 3), 0.5, 3)[1].tolist() == [3, 2, 3, 1, 1, 1, 2, 0, 2, 3, 0, 0]
     assert not np.array_equal(shuffle_pairs(captions(20, 5), 0.5, 3)[1], shuffle_pairs(captions(20, 5), 0.5, 4)[1])
-
-
-def test_an_image_that_loses_its_texts_stays_and_is_drawn_no_more():
-    data = captions(5, 1)
-    noisy = apply_noise(data, np.array([1, 1, 2, 3, 3]))
-    assert noisy.image_ids == data.image_ids and noisy.relevance().n_queries == 5
-    for batches in (PairSampler(noisy, 2, seed=0), PairSampler(noisy, 2, seed=0, epoch_over="pairs")):
-        seen = {int(i) for batch in batches.batches(0) for i in batch.image_index}
-        assert seen <= {1, 2, 3}
 
 
 def test_what_cannot_be_shuffled_is_refused_and_tight_data_find_their_only_way():

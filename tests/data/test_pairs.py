@@ -82,14 +82,14 @@ def test_an_uneven_last_batch_is_kept_unless_it_is_a_single_pair_and_bad_options
         assert [len(b.image_index) for b in sampler.batches(0)] == sizes and len(sampler) == len(sizes)
     for options, message in (
         ({"data": captions(1, 1)}, "has 1 pairs"),
-        ({"kind_weights": {"nam": 1.0}}, r"names \['nam'\], but the texts are of the kinds \['group', 'name', 'tag'\]"),
+        ({"kind_weights": {"nam": 1.0}}, r"names \['nam'\], but texts are of the kinds \['group', 'name', 'tag'\]"),
         ({"kind_weights": {"name": 0.0}}, "fewer than two images"),
         ({"kind_weights": {"name": 1.0}, "epoch_over": "pairs"}, "kind_weights have no effect"),
     ):
         raises(ValueError, message, PairSampler, **{"data": many_to_many(), "batch_size": 4, "seed": 0} | options)
 
 
-def test_draws_depend_on_seed_and_epoch_alone():
+def test_draws_depend_on_seed_and_epoch_alone_and_sampled_positives_are_those_drawn_for_the_group():
     data = many_to_many()
 
     def drawn(sampler, epoch):
@@ -98,9 +98,6 @@ def test_draws_depend_on_seed_and_epoch_alone():
     one, same, other = (PairSampler(data, 8, seed) for seed in (1, 1, 2))
     assert drawn(one, 0) == drawn(same, 0) != drawn(one, 1) != drawn(other, 1)
     assert drawn(one, 1) == drawn(PairSampler(data, 8, 1), 1), "earlier draws leave no state behind"
-
-
-def test_sampled_positives_are_the_texts_drawn_for_the_group():
     data = dataclasses.replace(many_to_many(), groups=np.arange(23) // 2)
     fewer = 0
     for epoch in range(5):

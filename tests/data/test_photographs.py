@@ -60,18 +60,12 @@ def test_exif_iptc_and_xmp_in_any_format():
     # What stands twice is said once.
     both = describe_image(jpeg(records, xmp=XMP))
     assert both["tags"] == "market\nriver\ndog\nwinter"
-
-
-def test_the_maker_is_named_once():
     for make, model, expected in (
         ("Canon", "Canon EOS 5D", "Canon EOS 5D"), ("Apple", "iPhone 15", "Apple iPhone 15"),
         ("OLYMPUS IMAGING CORP.  ", "E-M1", "OLYMPUS E-M1"), ("EASTMAN KODAK COMPANY", "KODAK Z740", "KODAK Z740"),
         ("SONY", "", "SONY"), ("", "X100", "X100"), ("Panasonic\0", "DMC-LX3\0\0", "Panasonic DMC-LX3"),
     ):  # fmt: skip
         assert describe_image(jpeg(exif=exif(Make=make, Model=model)))["camera"] == expected
-
-
-def test_what_cameras_write_into_every_file_is_no_caption_what_is_no_date_is_left_out_and_lines_are_bounded():
     for text in ("OLYMPUS DIGITAL CAMERA         ", "SONY DSC", "DSC_0012.JPG", "<Digimax S500>", " "):
         assert "captions" not in describe_image(jpeg(exif=exif(ImageDescription=text)))
     for text in ("0000:00:00 00:00:00", "    :  :     :  :  ", "2024:13:45 00:00:00", "yesterday"):
@@ -99,7 +93,7 @@ def fields_of(root, path, data, problems):
     return file_fields(root, path, data, beside, problems.remark)
 
 
-def test_the_fields_of_a_file(tmp_path):
+def test_the_fields_and_the_name_of_a_file(tmp_path):
     folder = tmp_path / "Italy 2019" / "100CANON"
     folder.mkdir(parents=True)
     (folder / "sunset_beach.jpg").write_bytes(data := jpeg(iptc((120, "Evening"))))
@@ -117,9 +111,6 @@ def test_the_fields_of_a_file(tmp_path):
     }  # fmt: skip
     assert not problems.left_out
     assert fields_of(tmp_path, "IMG_1234.jpg", jpeg(), problems) == {}
-
-
-def test_a_name_is_its_words(tmp_path):
     for path in (
         "IMG_1234.jpg", "DSC_0001.jpg", "PXL_20210101_123.jpg", "WhatsApp Image 2020-01-01.jpg",
         "1000268201_693b08cb0e.jpg", "3f2b8c1e-0d4a-4c5e-9b7f-aaaabbbbcccc.jpg", "deadbeefcafe.png",

@@ -135,7 +135,7 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path):
     raises(OSError, "ends within row 3", file.features, 3)
 
 
-def test_of_rows_that_differ_the_beginnings_are_read(tmp_path, monkeypatch):
+def test_files_of_each_picture_and_of_rows_that_differ(tmp_path, monkeypatch):
     """6 rows of 40 kB of which two are equal: no more than these two are read whole, and with ids none."""
     rows = RANDOM.standard_normal((6, 20, 512)).astype(np.float32)
     rows[4] = rows[3]
@@ -154,9 +154,6 @@ def test_of_rows_that_differ_the_beginnings_are_read(tmp_path, monkeypatch):
     read.clear()
     write(tmp_path, "train", rows, "abcdef", ids="pqrsst")
     assert len(read_scan(tmp_path, Problems())["train"].image_ids) == 5 and not read
-
-
-def test_a_manifest_may_name_a_file_for_each_picture(tmp_path):
     for k in range(3):
         np.save(tmp_path / f"{k}.npy", FEATURES[k, : k + 1])
     (tmp_path / "m.jsonl").write_text(

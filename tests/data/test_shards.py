@@ -242,7 +242,19 @@ def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
     assert counts[0] + counts[1] > 4 and counts[3] > 8 and counts[4] > 8
 
 
-def test_too_many_bad_samples_stop_with_the_list(tmp_path):
+def test_a_stream_without_a_usable_sample_or_with_too_many_bad_ones_stops(tmp_path):
+    empty = pack(tmp_path / "a.tar", [("1.cls", b"3"), ("README", b"")])
+    told = r"process 0 of 1 found no usable sample in 1 shards(.|\n)*no image: there is only \.cls"
+    raises(UserError, told, next, stream([empty]).batches(0))
+    one = pack(tmp_path / "b.tar", sample(1))
+    outcomes = []
+    for rank in range(3):
+        try:
+            next(stream([one], rank=rank, n_processes=3, samples_per_epoch=12).batches(0))
+            outcomes.append("found")
+        except UserError as error:
+            outcomes.append(str(error).partition(" in ")[0])
+    assert outcomes == ["found"] + [f"process {rank} of 3 found no usable sample" for rank in (1, 2)]
     bad = [(f"x{k}.jpg", JPEG) for k in range(4)]
     few = pack(tmp_path / "few.tar", bad + [m for i in range(16) for m in sample(i)])
     assert len(list(stream([few], samples_per_epoch=40, max_problem_fraction=0.2).batches(0))) == 10
@@ -257,21 +269,6 @@ def test_too_many_bad_samples_stop_with_the_list(tmp_path):
         for _ in source:
             seen += 1
     assert seen == 0
-
-
-def test_a_stream_without_a_usable_sample_ends(tmp_path):
-    empty = pack(tmp_path / "a.tar", [("1.cls", b"3"), ("README", b"")])
-    told = r"process 0 of 1 found no usable sample in 1 shards(.|\n)*no image: there is only \.cls"
-    raises(UserError, told, next, stream([empty]).batches(0))
-    one = pack(tmp_path / "b.tar", sample(1))
-    outcomes = []
-    for rank in range(3):
-        try:
-            next(stream([one], rank=rank, n_processes=3, samples_per_epoch=12).batches(0))
-            outcomes.append("found")
-        except UserError as error:
-            outcomes.append(str(error).partition(" in ")[0])
-    assert outcomes == ["found"] + [f"process {rank} of 3 found no usable sample" for rank in (1, 2)]
 
 
 def test_skip_notes_a_sample_once_and_leaves_the_stream_as_it_is(tmp_path):

@@ -87,14 +87,6 @@ def test_exif_orientation_is_applied(orientation):
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_a_picture_with_damaged_exif_is_still_read():
-    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<HHHI4s", 9, 0x0112, 99, 7, b"\xff" * 4)
-    for damaged in (exif, b"Exif\0\0garbage", b"Exif\0\0MM\0*\xff\xff\xff\xff"):
-        for kind in ("JPEG", "PNG", "WEBP"):
-            decoded = hwc(encoded(Image.new("RGB", (16, 8), "red"), kind, exif=damaged))
-            assert decoded.shape == (8, 16, 3) and decoded[..., 0].min() > 240
-
-
 def test_files_cut_short_and_what_is_no_picture_are_refused_and_damaged_exif_is_read():
     for kind in ("PNG", "WEBP", "GIF", "BMP", "TIFF"):
         whole = encoded(noise(32, 32), kind)
@@ -108,6 +100,11 @@ def test_files_cut_short_and_what_is_no_picture_are_refused_and_damaged_exif_is_
         (eps, "not an image in one of"),
     ):
         raises(ValueError, message, decode_image, data, 16)
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<HHHI4s", 9, 0x0112, 99, 7, b"\xff" * 4)
+    for damaged in (exif, b"Exif\0\0garbage", b"Exif\0\0MM\0*\xff\xff\xff\xff"):
+        for kind in ("JPEG", "PNG", "WEBP"):
+            decoded = hwc(encoded(Image.new("RGB", (16, 8), "red"), kind, exif=damaged))
+            assert decoded.shape == (8, 16, 3) and decoded[..., 0].min() > 240
 
 
 @pytest.mark.parametrize(("width", "height"), [(MAX_PIXELS // 1000 + 1, 1000), (40000, 40000)])
@@ -167,8 +164,7 @@ def test_the_nearest_crop_starts_where_torchvision_and_open_clip_start(longer, s
 def test_crop_is_cut_in_whole_pixels_of_the_upright_picture_before_resizing(fit):
     stored = noise(90, 60)
     upright = np.rot90(np.asarray(stored), -1)
-    # 60 wide and 90 high: left 0.1 -> 6, right 0.1 + 0.71 -> 48.6 -> 49, top 0.25 -> 22.5 -> 22 (to even), bottom 0.75
-    # -> 67.5 -> 68.
+    # 60 x 90: left 0.1 -> 6, right 0.81 -> 48.6 -> 49, top 0.25 -> 22.5 -> 22 (to even), bottom 0.75 -> 67.5 -> 68.
     part = encoded(Image.fromarray(np.ascontiguousarray(upright[22:68, 6:49])))
     for size in (None, 20):
         got = decode_image(encoded(stored, exif=turned()), size, fit=fit, crop=(0.1, 0.25, 0.71, 0.5))
@@ -313,8 +309,7 @@ def test_augmentation_is_bounded_different_for_each_the_same_for_a_seed_and_keep
 
 
 def test_crop_and_mirror_shows_a_straight_part_of_the_picture():
-    # Red grows to the right and green downwards, so every pixel tells where it was: centre of pixel x at (x + 0.5) /
-    # 64.
+    # Red grows to the right and green downwards: every pixel tells where it was, the centre of x at (x + 0.5) / 64.
     ramp = torch.arange(64, dtype=torch.uint8)
     pixels = torch.stack([ramp.expand(64, 64), ramp[:, None].expand(64, 64), torch.zeros(64, 64, dtype=torch.uint8)])
     drawn = crop_and_mirror(pixels.expand(300, 3, 64, 64), generator=torch.Generator().manual_seed(0))

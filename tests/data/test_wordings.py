@@ -44,9 +44,6 @@ def test_each_image_has_one_caption_of_five_left_out_and_the_parts_are_all_capti
     everything = sorted(itertools.chain.from_iterable(parts))
     assert everything == sorted(splits()["train"].texts + splits()["val"].texts)
     assert len({text.split()[1] for text in parts[0]}) > 1
-
-
-def test_other_images_change_nothing():
     more = splits()
     more["train"] = photographs([*range(100, 107), *range(20), *range(30, 40)], five)
     before, after = (hold_out_wordings(data, 0, 5)[WORDINGS] for data in (splits(), more))
@@ -55,7 +52,7 @@ def test_other_images_change_nothing():
     assert len(common) == 40 and all(of[0][i] == of[1][i] for i in common)
 
 
-def test_a_text_of_several_images_or_an_only_caption_stays():
+def test_texts_of_several_images_or_an_only_caption():
     data = splits(lambda n: [*five(n), "A dog", "an  animal", "a photo"])
     for part in range(5):
         found = hold_out_wordings(data, part, 5)
@@ -72,9 +69,6 @@ def test_a_text_of_several_images_or_an_only_caption_stays():
         found = hold_out_wordings(data, part, 3, merged=False)
         trained = {normal_wording(text) for text in found["train"].texts}
         assert not trained & {normal_wording(text) for text in found[WORDINGS].texts}
-
-
-def test_where_all_texts_are_shared_they_are_left_out_of_all_their_images():
     data = splits(lambda n: [f"tag {(n + k) % 10}" for k in range(5)] + ([f"only of {n}"] if n % 3 == 0 else []))
     dealt = [hold_out_wordings(data, part, 5) for part in range(5)]
     with_tag = [found for found in dealt if "tag 7" in found[WORDINGS].texts]

@@ -34,7 +34,7 @@ def test_pcmepp_is_the_loops_by_any_distance(distance):
     )
 
 
-def test_terms_left_out_and_pseudo_positives_by_hand():
+def test_terms_left_out_pseudo_positives_by_hand_and_a_scale_that_never_turns():
     image, text = batch(dtype=torch.float32)
     full = PCMEPPLoss()(image, text, MATCH)
     assert set(full.terms) == {"match", "pseudo_positive", "vib"}
@@ -52,9 +52,6 @@ def test_terms_left_out_and_pseudo_positives_by_hand():
     # Row 0: the truth lies at 3; column 1 is closer, column 2 ties. Row 1: the truth is column 1 at 2.5; everything is
     # closer.
     assert pseudo_positives(distance, match).tolist() == [[1.0, 1.0, 1.0, 0.0], pytest.approx([0.7, 0.7, 0.7, 0.7])]
-
-
-def test_scale_never_turns_negative_whatever_the_optimiser_does():
     loss = PCMEPPLoss(PCMEPPOptions(logit_scale=0.01))
     optimiser = torch.optim.SGD(loss.parameters(), lr=1e3)
     image, text = batch(dtype=torch.float32)

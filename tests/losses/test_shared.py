@@ -78,43 +78,11 @@ def test_the_formula_of_a_whole_batch_is_the_module_with_its_gradients(options):
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
-def test_permuting_pairs_and_swapping_sides_change_nothing(loss):
+def test_permuting_pairs_and_swapping_sides_change_nothing_and_totals_are_those_of_the_loops(loss):
     image, text = still(loss)
     rows, columns = torch.tensor([2, 0, 3, 1]), torch.tensor([5, 1, 4, 0, 2, 3])
     changed = loss(text[columns], image[rows], MATCH[rows][:, columns].T)
     torch.testing.assert_close(changed.total, loss(image, text, MATCH).total)
-
-
-def test_gradients_are_finite_at_identical_inputs(loss):
-    image, _ = batch(4, dtype=torch.float32)
-    for distance in DISTANCES:
-        leaves = [t[:1].expand(4, -1).clone().requires_grad_() for t in (image.mean, image.log_var)]
-        e = GaussianEmbedding(*leaves)
-        total = type(loss)(dataclasses.replace(loss_options(loss), distance=distance))(e, e, torch.eye(4)).total
-        assert all(g.isfinite().all() for g in torch.autograd.grad(total, leaves, materialize_grads=True)), distance
-
-
-def test_gradients_are_those_of_the_function(loss):
-    image, text = batch(3, 3, 2)
-    match = torch.eye(3, dtype=torch.float64)
-    inputs = [t.requires_grad_() for t in (image.mean, image.log_var, text.mean, text.log_var)]
-    function = lambda a, b, c, d: loss(GaussianEmbedding(a, b), GaussianEmbedding(c, d), match).total
-    assert torch.autograd.gradcheck(function, inputs)
-
-
-def test_shapes_emptiness_and_labels_are_checked(loss):
-    image, text = batch()
-    raises(ValueError, r"match must have shape \(images, texts\) = \(4, 6\), got \(6, 4\)", loss, image, text, MATCH.T)
-    raises(ValueError, "empty batch of 0 images and 6 texts", loss, image[:0], text, MATCH[:0])
-    message = r"match must lie in \[0, 1\], got values from -1 to 1; labels of -1 and 1"
-    raises(ValueError, message, loss, image, text, 2 * MATCH.round() - 1)
-    raises(ValueError, r"match must lie in \[0, 1\], got values from nan", loss, image, text, MATCH * torch.nan)
-    totals = [loss(image, text, MATCH.round().to(dtype)).total for dtype in (torch.float64, torch.bool, torch.int64)]
-    assert totals[0] == totals[1] == totals[2]
-
-
-def test_totals_are_those_of_the_loops_for_hard_and_soft_labels(loss):
-    image, text = still(loss)
     lower, upper = MATCH.clone(), MATCH.clone()
     lower[0, 4], upper[0, 4] = 0, 1
     sides = [list(zip(e.mean.tolist(), e.var.tolist(), strict=True)) for e in (image, text)]
@@ -124,7 +92,29 @@ def test_totals_are_those_of_the_loops_for_hard_and_soft_labels(loss):
         assert loss(image, text, match).total.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_options_state_their_meaning_once_and_refuse_what_is_out_of_range(loss):
+def test_gradients_are_finite_at_identical_inputs_and_those_of_the_function(loss):
+    image, _ = batch(4, dtype=torch.float32)
+    for distance in DISTANCES:
+        leaves = [t[:1].expand(4, -1).clone().requires_grad_() for t in (image.mean, image.log_var)]
+        e = GaussianEmbedding(*leaves)
+        total = type(loss)(dataclasses.replace(loss_options(loss), distance=distance))(e, e, torch.eye(4)).total
+        assert all(g.isfinite().all() for g in torch.autograd.grad(total, leaves, materialize_grads=True)), distance
+    image, text = batch(3, 3, 2)
+    match = torch.eye(3, dtype=torch.float64)
+    inputs = [t.requires_grad_() for t in (image.mean, image.log_var, text.mean, text.log_var)]
+    function = lambda a, b, c, d: loss(GaussianEmbedding(a, b), GaussianEmbedding(c, d), match).total
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_shapes_emptiness_labels_and_options_are_checked(loss):
+    image, text = batch()
+    raises(ValueError, r"match must have shape \(images, texts\) = \(4, 6\), got \(6, 4\)", loss, image, text, MATCH.T)
+    raises(ValueError, "empty batch of 0 images and 6 texts", loss, image[:0], text, MATCH[:0])
+    message = r"match must lie in \[0, 1\], got values from -1 to 1; labels of -1 and 1"
+    raises(ValueError, message, loss, image, text, 2 * MATCH.round() - 1)
+    raises(ValueError, r"match must lie in \[0, 1\], got values from nan", loss, image, text, MATCH * torch.nan)
+    totals = [loss(image, text, MATCH.round().to(dtype)).total for dtype in (torch.float64, torch.bool, torch.int64)]
+    assert totals[0] == totals[1] == totals[2]
     defaults = loss_options(loss)
     for item in dataclasses.fields(defaults):
         for bound, wrong in (("gt", -0.5), ("ge", -1), ("lt", 2**40)):

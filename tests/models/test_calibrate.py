@@ -66,7 +66,7 @@ def crowded(n=160, seed=0, d=8):
     return embedded, pair_data(n, n, [(i, i) for i in range(n)])
 
 
-def test_first_hits_have_the_stated_probability_where_the_distance_alone_errs():
+def test_first_hits_have_the_stated_probability_where_the_distance_alone_errs_and_the_population_is_kept():
     embedded, data = crowded()
     fitted = calibrate_split(embedded, data, "csd", split="val")
     assert all(fit.conditional and fit.hits for fit in (fitted.i2t, fitted.t2i))
@@ -87,10 +87,6 @@ def test_first_hits_have_the_stated_probability_where_the_distance_alone_errs():
     answered = ~fitted.t2i.abstains(nearest, 0.3, n_gallery=160)
     wrong = place[answered, 0] != torch.arange(160)[answered]
     assert answered.sum() > 50 and float(wrong.double().mean()) < 0.4
-
-
-def test_the_population_is_kept_and_independent_queries_match_less():
-    embedded, data = crowded()
     both = {p: calibrate_split(embedded, data, "csd", split="val", population=p) for p in ("planted", "independent")}
     assert all(c.metadata["queries"] == p and c.t2i.conditional.population == p for p, c in both.items())
     distance = get_distance("csd").for_direction("t2i").matrix(embedded[1], embedded[0])[:, :80]

@@ -189,7 +189,7 @@ def test_parity_pcmepp_training_token_features(towers):
         torch.testing.assert_close(features.log_var, values[f"out/{name}_tokens_sigma"], **SINGLE)
 
 
-def test_parity_pcmepp_training_with_a_norm_on_the_log_variance(towers):
+def test_parity_pcmepp_training_of_other_layers(towers):
     state, values, heads = towers
     with_norm = dict(state)
     for name in ("img_enc.image_std_ln", "txt_enc.text_std_ln"):
@@ -199,19 +199,11 @@ def test_parity_pcmepp_training_with_a_norm_on_the_log_variance(towers):
     for side in ("image", "text"):
         torch.testing.assert_close(ours[f"{side}_log_var"], values[f"out_sigma_ln/{side}_log_var"], **SINGLE)
         torch.testing.assert_close(ours[f"{side}_mean"], values[f"out/{side}_mean"], **SINGLE)
-
-
-def test_parity_pcmepp_training_without_gpo(towers):
-    """Images are summed over their tokens under the name of an average, texts are their end token."""
-    state, values, heads = towers
     plain = {key: value for key, value in state.items() if "gpool" not in key}
     ours = embed(training_model(plain, heads), values, lengths=values["inputs/lengths"])
     assert_same(ours, values, "out_no_gpo", SINGLE)
     average = values["out_no_gpo/image_log_var"] / len(state["img_enc.backbone.positional_embedding"])
     assert (ours["image_log_var"] - average).abs().max() > 0.1
-
-
-def test_the_deterministic_baselines_are_points(towers):
     state, values, heads = towers
     left_out = ("std", "uncertainty", "prob_", "criterion.")
     baseline = {key: value for key, value in state.items() if not any(word in key for word in left_out)}
@@ -231,7 +223,7 @@ def fits_whole(layout, config, shapes):
     return sum(p.numel() for p in built.model.parameters())
 
 
-def test_full_size_pcmepp_hub(parity):
+def test_full_size(parity):
     pcmepp, prolip = (json.loads((parity / f / "full_size_keys.json").read_text()) for f in ("hf_pcmepp", "prolip"))
     assert len(pcmepp["tensors"]) == 354 == pcmepp["n_tensors"] and len(prolip["tensors"]) == 311 == prolip["n_tensors"]
     # Three logits are not the model's; the four projections have biases here, which are 0.
@@ -241,16 +233,6 @@ def test_full_size_pcmepp_hub(parity):
     parameters = fits_whole(prolip_hub, prolip["config"], prolip["tensors"])
     width, dim = prolip["config"]["vision_cfg"]["width"], prolip["config"]["embed_dim"]
     assert parameters == prolip["n_parameters"] - 2 + dim - width - 2 * prolip["config"]["text_cfg"]["width"]
-
-
-def large(key, shape):
-    image = key.startswith("img_enc")
-    wider = {768: 1024, 2304: 3072, 3072: 4096} if image else {512: 768, 1536: 2304, 2048: 3072}
-    special = {"img_enc.backbone.positional_embedding": [257, 1024], "img_enc.backbone.conv1.weight": [1024, 3, 14, 14]}
-    return special.get(key, [wider.get(size, size) for size in shape])
-
-
-def test_full_size_pcmepp_training(parity):
     about = json.loads((parity / "pcmepp_full_size_keys.json").read_text())
     shapes = {"ViT-B/32": about["ViT-B/32"], "ViT-B/16": about["ViT-B/32"] | about["ViT-B/16_changes"]}
     shapes["ViT-L/14"] = {key: large(key, shape) for key, shape in about["ViT-B/32"].items()}
@@ -262,6 +244,13 @@ def test_full_size_pcmepp_training(parity):
     for name, official in shapes.items():
         assert len(official) == about["n_tensors"][name]
         assert fits_whole(pcmepp_training, {}, official) == about["n_parameters"][name] - 2
+
+
+def large(key, shape):
+    image = key.startswith("img_enc")
+    wider = {768: 1024, 2304: 3072, 3072: 4096} if image else {512: 768, 1536: 2304, 2048: 3072}
+    special = {"img_enc.backbone.positional_embedding": [257, 1024], "img_enc.backbone.conv1.weight": [1024, 3, 14, 14]}
+    return special.get(key, [wider.get(size, size) for size in shape])
 
 
 @pytest.fixture
@@ -285,7 +274,7 @@ def test_a_lightning_checkpoint_a_bare_state_dict_and_safetensors_are_the_same_m
         assert (other.logit_scale, other.logit_bias) == logits
 
 
-def test_averaged_weights_are_taken(state, tmp_path):
+def test_averaged_weights_are_taken_and_settings_of_the_run_honoured(state, tmp_path):
     averaged = {f"swa_{key.replace('.', '.module.', 1)}": value + 0.5 for key, value in state.items()}
     counts = {f"swa_{part}.n_averaged": torch.tensor(3) for part in ("img_enc", "txt_enc", "criterion")}
     torch.save({"state_dict": state | averaged | counts}, tmp_path / "swa.ckpt")
@@ -297,9 +286,6 @@ def test_averaged_weights_are_taken(state, tmp_path):
     assert all(torch.equal(shifted[key], plain[key] + 0.5) for key in plain)
     torch.save({"state_dict": state | averaged | {key: torch.tensor(0) for key in counts}}, tmp_path / "early.ckpt")
     assert load_pretrained(tmp_path / "early.ckpt").logit_scale == scale
-
-
-def test_settings_of_the_run_are_honoured(state, tmp_path):
     options = {"model": {"no_imgnorm": True}, "criterion": {"name": "pcmepp", "prob_distance": "wdist"}}
     torch.save({"state_dict": state, "hyper_parameters": {"opt": options}}, tmp_path / "run.ckpt")
     published = load_pretrained(tmp_path / "run.ckpt")
@@ -389,7 +375,21 @@ def test_models_embed_words(kind, request, tmp_path):
     torch.testing.assert_close(ours.log_var, expected.log_var, **SINGLE)
 
 
-def test_pictures_need_no_tokenizer_and_are_prepared_like_clips(pcmepp):
+def test_the_tokenizer_must_belong_to_the_model_and_pictures_need_none(pcmepp, prolip):
+    folder, config, *_ = pcmepp
+    vocabulary = config["text_cfg"]["vocab_size"]
+    empty = Tokenizer(models.WordLevel({"<|startoftext|>": 0, "<|endoftext|>": 1}, unk_token="<|endoftext|>"))
+    with pytest.raises(UserError, match=f"the tokenizer has 2 tokens; the model expects {vocabulary}"):
+        load_pretrained(folder, tokenizer=empty).model.embed_texts(["a"])
+    with pytest.raises(UserError, match=r"none of them '<\|startoftext\|>'"):
+        load_pretrained(folder, tokenizer=words_tokenizer(vocabulary, {})).model.embed_texts(["a"])
+    folder, config, *_ = prolip
+    size = config["vision_cfg"]["image_size"]
+    model = load_pretrained(folder).model
+    pixels = noise(size + 7, size)
+    crop = torch.from_numpy(pixels[:, 4 : 4 + size].copy()).permute(2, 0, 1)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model.embed_images([encoded(pixels)]).mean, model.image(Inputs(crop)).mean, **SINGLE)
     folder, config, *_ = pcmepp
     size = config["vision_cfg"]["image_size"]
     model = load_pretrained(folder).model
@@ -405,24 +405,3 @@ def test_pictures_need_no_tokenizer_and_are_prepared_like_clips(pcmepp):
     with torch.no_grad():
         torch.testing.assert_close(ours.mean, model.image(Inputs(prepared.float())).mean, **SINGLE)
     raises(UserError, r"no tokenizer.json beside the weights.*openai/clip-vit-base-patch16", model.embed_texts, ["a"])
-
-
-def test_pictures_of_prolip_are_cropped_as_by_open_clip(prolip):
-    """A crop of torchvision starts at round(7 / 2) = 4 of 7 pixels too many, that of transformers at 3."""
-    folder, config, *_ = prolip
-    size = config["vision_cfg"]["image_size"]
-    model = load_pretrained(folder).model
-    pixels = noise(size + 7, size)
-    crop = torch.from_numpy(pixels[:, 4 : 4 + size].copy()).permute(2, 0, 1)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(model.embed_images([encoded(pixels)]).mean, model.image(Inputs(crop)).mean, **SINGLE)
-
-
-def test_the_tokenizer_must_belong_to_the_model(pcmepp):
-    folder, config, *_ = pcmepp
-    vocabulary = config["text_cfg"]["vocab_size"]
-    empty = Tokenizer(models.WordLevel({"<|startoftext|>": 0, "<|endoftext|>": 1}, unk_token="<|endoftext|>"))
-    with pytest.raises(UserError, match=f"the tokenizer has 2 tokens; the model expects {vocabulary}"):
-        load_pretrained(folder, tokenizer=empty).model.embed_texts(["a"])
-    with pytest.raises(UserError, match=r"none of them '<\|startoftext\|>'"):
-        load_pretrained(folder, tokenizer=words_tokenizer(vocabulary, {})).model.embed_texts(["a"])

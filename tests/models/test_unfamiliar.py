@@ -61,16 +61,7 @@ def test_new_words_and_made_up_ones_are_told_apart(judge, pieces, splits, tmp_pa
         UnfamiliarTexts.fit(["a", "b", "?"], lambda words: [1] * len(words))
 
 
-def test_a_verdict_says_it_first():
-    embeddings = GaussianEmbedding(torch.zeros(3, 2), torch.zeros(3, 2))
-    index = GaussianIndex.build(embeddings, ["a", "b", "c"])
-    answers = index.search(embeddings[:2], 1, about=[QueryInfo("a"), QueryInfo("b", unfamiliar=True)])
-    assert answers[0].verdict is None
-    found = answers[1].verdict
-    assert found.kind == "unfamiliar" and found.text == "The model hardly knows these words: the results are guesses"
-
-
-def test_a_run_remembers_its_words_and_models_without_texts_judge_nothing(toy, tmp_path, judge):
+def test_a_run_remembers_its_words_and_a_verdict_says_it_first(toy, tmp_path, judge):
     shutil.copytree(toy / "run", tmp_path / "run")
     run = load_run(tmp_path / "run")
     assert run.unfamiliar is None and run.unfamiliar_texts(["qxzvkw"]) == [False]  # Fewer than 100 texts.
@@ -79,3 +70,9 @@ def test_a_run_remembers_its_words_and_models_without_texts_judge_nothing(toy, t
     assert piece_counter(run.model) and run.unfamiliar_texts(["clock", "qxzvkw vvkkqx"]) == [False, True]
     loaded = load_model(tmp_path / "run")  # As searches and the service load it.
     assert loaded.unfamiliar_texts(["clock", "qxzvkw vvkkqx"]) == [False, True]
+    embeddings = GaussianEmbedding(torch.zeros(3, 2), torch.zeros(3, 2))
+    index = GaussianIndex.build(embeddings, ["a", "b", "c"])
+    answers = index.search(embeddings[:2], 1, about=[QueryInfo("a"), QueryInfo("b", unfamiliar=True)])
+    assert answers[0].verdict is None
+    found = answers[1].verdict
+    assert found.kind == "unfamiliar" and found.text == "The model hardly knows these words: the results are guesses"

@@ -195,7 +195,7 @@ def test_the_most_uncertain_come_with_what_they_retrieved():
     assert (card.count(">right<"), card.count(">wrong<")) == (right, 5 - right)
 
 
-def test_words_about_the_uncertainty_follow_its_sign():
+def test_words_about_the_uncertainty_follow_its_sign_and_few_points_or_a_perfect_model():
     data = scene(n=40, m=300, seed=5)
     right = truth(data).T[torch.arange(300), csd_matrix(data.images, data.texts).argmin(0)]
     sizes = torch.where(right, -12.0, -10.0) + 0.01 * torch.arange(300) / 300
@@ -206,9 +206,6 @@ def test_words_about_the_uncertainty_follow_its_sign():
     chance = torch.randn(300, 5, generator=torch.Generator().manual_seed(0)) - 10
     page = undrawn_report(scene(n=40, m=300, seed=5, texts=GaussianEmbedding(data.texts.mean, chance))).html
     assert "Total variance does not show which texts fail" in page
-
-
-def test_points_and_a_gallery_of_few_with_a_perfect_model():
     data = scene()
     points = {side: GaussianEmbedding.point(getattr(data, side).mean) for side in ("images", "texts")}
     page = undrawn_report(scene(**points)).html

@@ -15,9 +15,6 @@ def test_a_wide_table_is_continued_below_and_no_value_is_cut(capsys):
     for row in ROWS:
         assert all(out.count(value) == 1 for value in row[1:])
         assert out.count(row[0]) == out.count("estimator") > 1
-
-
-def test_a_value_wider_than_the_screen_stays_whole_and_running_text_is_wrapped(capsys):
     print_table("", ["name", "value"], [["a", "x" * 100]])
     assert "x" * 100 in capsys.readouterr().out
     words = [f"word{k}" for k in range(60)]

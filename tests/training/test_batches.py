@@ -166,7 +166,7 @@ def test_an_epoch_follows_from_its_number_and_the_seed_alone(style):
     assert not same(first, next(iter(indexed(recipe(style=style, mixed_share=0.5, seed=1), alone()).epoch(0))))
 
 
-def test_images_and_words_change_as_the_recipe_says():
+def test_images_and_words_change_as_the_recipe_says_and_independently_in_each_process():
     everything = [drawn(b) for b in indexed(recipe(), alone()).epoch(0)]
     assert sorted(i for images, _ in everything for i in images) == sorted(i for i, _ in shared_captions().pairs)
     first = lambda **changes: next(iter(indexed(recipe(**changes), alone()).epoch(0)))
@@ -184,6 +184,16 @@ def test_images_and_words_change_as_the_recipe_says():
     # Texts repeat one id: what is left of them is that id still, which masking or replacing words would change.
     assert torch.equal(shorter.texts.values[:, 0], plain.texts.values[:, 0])
     assert set(shorter.texts.values.unique().tolist()) <= set(plain.texts.values.unique().tolist()) | {0}
+    pictures = PixelStore(torch.full((4, 3, 16, 16), 90, dtype=torch.uint8))
+    words = Inputs(torch.ones(4, 9, dtype=torch.int64), torch.ones(4, 9, dtype=torch.bool))
+    found = []
+    for rank in range(3):
+        augmentation = Augmentation(recipe(style=True, text_tokens=0.5), model(), ProcessGroup(rank, 3, CPU))
+        generator = augmentation.generator(0, 0)
+        images = augmentation.images(pictures, np.arange(4), generator)
+        found.append((images.values, augmentation.texts(words, generator).values))
+    for a, b in itertools.combinations(found, 2):
+        assert not any(map(torch.equal, a, b))
 
 
 def test_words_of_padded_texts_are_not_damaged_and_masking_needs_its_token():
@@ -228,19 +238,6 @@ def test_processes_share_the_batches_of_one_without_gaps_or_doubles(size):
             torch.testing.assert_close(i2t[row : row + n], 0.05 + 0.9 * expected)
             row += n
     assert mixed >= (4 if size < 8 else 0)  # Eight processes have parts of one pair, or none.
-
-
-def test_processes_change_their_pictures_and_words_independently():
-    pictures = PixelStore(torch.full((4, 3, 16, 16), 90, dtype=torch.uint8))
-    words = Inputs(torch.ones(4, 9, dtype=torch.int64), torch.ones(4, 9, dtype=torch.bool))
-    drawn = []
-    for rank in range(3):
-        augmentation = Augmentation(recipe(style=True, text_tokens=0.5), model(), ProcessGroup(rank, 3, CPU))
-        generator = augmentation.generator(0, 0)
-        images = augmentation.images(pictures, np.arange(4), generator)
-        drawn.append((images.values, augmentation.texts(words, generator).values))
-    for a, b in itertools.combinations(drawn, 2):
-        assert not any(map(torch.equal, a, b))
 
 
 class Told:

@@ -278,7 +278,7 @@ def with_gradients(*gradients):
     return parameters
 
 
-def test_gradients_are_clipped_at_a_joint_norm():
+def test_gradients_are_clipped_at_a_joint_norm_before_each_step(tmp_path, monkeypatch):
     for norm, given, measured, left in (
         (2.0, [[3.0, 0.0], [4.0]], 5, [[1.2, 0.0], [1.6]]),
         (2.0, [[1.2], [-1.5]], math.hypot(1.2, 1.5), [[1.2], [-1.5]]),
@@ -290,9 +290,6 @@ def test_gradients_are_clipped_at_a_joint_norm():
             torch.testing.assert_close(parameter.grad, torch.tensor(gradient))
     assert clip_gradients(with_gradients([math.inf, 1.0]), 2.0) == math.inf
     assert math.isnan(clip_gradients(with_gradients([math.nan]), 0.0))
-
-
-def test_a_run_clips_all_that_it_trains_before_each_step(tmp_path, monkeypatch):
     recipe, norms = load_recipe(make_toy(tmp_path), ["train.epochs=2", "optim.clip_norm=0.01"]), []
     assert check_recipe({"name": "x"}, "here").optim.clip_norm == 2
 

@@ -75,10 +75,6 @@ def test_a_consumer_that_stops_early_stops_the_thread_and_closes_the_source():
         for item in prefetch(endless(closed)):
             1 / (3 - item)
     assert len(closed) == 3
-
-
-def test_a_program_that_ends_in_the_middle_ends():
-    """The text of the function, which needs the standard library alone: imports of the package take seconds."""
     code = "import itertools\nfrom typing import *\nfrom collections import deque\nfrom collections.abc import *\n"
     code += "from concurrent.futures import ThreadPoolExecutor\n"
     code += f"T = TypeVar('T')\n{inspect.getsource(prefetch)}\nitems = prefetch(itertools.count())\nnext(items)"
