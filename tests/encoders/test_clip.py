@@ -28,17 +28,12 @@ TEXT = {
     "siglip": ("siglip", {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3}),
 }
 CASES = [("image", case) for case in IMAGE] + [("text", case) for case in TEXT]
-KINDS = {  # Names, because the classes take seconds to import.
-    ("clip", "image"): "CLIPVision",
-    ("siglip", "image"): "SiglipVision",
-    ("clip", "text"): "CLIPText",
-    ("siglip", "text"): "SiglipText",
-}
 
 
 def plain(kind, side, dtype=torch.float64, seed=0, **options):
     """A tower as transformers builds it, its norms and biases random too, so that one too many or too few shows."""
-    model, config = (getattr(transformers, KINDS[kind, side] + ending) for ending in ("Model", "Config"))
+    name = {"clip": "CLIP", "siglip": "Siglip"}[kind] + {"image": "Vision", "text": "Text"}[side]
+    model, config = (getattr(transformers, name + ending) for ending in ("Model", "Config"))
     own = {"patch_size": 8} if side == "image" else {"vocab_size": 30, "max_position_embeddings": 9, "pad_token_id": 0}
     torch.manual_seed(seed)
     built = model(config(intermediate_size=20, **own, **options)).to(dtype).eval()
@@ -156,6 +151,15 @@ def test_each_side_saved_alone_and_in_half_precision_learns_in_float32(tmp_path)
         (features.mean.sum() + features.log_var.sum()).backward()
         stored = backbone.encoder.layers[-1].mlp.fc1.weight
         assert torch.equal(encoder.mean_blocks[0].mlp.fc1.weight.to(stored), stored)
+    # A folder that asks for eager attention, which leaves the mask to its caller, is causal all the same.
+    backbone = plain("clip", "text", torch.float32, **TEXT["clip"][1])
+    backbone.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "eager"}))
+    assert transformers.CLIPTextModel.from_pretrained(tmp_path).config._attn_implementation == "eager"
+    with torch.no_grad():
+        ours = clip_text_encoder(str(tmp_path)).eval()(Inputs(IDS)).mean
+        torch.testing.assert_close(ours, backbone(IDS).last_hidden_state, rtol=1e-5, atol=1e-5)
 
 
 def test_a_random_start_is_that_of_the_whole_tower():
@@ -294,15 +298,3 @@ def test_what_is_padded_behind_a_text_of_clip_changes_nothing(pooling):
             alone = head(encoder(Inputs(ids[i : i + 1, :n], mask[i : i + 1, :n])))
             torch.testing.assert_close(alone.mean, together.mean[i : i + 1])
             torch.testing.assert_close(alone.log_var, together.log_var[i : i + 1])
-
-
-def test_a_folder_that_asks_for_eager_attention_is_causal_all_the_same(tmp_path):
-    """That implementation of transformers leaves the mask to its caller."""
-    backbone = plain("clip", "text", torch.float32, **TEXT["clip"][1])
-    backbone.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "eager"}))
-    assert transformers.CLIPTextModel.from_pretrained(tmp_path).config._attn_implementation == "eager"
-    with torch.no_grad():
-        ours = clip_text_encoder(str(tmp_path)).eval()(Inputs(IDS)).mean
-        torch.testing.assert_close(ours, backbone(IDS).last_hidden_state, rtol=1e-5, atol=1e-5)

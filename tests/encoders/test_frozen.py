@@ -83,7 +83,7 @@ class Fixed:
         return [np.full((self.tokens, self.channels), len(i) + self.channels, np.float16) for i in items]
 
 
-def test_backbones_side_by_side():
+def test_backbones_side_by_side_pooled_and_of_several_layers():
     both = SideBySide([Fixed("a", 2, 3), Fixed("b", 2, 4)])
     assert both.channels == 7 and both.fingerprint == "a + b"
     first, second = both([b"x", b"xyz"])
@@ -91,9 +91,6 @@ def test_backbones_side_by_side():
     np.testing.assert_array_equal(second, [[6, 6, 6, 7, 7, 7, 7]] * 2)
     uneven = SideBySide([Fixed("a", 2, 3), Fixed("b", 9, 4)])
     raises(UserError, "have 2 and 9 tokens an image; .* set model.image.grid", uneven, [b"x"])
-
-
-def test_a_pooled_text_is_the_average_of_its_tokens_and_layers_stand_side_by_side():
     texts = ["a red fox", "dog"]
     options = {}, {"pooled": True}, {"pooled": True, "layers": (0, 6)}
     tokens, usual, both = (text_backbone("minilm-l6-v2", **given) for given in options)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.scratch import WordEncoder, read_word_vectors, word_tokenizer
@@ -22,8 +23,7 @@ def test_the_vocabulary_is_the_words_by_frequency_then_by_letters():
     often = word_tokenizer(TEXTS, min_count=2)
     assert set(often.get_vocab()) == {"[UNK]", "a", "dog", "sleeps"} and often.encode("the dog").ids == [0, 2]
     assert word_tokenizer([]).encode("dog").ids == [0]
-    with pytest.raises(ValueError, match="min_count must be at least 1, got 0"):
-        word_tokenizer(TEXTS, min_count=0)
+    raises(ValueError, "min_count must be at least 1, got 0", word_tokenizer, TEXTS, min_count=0)
 
 
 GLOVE = "the 0.5 1 -2\ndog 1e-1 2 3\n. . . 7 8 9\ndog 9 9 9\nzebra 4 5 6\n, 1 1 1\n"
@@ -52,9 +52,8 @@ def test_vectors_of_known_words_are_read_and_the_first_of_a_word_counts(tmp_path
     torch.testing.assert_close(encoder.words.weight[tokenizer.token_to_id("dog")], torch.tensor([0.1, 2, 3]))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_files_that_are_no_vectors_of_that_width_are_refused(tmp_path):
+    for content, message in (
         ("the 1 2\ndog 1 2\n", r"line 1: 2 numbers after the word, but model.text.width=3; .* set model.text.width=2"),
         ("the 1 2 3 4\n", "line 1: 4 numbers after the word"),
         ("the 1 2 3\n\nsleeps 1 2 3", "line 2: expected a word and its numbers .got 0 fields.; is it the text file"),
@@ -64,11 +63,8 @@ def test_vectors_of_known_words_are_read_and_the_first_of_a_word_counts(tmp_path
         ("the 1 nan 2\n", "line 1: a number after the word is not finite"),
         ("zebra 1 2 3\nlion 1 2 3\n", "has a vector for none of the 8 words"),
         ("", "has a vector for none of the 8 words"),
-    ],
-)
-def test_files_that_are_no_vectors_of_that_width_are_refused(tmp_path, content, message):
-    with pytest.raises(UserError, match=message):
-        read_word_vectors(written(tmp_path, content), word_tokenizer(TEXTS), 3)
+    ):
+        raises(UserError, message, read_word_vectors, written(tmp_path, content), word_tokenizer(TEXTS), 3)
 
 
 def state(gru, vectors, suffix):
@@ -113,8 +109,7 @@ def test_states_are_those_of_each_text_read_alone_word_by_word(bidirectional):
             backward = state(gru, vectors[::-1], "_reverse")[::-1] if bidirectional else []
             expected = [np.concatenate(both) for both in zip(forward, backward, strict=True)] if backward else forward
             np.testing.assert_allclose(states[row, mask].detach(), expected, atol=1e-12)
-            # Forwards the state at the last word, backwards that at the first; the released code takes both at the
-            # last.
+            # Forwards the state at the last word, backwards at the first; the released code takes both at the last.
             last = np.concatenate([forward[-1], backward[0]]) if backward else forward[-1]
             np.testing.assert_allclose(ended[row, 0].detach(), last, atol=1e-12)
             if backward and len(vectors) > 1:

@@ -87,7 +87,7 @@ def test_clips_mask_is_the_released_one_which_no_text_has():
 TEXTS = ["A Dog, abc!  x", "", "don't " * 9, "abcdog\n42"]
 
 
-def test_ids_are_those_of_transformers_clip_tokenizer():
+def test_ids_are_those_of_transformers_tokenizers_of_clip_and_t5():
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!'"
     merges = [("a", "b"), ("ab", "c</w>"), ("d", "o"), ("do", "g</w>")]
@@ -97,10 +97,6 @@ def test_ids_are_those_of_transformers_clip_tokenizer():
     told = {"vocabulary": len(pieces), "max_tokens": 12, "begin": special[0], "end": special[1]}
     ours = processor(theirs.backend_tokenizer, **told, clean=CLEANINGS["lower"])
     assert ids(ours, *TEXTS) == theirs(TEXTS, truncation=True, max_length=12)["input_ids"]
-
-
-def test_ids_are_those_of_transformers_t5_tokenizer():
-    transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     pieces = ["<pad>", "</s>", "<unk>", "▁a", "▁dog", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789"]
     vocabulary = [(piece, -float(i)) for i, piece in enumerate(pieces)]
     theirs = transformers.T5Tokenizer(vocab=vocabulary, extra_ids=0, pad_token="</s>")

@@ -96,8 +96,7 @@ def test_inclusion_is_of_images_in_texts_and_of_matches_only():
 
 
 def released_total(case, leaves):
-    """Name -> weighted term, from our functions, and with the three deviations that make it the released loss: its form
-    of inclusion, its bottleneck of halved log variances, and no inclusion at all where that exceeds 1e5."""
+    """Weighted terms: ours, with the released inclusion (none above 1e5) and bottleneck of halved log variances."""
     of = lambda side: GaussianEmbedding(leaves[f"{side}_mean"], leaves[f"{side}_log_var"])
     image, text = of("img"), of("txt")
     n = image.n

@@ -75,10 +75,7 @@ def test_every_term_of_pvse_is_its_loop(k, mining):
 @pytest.mark.parametrize("mining", ["hardest", "sum"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_defaults_are_twice_the_released_loss_on_the_cosine(k, mining):
-    """Mean hinges with margin 0.1 on the largest of K x K cosines; for K > 1 also 0.01 discrepancy, 0.1 diversity.
-
-    Without hardest negatives the released mean is over all n^2 pairs and ours over n anchors: 2 n times.
-    """
+    """Of all negatives, the released mean is over n^2 pairs and ours over n anchors: 2 n times."""
     n, d = 5, 3
     sides = []
     for seed in (0, 1):

@@ -53,10 +53,7 @@ def test_it_is_the_fit_of_all_pairs(distance):
 
 
 def crowded(n=160, seed=0, d=8):
-    """Images in pairs that look alike, every other pair far from the rest; each has one text near it.
-
-    A text of a lonely pair has two candidates, one of the crowd has many: equal distances, different probabilities.
-    """
+    """Pairs of alike images, every other far from the rest: texts of lonely pairs have two candidates, others many."""
     generator = torch.Generator().manual_seed(seed)
     mean = 0.6 * torch.randn(n, d, generator=generator)
     mean[::2] += 6 * torch.nn.functional.normalize(torch.randn(n // 2, d, generator=generator), dim=1)

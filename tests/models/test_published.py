@@ -1,7 +1,4 @@
-"""Published models: agreement with what the released implementations computed, and what is refused.
-
-The reference values come with randomised norms and biases, so that a norm too many or a wrong token shows.
-"""
+"""Published models against what the released implementations computed, with randomised norms and biases."""
 
 import json
 

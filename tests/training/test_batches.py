@@ -1,7 +1,4 @@
-"""The batches of an epoch: labels worked by hand, streams of random numbers, and the shares of several processes.
-
-Pictures are of one colour and texts of one word piece that say their own position, so that a batch tells what is in it.
-"""
+"""The batches of an epoch. Pictures of one colour and texts of one word piece say their own position."""
 
 import itertools
 from dataclasses import dataclass

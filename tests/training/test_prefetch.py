@@ -39,7 +39,7 @@ def test_items_are_made_in_a_thread_while_the_consumer_works():
     assert list(items) == [1, 2, 3, 4]
 
 
-def test_an_exception_comes_after_the_items_before_it():
+def test_an_exception_comes_after_the_items_before_it_and_a_consumer_that_stops_early_closes_the_source():
     def source():
         yield 1
         yield 2
@@ -51,16 +51,6 @@ def test_an_exception_comes_after_the_items_before_it():
             seen.append(item)
     assert seen == [1, 2]
     assert "source" in {entry.name for entry in caught.traceback}
-
-
-def endless(closed):
-    try:
-        yield from itertools.count()
-    finally:
-        closed.append(threading.current_thread())
-
-
-def test_a_consumer_that_stops_early_stops_the_thread_and_closes_the_source():
     closed = []
     items = prefetch(endless(closed), 2)
     assert next(items) == 0
@@ -79,6 +69,13 @@ def test_a_consumer_that_stops_early_stops_the_thread_and_closes_the_source():
     code += "from concurrent.futures import ThreadPoolExecutor\n"
     code += f"T = TypeVar('T')\n{inspect.getsource(prefetch)}\nitems = prefetch(itertools.count())\nnext(items)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def endless(closed):
+    try:
+        yield from itertools.count()
+    finally:
+        closed.append(threading.current_thread())
 
 
 def wait_until(condition):

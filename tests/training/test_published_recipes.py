@@ -1,8 +1,4 @@
-"""The recipes of the papers' own data, and the overrides in their headers, train on tiny data.
-
-The data have the shapes of COCO, Flickr30k and CUB. Towers and sizes are tiny; losses, heads, augmentation and
-optimisers are those of the recipe.
-"""
+"""The recipes of the papers' data, and the overrides in their headers, train on tiny data with tiny towers."""
 
 import itertools
 import json
