@@ -31,8 +31,7 @@ def slow_fraction(random, rate, tokens):
 
 
 def test_tokens_dropped_are_as_many_as_in_a_slow_loop():
-    """Two-sample Kolmogorov-Smirnov and binomial tests at 1e-4: a false alarm in about 1 of 5,000 seeds; the seed is
-    fixed. Dropping the whole rate from every chosen item, or from those with p <= rate, is farther than 1e-9."""
+    """Kolmogorov-Smirnov and binomial tests at 1e-4 with a fixed seed; the tempting wrong rules are below 1e-9."""
     random = np.random.default_rng(0)
     slow = np.array([slow_fraction(random, 0.2, 300) for _ in range(1500)])
     kept = drop_tokens(torch.ones(1500, 300, dtype=torch.bool), generator=generator())
@@ -104,8 +103,7 @@ def test_texts_keep_their_ends_their_order_and_a_word():
 
 
 def test_a_text_that_would_lose_all_keeps_one_word_as_it_was():
-    """Four words, rate 1: a text is deleted whole with probability 0.4^4. Those left with one word: it is their own
-    only if rescued, as at rate 1 all others are masked or replaced."""
+    """Four words are all deleted with probability 0.4^4; only then is a word its own, as all others are changed."""
     ids, mask = texts([7] * 20_000, 7)
     new_ids, new_mask = augment(ids, mask, rate=1.0, forbidden=range(4, 1000))
     own = (new_ids >= FIRST_WORD).sum(1)

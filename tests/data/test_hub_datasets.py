@@ -1,11 +1,6 @@
-"""Data sets of the package datasets, read in their forms.
+"""Data sets of the package datasets, read in their forms; run with datasets 5.2.0, in an environment of its own:
 
-The package is not among those of the tests; in an environment of its own:
-
-    python -m venv env && env/bin/pip install -c constraints.txt -e '.[datasets]' pytest hypothesis
-    env/bin/python -m pytest tests/data/test_hub_datasets.py
-
-Run with datasets 5.2.0.
+env/bin/pip install -c constraints.txt -e '.[datasets]' pytest hypothesis
 """
 
 import pytest

@@ -124,13 +124,11 @@ def test_the_parts_of_a_batch_share_its_choice_of_mixup_or_cutmix():
 
 
 def test_frequencies_are_those_stated():
-    """20,000 pictures per choice. Two-sided binomial and Kolmogorov-Smirnov tests at 1e-4 each: a false alarm in about
-    1 of 2,500 seeds; the seed is fixed."""
+    """Binomial and Kolmogorov-Smirnov tests at 1e-4 each, with a fixed seed."""
     n = 20_000
     drawn = plan(n, choice="element", size=(64, 48), cutmix_probability=0.3)
     mixed = (drawn.own_fraction < 1).numpy()
-    # Empty boxes unmix a few of the cut ones: at 64 x 48 pixels those with lambda above 1 - (2 / 48)^2, under 1 in
-    # 100,000.
+    # Empty boxes unmix under 1 in 100,000 of the cut ones: those with lambda above 1 - (2 / 48)^2.
     assert scipy.stats.binomtest(int(mixed.sum()), n, 0.25).pvalue > 1e-4
     assert scipy.stats.binomtest(int(drawn.cut.sum()), int(mixed.sum()), 0.3).pvalue > 1e-4
     blends = drawn.own_fraction.numpy()[mixed & ~drawn.cut.numpy()]
@@ -147,8 +145,7 @@ def test_frequencies_are_those_stated():
 
 
 def test_areas_that_are_left_have_the_mean_of_a_slow_loop():
-    """Within 5 standard errors of both sides: a false alarm in about 1 of 2 million seeds. Sides that go by the area
-    without its root, and areas before clipping, are farther than 20."""
+    """Within 5 standard errors; sides by the area without its root, and areas before clipping, are farther than 20."""
     random, h, w = np.random.default_rng(0), 64, 48
 
     def area(root, clipped):

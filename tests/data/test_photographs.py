@@ -126,21 +126,19 @@ def test_the_fields_and_the_name_of_a_file(tmp_path):
 LONG, PXL = "Screenshot_20230412-093015_Messenger_long_na", "PXL_20230412_093015123.MP"
 
 
-@pytest.mark.parametrize(
-    ("image", "beside"),
-    [
+def test_the_files_beside_an_image(tmp_path):
+    for number, (image, beside) in enumerate([
         ("CAPS.JPG", "CAPS.TXT"), ("a.jpg", "A.Xmp"), ("a.jpg", "a.jpg.XMP"), ("a.jpg", "a.JPG.json"),
         ("a(1).JPG", "a.JPG.supplemental-metadata(1).json"), ("a(2).jpg", "a.jpg(2).json"), ("a.jpg", "a.json"),
         ("a b.jpg", "a b.supplemental-metadata.json"), (f"{LONG}.jpg", f"{LONG}.s.json"),
         (f"{LONG}me.jpg", f"{LONG}me.json"), (f"{LONG}mes.jpg", f"{LONG}me.json"),
         (f"{LONG}mes(1).jpg", f"{LONG}me(1).json"), (f"{PXL}-edited.jpg", f"{PXL}.jpg.supplemental-met.json"),
         ("a-bearbeitet(1).jpg", "a.jpg.supplemental-metadata(1).json"), ("Mu\u0308ller.jpg", "M\u00fcller.txt"),
-    ],
-)  # fmt: skip
-def test_the_files_beside_an_image(image, beside, tmp_path):
-    for name in (beside, "other.jpg.json", f"{LONG}.txt.bak"):
-        (tmp_path / name).touch()
-    assert sidecars(image, names_in(tmp_path)) == [beside]
+    ]):  # fmt: skip
+        (folder := tmp_path / str(number)).mkdir()
+        for name in (beside, "other.jpg.json", f"{LONG}.txt.bak"):
+            (folder / name).touch()
+        assert sidecars(image, names_in(folder)) == [beside]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zero", "elsewhere", "cycle", "large", "not UTF-8"])

@@ -55,9 +55,8 @@ def test_samples_are_what_the_webdataset_library_reads(tmp_path):
     import webdataset
 
     odd = [("folder/a.b.jpg", b"x"), ("README", b"x"), ("__index__", b"x"), ("._000001.jpg", b"x"), ("z/1.JPG", JPEG)]
-    odd += [
-        ("z/1.cls", b"7"), ("z/1.TXT", "\ufeff für dich \n".encode()), ("2.webp", b"w"), ("2.json", b'{"text": "two"}'),
-    ]  # fmt: skip
+    odd += [("z/1.cls", b"7"), ("z/1.TXT", "\ufeff für dich \n".encode())]
+    odd += [("2.webp", b"w"), ("2.json", b'{"text": "two"}')]
     long = [(f"{'ö' * 60}/{'y' * 120}.png", b"p"), (f"{'ö' * 60}/{'y' * 120}.json", b'{"caption": "c", "text": "t"}')]
     for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         members = sample(1) + odd + (long if form != tarfile.USTAR_FORMAT else []) + sample(3)
@@ -235,8 +234,7 @@ def test_whatever_bytes_of_headers_change_the_rest_is_read(tmp_path, mended):
             found, noted = {}, [str(error)]
         counts[len(found)] += 1
         if not mended:
-            # Every sample is what was packed (but for the changed bytes of the picture, which nothing guards), or
-            # noted.
+            # Every sample is what was packed (but for changed bytes of the picture, which nothing guards), or noted.
             assert len(found) == 4 or noted
             assert all(len(one.image) == len(sample(int(key[-6:]))[0][1]) for key, one in found.items())
     assert counts[0] + counts[1] > 4 and counts[3] > 8 and counts[4] > 8

@@ -1,9 +1,6 @@
-"""Models in memory are written as folders that embed the same; what a folder would embed otherwise is refused.
+"""Models in memory are written as folders that embed the same. With sentence-transformers in an environment:
 
-sentence-transformers and open_clip are not among the packages of the tests; in an environment of its own:
-
-    python -m venv env && env/bin/pip install -c constraints.txt -e '.[backbones]' pytest sentence-transformers
-    env/bin/python -m pytest tests/encoders/test_model_objects.py
+env/bin/pip install -c constraints.txt -e '.[backbones]' pytest sentence-transformers
 """
 
 import shutil

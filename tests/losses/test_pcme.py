@@ -179,11 +179,7 @@ def test_parity_of_values_and_gradients(shared):
 
 @pytest.mark.parametrize("name", ["plain", "vib", "vib_uniform", "coco15"])
 def test_parity_of_the_original_in_all_terms_with_converted_weights(shared, name):
-    """Value and gradients of match, bottleneck and uniformity together: the released ones over the number of pairs.
-
-    The original adds 1e-6 under the root. Its bottleneck reads the head ln s as ln s^2, and the mean of the samples as
-    the mean. Samples are given as noise around that mean, so that the head has the gradient of the bottleneck alone.
-    """
+    """Over the number of pairs; samples are noise around their mean: the head has the bottleneck's gradient alone."""
     cases, tensors = parity(shared)
     name = f"pcme_case/{name}"
     case, group = cases[name], f"inputs/{cases[name]['group']}"

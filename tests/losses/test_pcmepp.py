@@ -49,8 +49,7 @@ def test_terms_left_out_pseudo_positives_by_hand_and_a_scale_that_never_turns():
     distance = torch.tensor([[3.0, 1.0, 3.0, 5.0], [2.0, 2.5, 0.5, 0.4]])
     match = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.7, 0.3, 0.0]])
     assert pseudo_positives(distance, 0 * match).eq(0).all(), "rows without a match"
-    # Row 0: the truth lies at 3; column 1 is closer, column 2 ties. Row 1: the truth is column 1 at 2.5; everything is
-    # closer.
+    # Row 0: the truth lies at 3; column 1 is closer, column 2 ties. Row 1: the truth lies at 2.5; all are closer.
     assert pseudo_positives(distance, match).tolist() == [[1.0, 1.0, 1.0, 0.0], pytest.approx([0.7, 0.7, 0.7, 0.7])]
     loss = PCMEPPLoss(PCMEPPOptions(logit_scale=0.01))
     optimiser = torch.optim.SGD(loss.parameters(), lr=1e3)

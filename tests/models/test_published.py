@@ -54,9 +54,8 @@ def embed(model, values, dtype=torch.float32, lengths=None):
     with torch.no_grad():
         tokens = model.image.encoder(Inputs(values["inputs/pixel_values"].to(dtype)))
         image, text = model.image.head(tokens), model.text(Inputs(ids, mask))
-    return {
-        "image_mean": image.mean, "image_log_var": image.log_var, "text_mean": text.mean, "text_log_var": text.log_var,
-    }  # fmt: skip
+    sides = {"image": image, "text": text}
+    return {f"{side}_{part}": getattr(e, part) for side, e in sides.items() for part in ("mean", "log_var")}
 
 
 def assert_same(ours, values, name, tolerance, suffix=""):

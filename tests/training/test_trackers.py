@@ -1,9 +1,6 @@
-"""The figures of an epoch reach callbacks and trackers. The packages are not among those of the tests:
+"""Callbacks and trackers; run with tensorboard 2.21.0, wandb 0.31.0 and mlflow-skinny 3.17.2 in an environment:
 
-    python -m venv env && env/bin/pip install -c constraints.txt -e '.[tensorboard,wandb,mlflow]' pytest hypothesis
-    env/bin/python -m pytest tests/training/test_trackers.py
-
-Run with tensorboard 2.21.0, wandb 0.31.0 (offline) and mlflow-skinny 3.17.2 (in a folder).
+env/bin/pip install -c constraints.txt -e '.[tensorboard,wandb,mlflow]' pytest hypothesis
 """
 
 import pytest
