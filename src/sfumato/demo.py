@@ -78,14 +78,8 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     page = _page(run, index, answers, pictures, style.data, images, texts, whole, seconds)
     write_atomically(out / "index.html", page)
     print(f"\n5. Open {out / 'index.html'} in a browser")
-    return {
-        "page": str(out / "index.html"),
-        "run": str(out / "run"),
-        "index": str(out / "index"),
-        "seconds": round(time.monotonic() - started, 1),
-        "test": evaluation.to_json(),
-        "searches": results,
-    }
+    figures = {"seconds": round(time.monotonic() - started, 1), "test": evaluation.to_json(), "searches": results}
+    return {"page": str(out / "index.html"), "run": str(out / "run"), "index": str(out / "index"), **figures}
 
 
 def draw_examples(data: PairData, n: int = N_SHOWN, seed: int = SEED) -> tuple[list[tuple[str, str]], list[int]]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -119,16 +119,21 @@ class PairData:
         pairs = np.stack([position[self.pairs[:, 0]], self.pairs[:, 1]], axis=1)
         pairs = pairs[pairs[:, 0] >= 0]
         texts, renumbered = np.unique(pairs[:, 1], return_inverse=True)
-        return PairData(
-            tuple(self.image_ids[i] for i in index),
-            tuple(self.images[i] for i in index),
-            tuple(self.text_ids[i] for i in texts),
-            tuple(self.texts[i] for i in texts),
-            tuple(self.text_kinds[i] for i in texts),
-            np.stack([pairs[:, 0], renumbered], axis=1),
-            self.groups[index],
-            tuple(self.text_rows[i] for i in texts) if self.text_rows else (),
-        )
+        chosen = {name: tuple(getattr(self, name)[i] for i in index) for name in ("image_ids", "images")}
+        chosen |= self.text_fields(texts)
+        return PairData(**chosen, pairs=np.stack([pairs[:, 0], renumbered], axis=1), groups=self.groups[index])
+
+    def text_fields(self, index: np.ndarray) -> dict[str, Any]:
+        """What is known of some texts, by the names of the fields.
+
+        Args:
+            index: (k,) positions of texts.
+
+        Returns:
+            The fields of k texts.
+        """
+        fields = {name: getattr(self, name) for name in ("text_ids", "texts", "text_kinds", "text_rows")}
+        return {name: tuple(values[i] for i in index) if values else () for name, values in fields.items()}
 
     def keep_texts(self, kept: np.ndarray) -> "PairData":
         """A split with all of the images and only some of the texts; an image may have none.

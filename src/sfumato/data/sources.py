@@ -297,13 +297,8 @@ class DataConfig(BaseModel):
         for part in filter(None, (self.leave_out, self.held_out_wordings)):
             parse_part(part)
         if source.streamed:
-            needs_all = {
-                "noise_rate": self.noise_rate,
-                "graded": self.graded,
-                "leave_out": self.leave_out,
-                "held_out_wordings": self.held_out_wordings,
-            }
-            if wrong := next((name for name, given in needs_all.items() if given), None):
+            needs_all = ("noise_rate", "graded", "leave_out", "held_out_wordings")
+            if wrong := next((name for name in needs_all if getattr(self, name)), None):
                 why = f"needs all pairs in memory, but data.source={self.source!r} is read as a stream"
                 raise ValueError(f"data.{wrong} {why}; leave it out, or take another source")
         source.check_options(self.source, self.options)

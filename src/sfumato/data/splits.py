@@ -45,16 +45,11 @@ def hold_out_wordings(
 def joined(first: PairData, second: PairData) -> PairData:
     """Two splits as one."""
     n, m = len(first.image_ids), len(first.text_ids)
-    return PairData(
-        first.image_ids + second.image_ids,
-        first.images + second.images,
-        first.text_ids + second.text_ids,
-        first.texts + second.texts,
-        first.text_kinds + second.text_kinds,
-        np.concatenate([first.pairs, second.pairs + np.array([n, m])]),
-        np.concatenate([first.groups, second.groups - second.groups.min(initial=0) + first.groups.max(initial=-1) + 1]),
-        first.text_rows + second.text_rows,
-    )
+    names = ("image_ids", "images", "text_ids", "texts", "text_kinds", "text_rows")
+    added = {name: getattr(first, name) + getattr(second, name) for name in names}
+    groups = second.groups - second.groups.min(initial=0) + first.groups.max(initial=-1) + 1
+    pairs = np.concatenate([first.pairs, second.pairs + np.array([n, m])])
+    return PairData(**added, pairs=pairs, groups=np.concatenate([first.groups, groups]))
 
 
 def _part_of_texts(data: PairData, part: int, of: int) -> np.ndarray:
@@ -196,14 +191,8 @@ def merge_equal_texts(data: PairData) -> PairData:
     if len(number) == len(data.texts):
         return data
     first = np.unique(merged, return_index=True)[1]
-    return replace(
-        data,
-        text_ids=tuple(data.text_ids[i] for i in first),
-        texts=tuple(data.texts[i] for i in first),
-        text_kinds=tuple(data.text_kinds[i] for i in first),
-        pairs=np.stack([data.pairs[:, 0], merged[data.pairs[:, 1]]], axis=1),
-        text_rows=tuple(data.text_rows[i] for i in first) if data.text_rows else (),
-    )
+    pairs = np.stack([data.pairs[:, 0], merged[data.pairs[:, 1]]], axis=1)
+    return replace(data, pairs=pairs, **data.text_fields(first))
 
 
 def parse_part(text: str) -> tuple[int, int]:

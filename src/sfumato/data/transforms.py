@@ -68,12 +68,9 @@ class MixPlan:
     def cat(cls, plans: Sequence["MixPlan"]) -> "MixPlan":
         """Concatenate several plans; partners stay within their own plan."""
         starts = np.cumsum([0, *map(len, plans)]).tolist()
-        return cls(
-            torch.cat([plan.partner + start for plan, start in zip(plans, starts, strict=False)]),
-            torch.cat([plan.own_fraction for plan in plans]),
-            torch.cat([plan.box for plan in plans]),
-            plans[0].size,
-        )
+        partner = torch.cat([plan.partner + start for plan, start in zip(plans, starts, strict=False)])
+        own_fraction, box = (torch.cat([getattr(plan, name) for plan in plans]) for name in ("own_fraction", "box"))
+        return cls(partner, own_fraction, box, plans[0].size)
 
 
 def plan_mixing(
@@ -117,12 +114,9 @@ def plan_mixing(
     flipped = np.arange(n)[::-1]
     # Nothing is mixed where lambda rounds to 1 or the box is empty.
     mixed &= (flipped != np.arange(n)) & (own_fraction < 1)
-    return MixPlan(
-        torch.from_numpy(np.where(mixed, flipped, np.arange(n))),
-        torch.from_numpy(np.where(mixed, own_fraction, np.float32(1))),
-        torch.from_numpy(np.where((mixed & cut)[:, None], box, 0)),
-        size,
-    )
+    partner, own = np.where(mixed, flipped, np.arange(n)), np.where(mixed, own_fraction, np.float32(1))
+    box = np.where((mixed & cut)[:, None], box, 0)
+    return MixPlan(torch.from_numpy(partner), torch.from_numpy(own), torch.from_numpy(box), size)
 
 
 def smooth_match(match: Tensor, smoothing: float) -> Tensor:

@@ -302,14 +302,8 @@ def _backbone(side: Side, config: _ClipConfig, description: Mapping[str, Any] | 
         return from_pretrained(kinds[model_type], weights).float()  # Some weights are stored in half precision.
     width, depth, heads = ARCHITECTURES[config.architecture][side]
     kind = kinds[f"clip_{part}_model"]
-    sizes = kind.config_class(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=depth,
-        num_attention_heads=heads,
-        hidden_act=config.activation,
-        **own,
-    )
+    size = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": depth}
+    sizes = kind.config_class(**size, num_attention_heads=heads, hidden_act=config.activation, **own)
     return kind(sizes)
 
 

@@ -324,12 +324,8 @@ class EmbeddingInput(FeatureInput):
 def described_by(data: PairData) -> dict[str, dict[str, int]]:
     """What data say about the encoders that read them."""
     rows = {"image": data.images[:1], "text": data.text_rows[:1]}
-    return {
-        side: {"channels": row.table.channels}
-        for side, first in rows.items()
-        for row in first
-        if isinstance(row, EmbeddingRow)
-    }
+    found = [(side, row) for side, first in rows.items() for row in first if isinstance(row, EmbeddingRow)]
+    return {side: {"channels": row.table.channels} for side, row in found}
 
 
 def build_embeddings(

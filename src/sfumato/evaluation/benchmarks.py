@@ -235,13 +235,12 @@ class _Positions:
         if ids not in self.known:
             found = [self._find(identity) for identity in ids]
             if missing := [identity for identity, i in zip(ids, found, strict=True) if i is None]:
-                raise ValueError(
-                    f"{len(missing):,} of the {len(ids):,} {self.what}s of the benchmark {ground_truth.name} are not"
-                    f" among the {len(self.ids):,} {self.what}s that were embedded, e.g. {missing[0]!r}. The ids of"
-                    f" both must agree; the first of the embedded {self.what}s has the id"
-                    f" {next(iter(self.position), None)!r}. Evaluate on the images and texts of the benchmark, or give"
-                    " their ids as the benchmark has them"
-                )
+                of, side = f"{len(missing):,} of the {len(ids):,}", f"{self.what}s"
+                own = f"the {len(self.ids):,} {side} that were embedded, e.g. {missing[0]!r}"
+                first = f"the first of the embedded {side} has the id {next(iter(self.position), None)!r}"
+                way = "Evaluate on the images and texts of the benchmark, or give their ids as the benchmark has them"
+                lacking = f"{of} {side} of the benchmark {ground_truth.name} are not among {own}"
+                raise ValueError(f"{lacking}. The ids of both must agree; {first}. {way}")
             self.known[ids] = np.array(found, np.int64)
             if len(np.unique(self.known[ids])) != len(ids):
                 raise ValueError(f"benchmarks: two {self.what}s of {ground_truth.name} have the same {self.what}_id")

@@ -278,12 +278,12 @@ def measure_scores(
     images, texts = ids = _ids(ground_truths, image_ids, text_ids)
     if scores.shape != (len(images), len(texts)):
         turned = scores.shape == (len(texts), len(images))
-        raise UserError(
-            f"{path} is {scores.shape[0]} by {scores.shape[1]}, but there are {len(images)} images"
-            f" ({image_ids or 'those of the ground truth'}) and {len(texts)} texts"
-            f" ({text_ids or 'those of the ground truth'}); expected {len(images)} by {len(texts)}, images by texts"
-            + (". The matrix is texts by images: write it transposed, np.save(FILE, scores.T)" if turned else "")
-        )
+        of_truth = "those of the ground truth"
+        images_are = f"{len(images)} images ({image_ids or of_truth})"
+        there = f"{images_are} and {len(texts)} texts ({text_ids or of_truth})"
+        found = f"{path} is {scores.shape[0]} by {scores.shape[1]}, but there are {there}"
+        way = ". The matrix is texts by images: write it transposed, np.save(FILE, scores.T)" if turned else ""
+        raise UserError(f"{found}; expected {len(images)} by {len(texts)}, images by texts{way}")
     check_finite(path, scores)
     measured = _measured(f"{scores_are} matrix", protocols.Scores(scores, SCORES_ARE[scores_are]), ids, ground_truths)
     if (place := _mean_place(measured.ranks)) > _BACKWARDS:

@@ -245,12 +245,8 @@ class _Scene:
 def error_statistics(u: np.ndarray, error: np.ndarray, best: Statistic | None = None) -> dict[str, Statistic]:
     """The figures of wrong best items, see FIGURES. u (n,), error (n,) 1 where the best item is wrong."""
     found = risk_coverage_statistics(u, error, best)
-    return {
-        "wrong_auroc": auroc_statistic(u, error),
-        "wrong_aurc": found["aurc"],
-        "wrong_excess_aurc": found["e_aurc"],
-        "wrong_gain": found["prr"],
-    }
+    keys = {"wrong_aurc": "aurc", "wrong_excess_aurc": "e_aurc", "wrong_gain": "prr"}
+    return {"wrong_auroc": auroc_statistic(u, error)} | {name: found[key] for name, key in keys.items()}
 
 
 def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Interval]:

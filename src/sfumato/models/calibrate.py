@@ -108,12 +108,9 @@ class _Split:
         queries need galleries without the images of some queries, so never all.
         """
         rng, every_image, every_text = np.random.default_rng(seed), np.arange(self.images.n), np.arange(self.texts.n)
-        deals = [
-            part
-            for n_parts in ((1, 2, 4, 8) if population == "planted" else (2, 4, 8))
-            for part in np.array_split(rng.permutation(every_image), n_parts)
-            if len(part) > 1
-        ]
+        counts = (1, 2, 4, 8) if population == "planted" else (2, 4, 8)
+        dealt = (part for n in counts for part in np.array_split(rng.permutation(every_image), n))
+        deals = [part for part in dealt if len(part) > 1]
         group = np.unique(self.data.groups, return_inverse=True)[1]
         half = (rng.permutation(int(group.max()) + 1) % 2 == 0)[group]
         own_image = np.argmax(self.data.match(every_image, texts), axis=0)
@@ -161,12 +158,8 @@ def calibrate_split(
     seen_by = _reference_queries(reference, distance, seed)
     asking = (_sample(images, max_queries, seed), _sample(texts, max_queries, seed))
     queries = whole.queries(*asking, population, seen_by, seed)
-    scores = {
-        direction: QueryScores.from_blocks(
-            held_out.blocks, growth=0.0 if direction == "i2t" else None, group=held_out.group
-        )
-        for direction, held_out in queries.items()
-    }
+    growths = {"i2t": 0.0, "t2i": None}
+    scores = {d: QueryScores.from_blocks(of.blocks, growth=growths[d], group=of.group) for d, of in queries.items()}
     found = {direction: DirectionCalibration(base, scores[direction]) for direction in queries}
     for direction, held_out in queries.items():
         with contextlib.suppress(ValueError):  # Too few queries: hits keep the probability of random pairs.

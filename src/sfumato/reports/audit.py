@@ -43,15 +43,9 @@ def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
     for sentence in wrong_pairs(figures):
         print_wrapped(sentence, indent=2)
     print()
-    rows = [
-        [
-            _suspicion(row["wrong_probability"]),
-            row["image"],
-            clipped(row["text"]),
-            clipped(row["better_text"] or MISSING),
-        ]
-        for row in figures["pairs"][:shown]
-    ]
+    suspects = figures["pairs"][:shown]
+    texts = [[row["image"], clipped(row["text"]), clipped(row["better_text"] or MISSING)] for row in suspects]
+    rows = [[_suspicion(row["wrong_probability"]), *own] for row, own in zip(suspects, texts, strict=True)]
     of_all = [row["wrong_probability"] for row in figures["pairs"]]
     if of_all and all(p is not None and p < _UNSUSPICIOUS for p in of_all):
         some = figures["n_pairs"] > len(of_all)

@@ -24,12 +24,9 @@ def print_calibration(result: dict[str, Any]) -> None:
         if (found := result.get(key)) is None:
             continue
         print()
-        print_wrapped(
-            f"{name}: {counted(found['n_queries'], 'query', 'queries')}, {counted(found['n_gallery'], 'item')},"
-            f" {found['matches_per_query']:.2f} matches per query; a gallery of twice the size has"
-            f" {2 ** found['growth']:.2f} times as many",
-            indent=2,
-        )
+        sizes = f"{counted(found['n_queries'], 'query', 'queries')}, {counted(found['n_gallery'], 'item')}"
+        growth = f"a gallery of twice the size has {2 ** found['growth']:.2f} times as many"
+        print_wrapped(f"{name}: {sizes}, {found['matches_per_query']:.2f} matches per query; {growth}", indent=2)
         if (first := found.get("first_hit")) is not None:
             right = f"{first['mean_probability']:.1%} probable on average, right in {first['rate']:.1%}"
             error = f"{first['ece']:.3f}, of perfect probabilities {first['ece_by_chance']:.3f}"
@@ -93,15 +90,11 @@ def print_adopted(adopted: "AdoptedModel") -> None:
     more = "; adopt(max_queries=...) in Python takes more" if any(n < of for n, of, _ in asking) else ""
     print_wrapped(f"the probabilities are fitted on {' and '.join(used)} of the split val{more}")
     if adopted.comparison:
-        rows = [
-            [
-                f"{name}, kept" if name == adopted.method else name,
-                f"{found.log_loss:.3f}",
-                MISSING if name == adopted.method else compact_interval(found.worse),
-                METHODS[name],
-            ]
-            for name, found in adopted.comparison.items()
-        ]
+        rows = []
+        for name, found in adopted.comparison.items():
+            kept = name == adopted.method
+            worse = MISSING if kept else compact_interval(found.worse)
+            rows.append([f"{name}, kept" if kept else name, f"{found.log_loss:.3f}", worse, METHODS[name]])
         halves = "fitted on half of the calibrating images and measured on the other half"
         title = f"log loss of first hits (lower is better), {halves}; in brackets 95 % intervals"
         print_table(title, ["method", "log loss", "more", "computed from"], rows, running=(3,))
@@ -121,25 +114,19 @@ def print_adopted(adopted: "AdoptedModel") -> None:
         )
         recall, chance = getattr(retrieval, key)["recall@1"], retrieval.chance[key]["recall@1"]
         print_wrapped(f"  {name}: recall@1 {recall:.1%}, chance {chance:.2%}")
-        print_wrapped(
-            f"    first hit {served.mean_probability:.1%} probable on average, right in {served.rate:.1%}; calibration"
-            f" error {served.ece:.3f}, by the distance alone {alone.ece:.3f}, of perfect probabilities"
-            f" {served.ece_by_chance:.3f}",
-            indent=4,
-        )
+        first = f"{served.mean_probability:.1%} probable on average, right in {served.rate:.1%}"
+        others = f"by the distance alone {alone.ece:.3f}, of perfect probabilities {served.ece_by_chance:.3f}"
+        print_wrapped(f"    first hit {first}; calibration error {served.ece:.3f}, {others}", indent=4)
 
 
 def print_fitted_lists(found: FittedLists, name: object) -> None:
     """Print what a calibrator of lists was fitted on, and what its probabilities are worth."""
     title = f"{name}: {counted(found.queries, 'query', 'queries')}, {counted(found.judged, 'judged hit')}"
-    rows = [
-        [
-            "first hit" if one.hits == 1 else f"first {one.hits} hits",
-            *(f"{value:.3f}" for value in (one.mean_probability, one.rate, one.ece, one.ece_by_chance)),
-            "undefined" if one.auroc is None else f"{one.auroc:.3f}",
-        ]
-        for one in found.figures
-    ]
+    rows = []
+    for one in found.figures:
+        figures = [f"{value:.3f}" for value in (one.mean_probability, one.rate, one.ece, one.ece_by_chance)]
+        auroc = "undefined" if one.auroc is None else f"{one.auroc:.3f}"
+        rows.append(["first hit" if one.hits == 1 else f"first {one.hits} hits", *figures, auroc])
     if found.note:
         print_wrapped(found.note)
     if rows:

@@ -92,16 +92,11 @@ def print_measured(measured: Measured, title: str) -> None:
     """Print a table of one or more ground truths in both directions, with all metrics that any of them reports."""
     metrics = dict.fromkeys(name for one in measured.figures.values() for name in one["i2t"])
     names = [name for name in metrics if name not in ("n_queries", "n_without_positives")]
-    rows = [
-        [
-            ground_truth,
-            direction,
-            *(metric_cell(name, one[direction].get(name)) for name in names),
-            f"{one[direction]['n_queries']:g}",
-        ]
-        for ground_truth, one in measured.figures.items()
-        for direction in ("i2t", "t2i")
-    ]
+    rows = []
+    for ground_truth, one in measured.figures.items():
+        for direction in ("i2t", "t2i"):
+            cells = [metric_cell(name, one[direction].get(name)) for name in names]
+            rows.append([ground_truth, direction, *cells, f"{one[direction]['n_queries']:g}"])
     print_table(f"{title}, by {measured.score}", ["ground truth", "direction", *names, "queries"], rows, left=2)
     rsums = {name: one["rsum"] for name, one in measured.figures.items() if "rsum" in one}
     sums = [f"{name} RSUM {rsum * 100:.1f} of 600" for name, rsum in rsums.items()]
@@ -214,16 +209,12 @@ def print_trust(report: TrustReport, title: str) -> None:
         columns = list(dict.fromkeys(name for values in direction.estimators.values() for name in values))
         figures |= dict.fromkeys(columns)
         print()
-        print_table(
-            f"{ARROWS[key]}; AURC of a perfect order {compact_interval(direction.risk_best)}; match probability of true"
-            f" against random pairs, AUROC {compact_interval(direction.right_pairs)}",
-            ["estimator", *map(in_words, columns)],
-            [
-                [in_words(name), *(compact_interval(values.get(column)) for column in columns)]
-                for name, values in direction.estimators.items()
-                if values
-            ],
-        )
+        perfect = f"AURC of a perfect order {compact_interval(direction.risk_best)}"
+        pairs = f"match probability of true against random pairs, AUROC {compact_interval(direction.right_pairs)}"
+        known = {name: values for name, values in direction.estimators.items() if values}
+        cells = {name: [compact_interval(of.get(column)) for column in columns] for name, of in known.items()}
+        rows = [[in_words(name), *own] for name, own in cells.items()]
+        print_table(f"{ARROWS[key]}; {perfect}; {pairs}", ["estimator", *map(in_words, columns)], rows)
     print()
     about = [[in_words(name), f"{report.estimators[name]['estimates']} [{name}]"] for name in shown]
     about += [[in_words(name), f"{FIGURES[name]} [{name}]"] for name in figures]

@@ -110,12 +110,8 @@ def _recall(direction: DirectionResult) -> dict[str, str]:
     right = direction.first_is_right
     right = right[~np.isnan(right)]
     low, high = wilson_interval(float(right.mean()), len(right))
-    return {
-        "name": DIRECTIONS[direction.key],
-        "recall": percent(float(right.mean())),
-        "interval": f"{low:.1%} to {high:.1%}",
-        "n": f"{len(right):,}",
-    }
+    recall, interval = percent(float(right.mean())), f"{low:.1%} to {high:.1%}"
+    return {"name": DIRECTIONS[direction.key], "recall": recall, "interval": interval, "n": f"{len(right):,}"}
 
 
 def _summary(

@@ -371,9 +371,6 @@ def _wrong_result(
         return values | {"asked": clipped(data.captions[query]), "found": thumbnails[item], "true": thumbnails[true]}
     owners = data.relevance.transpose()
     images = owners.indices[slice(*owners.indptr[item : item + 2])]
-    return values | {
-        "asked": thumbnails[query],
-        "found": clipped(data.captions[item]),
-        "owner": thumbnails[int(images[0])] if len(images) else None,
-        "true": clipped(data.captions[true]),
-    }
+    texts = {"found": clipped(data.captions[item]), "true": clipped(data.captions[true])}
+    owner = thumbnails[int(images[0])] if len(images) else None
+    return values | {"asked": thumbnails[query], "owner": owner, **texts}

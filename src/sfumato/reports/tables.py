@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -146,6 +147,9 @@ _FLEXIBLE = 24
 """Fewest columns that a column of running text takes, if its longest text is not shorter."""
 
 
+_filled = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+
+
 def screen_width() -> int:
     """Number of columns of the output."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PLAIN_WIDTH
@@ -154,12 +158,8 @@ def screen_width() -> int:
 def print_wrapped(text: str, indent: int = 0) -> None:
     """Print a paragraph in lines that fit the screen; paths and other long words stay whole."""
     words = text.lstrip(" ")
-    print(
-        textwrap.fill(
-            words, screen_width(), initial_indent=" " * (len(text) - len(words)), subsequent_indent=" " * indent,
-            break_long_words=False, break_on_hyphens=False,
-        )
-    )  # fmt: skip
+    start, rest = " " * (len(text) - len(words)), " " * indent
+    print(_filled(words, screen_width(), initial_indent=start, subsequent_indent=rest))
 
 
 def print_table(
@@ -177,7 +177,7 @@ def print_table(
             flows = k in running
             own = max(widths[k], widths[k] + width - needed) if flows else widths[k]
             table.add_column(
-                textwrap.fill(headings[k], own, break_long_words=False, break_on_hyphens=False),
+                _filled(headings[k], own),
                 justify="left" if k < left or flows else "right",
                 width=None if flows else own,
                 max_width=own if flows else None,

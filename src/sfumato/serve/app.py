@@ -233,12 +233,8 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
 
 def _add_searches(app: FastAPI, service: Service) -> None:
-    post = partial(
-        app.post,
-        response_model=schemas.SearchResponse,
-        tags=["search"],
-        responses=problems(404, 413, 415, 422, 503, 504),
-    )
+    refusals = problems(404, 413, 415, 422, 503, 504)
+    post = partial(app.post, response_model=schemas.SearchResponse, tags=["search"], responses=refusals)
 
     @app.get(
         "/v1/search", response_model=schemas.SearchResponse, tags=["search"], responses=problems(404, 422, 503, 504)

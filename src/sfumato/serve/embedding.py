@@ -178,12 +178,9 @@ class Embedder:
 
     def kinds(self) -> QueryKinds:
         """The kinds of queries that the model can answer."""
-        return QueryKinds(
-            text=not self.model.text.processor.reads,
-            image=not self.model.image.processor.reads,
-            id=True,
-            vector={side.modality: side.channels for side in self.vector_sides.values() if side.channels is not None},
-        )
+        vector = {side.modality: side.channels for side in self.vector_sides.values() if side.channels is not None}
+        text, image = (not tower.processor.reads for tower in (self.model.text, self.model.image))
+        return QueryKinds(text=text, image=image, id=True, vector=vector)
 
     def refuse_features(self, side: Modality, where: Sequence[str]) -> None:
         """Refuse the images or texts of a request if the model reads features instead of them."""

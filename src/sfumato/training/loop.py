@@ -166,12 +166,11 @@ def _extended(recipe: Recipe, former: int) -> str:
     """What it means that a run goes on with more epochs than it was to have."""
     ends = former, recipe.train.epochs
     ended, goes_on = (learning_rate_factor(former, recipe.optim, epochs=epochs) for epochs in ends)
-    return (
-        f"extended from {former} to {recipe.train.epochs} epochs. The learning rate goes on by the schedule of"
-        f" {recipe.train.epochs} epochs: after epoch {former} it is {goes_on:.0%} of its peak, where the former"
-        f" schedule ended at {ended:.0%}. So the weights are not those of a run of {recipe.train.epochs} epochs in one"
-        " go"
-    )
+    epochs = recipe.train.epochs
+    rate = f"The learning rate goes on by the schedule of {epochs} epochs: after epoch {former} it is {goes_on:.0%}"
+    before = f"of its peak, where the former schedule ended at {ended:.0%}"
+    other = f"So the weights are not those of a run of {epochs} epochs in one go"
+    return f"extended from {former} to {epochs} epochs. {rate} {before}. {other}"
 
 
 def training_splits(

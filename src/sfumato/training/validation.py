@@ -69,12 +69,9 @@ def selected_by(select: str, relevance: Relevance) -> str:
 def figures_of(evaluation: Evaluation, score: float) -> dict[str, float]:
     """What the log has of a validation."""
     directions = {"i2t": evaluation.i2t, "t2i": evaluation.t2i}
-    return {f"val/{d}/{name}": value for d, metrics in directions.items() for name, value in metrics.items()} | {
-        "val/rsum": evaluation.rsum,
-        "val/chance_rsum": evaluation.chance_rsum,
-        "val/above_chance": evaluation.above_chance,
-        "val/score": score,
-    }
+    found = {f"val/{d}/{name}": value for d, metrics in directions.items() for name, value in metrics.items()}
+    sums = {name: getattr(evaluation, name) for name in ("rsum", "chance_rsum", "above_chance")}
+    return found | {f"val/{name}": value for name, value in sums.items()} | {"val/score": score}
 
 
 def epoch_line(line: dict[str, Any], epochs: int, val_split: str) -> str:
@@ -358,13 +355,8 @@ def _estimated(
     calibrating = np.sort(random.permutation(items.n)[:_N_CALIBRATING])
     try:
         scale, bias = logits or _logits(items, gallery, known_matches, calibrating, direction)
-        values = estimate_uncertainty(
-            items,
-            gallery,
-            Matching("squared_l2", scale, bias, direction),
-            estimators={estimator.name: estimator},
-            seed=seed,
-        )[estimator.name]
+        matching, own = Matching("squared_l2", scale, bias, direction), {estimator.name: estimator}
+        values = estimate_uncertainty(items, gallery, matching, estimators=own, seed=seed)[estimator.name]
     except ValueError as error:
         raise UserError(f"variance_stage.teacher={config.teacher!r} cannot be computed: {error}") from error
     return np.log(np.maximum(values, 1e-9)) if config.teacher == "expected_matches" else values
