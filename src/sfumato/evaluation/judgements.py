@@ -344,20 +344,11 @@ def judged_figures(
     chance, said = None, [hit.probability for hit, _ in known]
     if (p := np.array([math.nan if q is None else q for q in said])).size and not np.isnan(p).any():
         statistics |= {"said": mean_statistic(p, weight), "excess": mean_statistic(p - yes, weight)}
-        statistics["error"], chance = _calibration(p, yes, weight)
+        statistics["calibration_error"], chance = _calibration(p, yes, weight)
     found = bootstrap(statistics, len(known), n_resamples=n_resamples, seed=seed, groups=groups)
-    return JudgedFigures(
-        n=len(known),
-        n_queries=len(ranked),
-        judged=len(known) / len(hits),
-        precision=found["precision"],
-        first=found["first"],
-        ndcg=found["ndcg"],
-        said=found.get("said", _NONE),
-        excess=found.get("excess", _NONE),
-        calibration_error=found.get("error", _NONE),
-        calibration_error_by_chance=chance,
-    )
+    found = dict.fromkeys(("said", "excess", "calibration_error"), _NONE) | found
+    judged = len(known) / len(hits)
+    return JudgedFigures(len(known), len(ranked), judged, **found, calibration_error_by_chance=chance)
 
 
 def _calibration(p: np.ndarray, yes: np.ndarray, weight: np.ndarray) -> tuple[Statistic, float]:

@@ -116,16 +116,12 @@ class _Split:
         own_image = np.argmax(self.data.match(every_image, texts), axis=0)
         beside = [np.any(self.data.match(part, every_text), axis=0) for part in deals]
         of_texts = [(found, np.isin(images, part)) for found, part in zip(beside, deals, strict=True) if found.any()]
+        of_images = [(np.isin(every_image, part), np.ones(len(texts), bool)) for part in deals]
+        i2t = _HeldOut(lambda: self.of("i2t", images), half[images], of_texts, group[images])
+        t2i = _HeldOut(lambda: self.of("t2i", texts), half[own_image], of_images, group[own_image])
         return {
-            "i2t": _HeldOut(lambda: self.of("i2t", images), half[images], of_texts, group[images]).seen_by(
-                reference.get("i2t"), self.images[images], self.texts
-            ),
-            "t2i": _HeldOut(
-                lambda: self.of("t2i", texts),
-                half[own_image],
-                [(np.isin(every_image, part), np.ones(len(texts), bool)) for part in deals],
-                group[own_image],
-            ).seen_by(reference.get("t2i"), self.texts[texts], self.images),
+            "i2t": i2t.seen_by(reference.get("i2t"), self.images[images], self.texts),
+            "t2i": t2i.seen_by(reference.get("t2i"), self.texts[texts], self.images),
         }
 
 

@@ -95,15 +95,9 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     cleaning = (text_section.given.get("tokenizer_kwargs") or {"clean": "canonicalize"}).get("clean", "whitespace")
     if cleaning not in CLEANINGS:
         raise UserError(f"{where}: unknown cleaning of texts {cleaning!r}; known: {', '.join(CLEANINGS)}")
-    processor = SpecialTokenProcessor(
-        find(text_section.given.get("hf_tokenizer_name") or PROLIP_TOKENIZER),
-        vocabulary=text.vocabulary,
-        max_tokens=text.context,
-        begin="",
-        end="</s>",
-        pad_to_max=True,
-        clean=CLEANINGS[cleaning],
-    )
+    form: dict[str, Any] = {"begin": "", "end": "</s>", "pad_to_max": True, "clean": CLEANINGS[cleaning]}
+    form |= {"vocabulary": text.vocabulary, "max_tokens": text.context}
+    processor = SpecialTokenProcessor(find(text_section.given.get("hf_tokenizer_name") or PROLIP_TOKENIZER), **form)
 
     def build() -> DualEncoder:
         image = UncTokenImageEncoder(vision.image_encoder(CLIP_MEAN, CLIP_STD, 0, final_norm=True), released=True)
@@ -245,15 +239,9 @@ def _training_sizes(tensors: Mapping[str, Any], heads: tuple[int, int] | None) -
 
 
 def _clip_processor(find: TokenizerFinder, text: Sizes) -> SpecialTokenProcessor:
-    return SpecialTokenProcessor(
-        find(CLIP_TOKENIZER),
-        vocabulary=text.vocabulary,
-        max_tokens=text.context,
-        begin="<|startoftext|>",
-        end="<|endoftext|>",
-        pad_to_max=False,
-        clean=CLEANINGS["lower"],
-    )
+    form: dict[str, Any] = {"begin": "<|startoftext|>", "end": "<|endoftext|>", "pad_to_max": False}
+    form |= {"vocabulary": text.vocabulary, "max_tokens": text.context, "clean": CLEANINGS["lower"]}
+    return SpecialTokenProcessor(find(CLIP_TOKENIZER), **form)
 
 
 TOKENIZER, CALIBRATION = "tokenizer.json", "calibration.json"
@@ -303,15 +291,8 @@ def load_pretrained(
         build, what = _recognise(config, name)
         layout = build(config, read_checkpoint(folder / WEIGHTS), _finder(tokenizer, folder), name)
     layout.model.load_state_dict(layout.state)
-    return Model(
-        model=layout.model.to(device).eval(),
-        distance=layout.distance,
-        logit_scale=layout.logit_scale,
-        logit_bias=layout.logit_bias,
-        source=name,
-        kind=what,
-        sampled_logits=layout.sampled_logits,
-    )
+    same = {key: getattr(layout, key) for key in ("distance", "logit_scale", "logit_bias", "sampled_logits")}
+    return Model(model=layout.model.to(device).eval(), source=name, kind=what, **same)
 
 
 def download(name: str) -> Path:

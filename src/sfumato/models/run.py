@@ -263,14 +263,8 @@ def _of_graphs(folder: Path, source: str) -> Model:
     """A model of frozen encoders whose heads are ONNX graphs."""
     config = _read_json(folder / CONFIG)
     kinds = {"image": FrozenImageConfig, "text": FrozenTextConfig}
-    towers = {
-        side: OnnxTower(
-            frozen_processor(kinds[side](**config["model"][side]), cache_folder()),
-            folder / graph,
-            threads=1,
-        )
-        for side, graph in HEADS.items()
-    }
+    processors = {side: frozen_processor(kinds[side](**config["model"][side]), cache_folder()) for side in HEADS}
+    towers = {side: OnnxTower(processors[side], folder / graph, threads=1) for side, graph in HEADS.items()}
     return _of_config(TwoTowers(**towers, digest=config["digest"]), config, folder, source)
 
 
@@ -286,14 +280,8 @@ def _frozen(name: str, device: Device) -> Model:
     recipe = Recipe.model_validate({"name": "frozen", **frozen_sections(channels, side)})
     model, loss = build_model(recipe.model, Assets()), build_loss(recipe)
     scale, bias = loss.match_logits() or (1.0, 0.0)
-    return Model(
-        model=model.to(device).eval(),
-        distance=loss.distance.name,
-        logit_scale=scale,
-        logit_bias=bias,
-        source=name,
-        kind="CLIP or SigLIP as it is",
-    )
+    towers, kind = model.to(device).eval(), "CLIP or SigLIP as it is"
+    return Model(model=towers, distance=loss.distance.name, logit_scale=scale, logit_bias=bias, source=name, kind=kind)
 
 
 def _exported(folder: Path, config: dict[str, Any], source: str, device: Device) -> Model:
@@ -338,17 +326,10 @@ def _of_config(model: TwoTowers, config: dict[str, Any], folder: Path, source: s
     if config["calibrated"] and calibration is None:
         raise UserError(f"{folder / CALIBRATION} is missing; the folder is incomplete, copy it whole")
     logits = config.get("sampled_logits", [])
-    return Model(
-        model=model,
-        distance=config["distance"],
-        logit_scale=config["logit_scale"],
-        logit_bias=config["logit_bias"],
-        source=source,
-        kind=f"exported by sfumato {config['sfumato']}, {config.get('name', 'without a name')}",
-        calibrated=config["calibrated"],
-        calibration=calibration,
-        sampled_logits=SampledLogits(*logits) if logits else None,
-    )
+    kind = f"exported by sfumato {config['sfumato']}, {config.get('name', 'without a name')}"
+    sampled = SampledLogits(*logits) if logits else None
+    same = {name: config[name] for name in ("distance", "logit_scale", "logit_bias", "calibrated")}
+    return Model(model=model, source=source, kind=kind, calibration=calibration, sampled_logits=sampled, **same)
 
 
 def _device(device: Device) -> "torch.device":

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -182,15 +182,10 @@ class Judging:
             except NotRefinedError as error:
                 raise Refusal(422, str(error)) from error
             self.service.changed(served, 0)
-            return JudgementsUsed(
-                changed=list(found.changed),
-                n=found.n,
-                queries=found.n_queries,
-                not_found=found.not_found,
-                before=Figure.model_validate(found.before.calibration_error),
-                after=Figure.model_validate(found.after.calibration_error),
-                text=_in_words(found),
-            )
+            was, is_now = (Figure.model_validate(one.calibration_error) for one in (found.before, found.after))
+            counts = {"n": found.n, "queries": found.n_queries, "not_found": found.not_found}
+            about: dict[str, Any] = {"changed": list(found.changed), "text": _in_words(found), **counts}
+            return JudgementsUsed(before=was, after=is_now, **about)
 
         return await self._run(refined)
 

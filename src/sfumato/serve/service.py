@@ -124,7 +124,7 @@ class Service:
             more = len(ids) > limit
             items = served.gallery.get(ids[:limit])
             check_payloads(items.payloads, self.settings.max_response_bytes, "limit")
-            after_these = _cursor_of(ids[limit - 1]) if more else None
+            after_these = base64.urlsafe_b64encode(ids[limit - 1].encode()).decode().rstrip("=") if more else None
             return ItemList(gallery=gallery, items=_as_items(served, items), next_cursor=after_these)
 
         return await self.threads.run(read)
@@ -197,10 +197,6 @@ def _as_items(served: ServedGallery, items: GalleryRecords) -> list[Item]:
         Item(id=i, total_variance=u, payload=handed_out(payload), picture=image_path(served, i, payload))
         for i, u, payload in zip(items.ids, items.embeddings.total_variance.tolist(), items.payloads, strict=True)
     ]
-
-
-def _cursor_of(id: str) -> str:
-    return base64.urlsafe_b64encode(id.encode()).decode().rstrip("=")
 
 
 def _id_of(cursor: str) -> str:

@@ -256,16 +256,10 @@ def _training_texts(recipe: Recipe, splits: dict[str, PairData]) -> Iterator[str
 def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> ShardStream:
     paths = expand_shards(recipe.data.path)
     try:
-        return ShardStream(
-            paths,
-            batch_size=max(1, recipe.train.batch_size // process_group.size),
-            seed=recipe.train.seed,
-            samples_per_epoch=recipe.data.samples_per_epoch,
-            rank=process_group.rank,
-            n_processes=process_group.size,
-            problems=problems,
-            max_problem_fraction=recipe.data.max_problem_fraction,
-        )
+        same = {name: getattr(recipe.data, name) for name in ("samples_per_epoch", "max_problem_fraction")}
+        same |= {"rank": process_group.rank, "n_processes": process_group.size, "problems": problems}
+        batch_size = max(1, recipe.train.batch_size // process_group.size)
+        return ShardStream(paths, batch_size=batch_size, seed=recipe.train.seed, **same)
     except ValueError as error:
         given = f"data.samples_per_epoch={recipe.data.samples_per_epoch}, train.batch_size={recipe.train.batch_size}"
         raise UserError(f"{given}: {error}") from error
@@ -286,15 +280,10 @@ def training_batches(
     if "train" not in splits:
         raise UserError(f"the data has no split 'train'; it has {', '.join(splits)}")
     train = prepare_split(model, splits["train"], problems, "train", process_group)
-    sampler = PairSampler(
-        train.data,
-        recipe.train.batch_size,
-        recipe.train.seed,
-        epoch_over=recipe.data.epoch_over,
-        positives=recipe.data.positives,
-        kind_weights=recipe.data.kind_weights or None,
-        grades=Grades(train.data) if recipe.data.graded else None,
-    )
+    over, positives, weights = recipe.data.epoch_over, recipe.data.positives, recipe.data.kind_weights or None
+    grades = Grades(train.data) if recipe.data.graded else None
+    options: dict[str, Any] = {"epoch_over": over, "positives": positives, "kind_weights": weights, "grades": grades}
+    sampler = PairSampler(train.data, recipe.train.batch_size, recipe.train.seed, **options)
     for tower, store in ((model.image, train.images), (model.text, train.texts)):
         tower.encoder.fit(store)  # A resumed run replaces what is computed here by its own.
     process_group.copy_from_main(model)
