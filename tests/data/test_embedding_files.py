@@ -104,7 +104,7 @@ def test_arrays_that_are_no_embeddings(tmp_path):
         (b"hello", "a.npy: "),
         (b"", "not a complete .npy file"),
         (saved(MEAN, np.savez), "an archive of several arrays"),
-        (saved(np.ones((2, 3), int)), r"shape \(2, 3\), type int64; expected \(n, d\) floating point"),
+        (saved(np.ones((2, 3), int)), r"shape \(2, 3\) and type int64; expected \(n, d\) floating point"),
         (saved(np.ones(3)), r"shape \(3,\)"),
         (saved(np.ones((2, 3, 4))), r"shape \(2, 3, 4\)"),
         (saved(np.ones((2, 3), complex)), "complex128"),
@@ -163,16 +163,16 @@ def test_ids_of_every_kind_of_file_and_files_that_are_no_ids(tmp_path):
         (tmp_path / name).write_bytes(content)
         assert read_ids(tmp_path / name) == expected
     for name, content, message in (
-        ("i.txt", b"a\n\nb", "line 2 is empty"), ("i.txt", b"a\nb\na\n", "'a' occurs at line 1 and at 3"),
+        ("i.txt", b"a\n\nb", "line 2 is empty"), ("i.txt", b"a\nb\na\n", "'a' occurs at line 1 and again at 3"),
         ("i.txt", b"\xff", "cannot read ids"), ("i.json", b"[", "cannot read ids"),
         ("i.json", b"[" * 100_000, "cannot read ids"),
         ("i.json", b'{"a": 1}', "expected a list of strings or whole numbers"),
         ("i.json", b"[true]", "expected a list of strings or whole numbers"),
         ("i.json", b"[1.5]", "expected a list of strings or whole numbers"),
-        ("i.json", b'["a", 1, "1"]', "'1' occurs at entry 2 and at 3"),
+        ("i.json", b'["a", 1, "1"]', "'1' occurs at entry 2 and again at 3"),
         ("i.npy", b"", "not a complete .npy file"), ("i.npy", npy("10000000000000,)}", "<i8"), "not a complete .npy"),
-        ("i.npy", saved(np.ones(2)), r"ids: shape \(2,\), type float64"),
-        ("i.npy", saved(np.ones((2, 2), int)), r"ids: shape \(2, 2\)"),
+        ("i.npy", saved(np.ones(2)), r"ids of shape \(2,\) and type float64"),
+        ("i.npy", saved(np.ones((2, 2), int)), r"ids of shape \(2, 2\)"),
     ):  # fmt: skip
         (tmp_path / name).write_bytes(content)
         raises(ValueError, message, read_ids, tmp_path / name)

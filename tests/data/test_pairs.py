@@ -82,7 +82,7 @@ def test_an_uneven_last_batch_is_kept_unless_it_is_a_single_pair_and_bad_options
         assert [len(b.image_index) for b in sampler.batches(0)] == sizes and len(sampler) == len(sizes)
     for options, message in (
         ({"data": captions(1, 1)}, "has 1 pairs"),
-        ({"kind_weights": {"nam": 1.0}}, r"names \['nam'\], but texts are of the kinds \['group', 'name', 'tag'\]"),
+        ({"kind_weights": {"nam": 1.0}}, r"names \['nam'\], but the texts are of the kinds \['group', 'name', 'tag'\]"),
         ({"kind_weights": {"name": 0.0}}, "fewer than two images"),
         ({"kind_weights": {"name": 1.0}, "epoch_over": "pairs"}, "kind_weights have no effect"),
     ):
