@@ -65,7 +65,8 @@ class _ClipConfig(protocol.EncoderConfig):
             way = f"leave it out with {section}.weights"
             raise ValueError(f"{section}.{min(useless)} is only for random weights; {way}")
         if self.variance_token and self.variance_blocks > 1:
-            raise ValueError(f"{section}.variance_token replaces variance blocks; leave {section}.variance_blocks out")
+            way = f"leave {section}.variance_blocks out"
+            raise ValueError(f"{section}.variance_token replaces the variance blocks; {way}")
 
     _without_weights: ClassVar[tuple[str, ...]] = ("architecture", "activation")
 
