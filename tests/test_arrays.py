@@ -10,7 +10,7 @@ from sfumato.calibration.logits import fit_logits
 from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, reliability_curve
 
 
-def test_the_numbers_and_the_dtype_stay():
+def test_the_numbers_and_the_dtype_stay_and_what_is_no_array_is_named():
     for dtype in ("float16", "float32", "float64", "int64", "uint8", "bool", ">f4"):
         array = np.arange(6).reshape(2, 3).astype(dtype)
         fixed = array.copy()
@@ -21,9 +21,6 @@ def test_the_numbers_and_the_dtype_stay():
             assert found.tolist() == value.tolist() and found.dtype == native, dtype
     tensor = torch.zeros(2, requires_grad=True)
     assert as_tensor(tensor, "x", "me") is tensor
-
-
-def test_what_is_no_array_of_numbers_is_named():
     raises(TypeError, "me: x must be a tensor or an array, got list", as_tensor, [1.0, 2.0], "x", "me")
     raises(TypeError, "me: x must be a tensor or an array, got NoneType", as_tensor, None, "x", "me")
     for array, kind in ((np.array(["a"]), "<U1"), (np.array([None]), "object"), (np.array([1j]), "complex128")):

@@ -61,7 +61,7 @@ def test_help_fits_the_screen_and_all_of_it_can_be_had(sfumato):
             assert all(param.opts[0] in everything for param in options), path
 
 
-def test_evaluate_prints_a_table_and_writes_json(work, sfumato):
+def test_evaluate_prints_a_table_and_the_same_figures_of_an_export_and_a_recipe(work, sfumato, tmp_path):
     out = sfumato.printed("evaluate", "run", work / "run")
     for words in (
         "image -> text", "recall@1", "by chance", "RSUM: sum of recall@1, @5 and @10 of both directions",
@@ -73,9 +73,6 @@ def test_evaluate_prints_a_table_and_writes_json(work, sfumato):
     assert sfumato.json("evaluate", "run", work / "run") == written
     # Two captions for each image; two images of one shape and colour share theirs.
     assert (written["n_images"], written["n_texts"]) == (13, 24) and 0 <= written["i2t"]["recall@1"] <= 1
-
-
-def test_a_run_its_export_and_the_recipe_of_its_data_give_the_same_figures(work, sfumato, tmp_path):
     assert sfumato.json("export", work / "run", tmp_path / "out")["bytes"] > 10_000
     data = ("--data", work / "toy.toml")
     of_run = sfumato.json("evaluate", "run", work / "run")
@@ -173,18 +170,6 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
             assert "caption_distance" in figures and "multiplicity" not in figures
 
 
-def test_index_and_search_in_words(work, sfumato, tmp_path):
-    folder = tmp_path / "index"
-    said = sfumato.printed("index", work / "run", "--images", work / "data", "--store", "file:", "--out", folder)
-    assert "48 images in" in folded(said)
-    words = folded(sfumato.printed("search", folder, "--image", work / "data" / "000.png", "-k", 3))
-    assert "probabilities are not calibrated for such queries" in words and "000.png" in words
-    assert "matches expected" not in words and "%" not in words and "right: a match" not in words
-    words = folded(sfumato.printed("search", folder, "a red circle", "-k", 3))
-    assert "matches expected" in words and "%" in words
-    assert "right: a match, a pair like those that the data list" in words
-
-
 def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sfumato, tmp_path):
     out, again, half = (tmp_path / name for name in ("collection", "again", "half"))
     every = [file.name for file in sorted((work / "data").glob("*.png"))]
@@ -208,7 +193,16 @@ def test_a_collection_in_a_store_is_filled_searched_added_to_and_copied(work, sf
     assert sfumato.json("search", again, *texts) == sfumato.json("search", out, *texts)
 
 
-def test_an_index_of_texts_is_searched_by_picture(work, sfumato, tmp_path):
+def test_indices_of_images_and_of_texts_are_searched_in_words(work, sfumato, tmp_path):
+    folder = tmp_path / "index"
+    said = sfumato.printed("index", work / "run", "--images", work / "data", "--store", "file:", "--out", folder)
+    assert "48 images in" in folded(said)
+    words = folded(sfumato.printed("search", folder, "--image", work / "data" / "000.png", "-k", 3))
+    assert "probabilities are not calibrated for such queries" in words and "000.png" in words
+    assert "matches expected" not in words and "%" not in words and "right: a match" not in words
+    words = folded(sfumato.printed("search", folder, "a red circle", "-k", 3))
+    assert "matches expected" in words and "%" in words
+    assert "right: a match, a pair like those that the data list" in words
     lines = tmp_path / "lines.txt"
     lines.write_text("a red circle\n\nsome bar in blue\na green square\n")
     out = tmp_path / "texts"
@@ -335,7 +329,23 @@ def test_a_bad_input_is_one_clear_message_and_status_2(work, run, sfumato, tmp_p
     assert not wrong and not places["new"].exists()
 
 
-def test_recipes_are_shown_and_interruptions_and_devices_told(sfumato, run, monkeypatch):
+def test_threads_start_sensibly(tmp_path):
+    limit, unlimited = tmp_path / "cpu.max", available_cores(tmp_path / "missing")
+    for content, cores in (("max 100000", unlimited), ("100000 100000", 1), ("150000 100000", min(2, unlimited))):
+        limit.write_text(content + "\n")
+        assert available_cores(limit) == cores
+    own, many = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}, os.cpu_count() or 1
+    busy = {"OMP_NUM_THREADS": str(many - 1), "OMP_WAIT_POLICY": "PASSIVE"}
+    for before, cores, busyness, after in (({}, many, 0.1, {}), ({}, many - 1, 9.0, busy), (dict(own), 1, 9.0, own)):
+        cli.set_threads(before, cores, busyness)
+        assert before == after
+
+
+def test_recipes_interruptions_devices_and_frozen_models_are_told(sfumato, work, tmp_path, monkeypatch, run):
+    figures = {"best_score": None, "epochs": 1, "parameters": 0, "run": "there", "calibrated": True}
+    monkeypatch.setattr("sfumato.training.loop.fit", lambda *_: figures)
+    words = folded(sfumato("train", work / "toy.toml", "--out", tmp_path / "run")[1])
+    assert "nothing was trained" in words and "calibrated on validation pairs" in words and "0 parameters" not in words
     out = sfumato.printed("recipes")
     assert "emoji-demo" in out and not too_wide(out)
     assert 'name = "emoji-demo"' in folded(sfumato.printed("recipes", "emoji-demo"))
@@ -349,22 +359,3 @@ def test_recipes_are_shown_and_interruptions_and_devices_told(sfumato, run, monk
     monkeypatch.setattr("sfumato.models.recipe.recipe_files", interrupted)
     status, out, err = sfumato("recipes")
     assert status == 130 and not out and "interrupted. No file is incomplete" in err
-
-
-def test_threads_start_sensibly(tmp_path):
-    limit, unlimited = tmp_path / "cpu.max", available_cores(tmp_path / "missing")
-    for content, cores in (("max 100000", unlimited), ("100000 100000", 1), ("150000 100000", min(2, unlimited))):
-        limit.write_text(content + "\n")
-        assert available_cores(limit) == cores
-    own, many = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"}, os.cpu_count() or 1
-    busy = {"OMP_NUM_THREADS": str(many - 1), "OMP_WAIT_POLICY": "PASSIVE"}
-    for before, cores, busyness, after in (({}, many, 0.1, {}), ({}, many - 1, 9.0, busy), (dict(own), 1, 9.0, own)):
-        cli.set_threads(before, cores, busyness)
-        assert before == after
-
-
-def test_a_model_without_parameters_is_not_called_trained(sfumato, work, tmp_path, monkeypatch):
-    figures = {"best_score": None, "epochs": 1, "parameters": 0, "run": "there", "calibrated": True}
-    monkeypatch.setattr("sfumato.training.loop.fit", lambda *_: figures)
-    words = folded(sfumato("train", work / "toy.toml", "--out", tmp_path / "run")[1])
-    assert "nothing was trained" in words and "calibrated on validation pairs" in words and "0 parameters" not in words

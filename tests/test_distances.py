@@ -37,34 +37,8 @@ def seeded(name):
     return {"generator": torch.Generator().manual_seed(0)} if DISTANCES[name].sampled else {}
 
 
-@pytest.mark.parametrize("name", CLOSED)
-def test_matrix_is_the_loops(name):
-    x, y = gaussians(N, 0), gaussians(M, 1)
-    expected = loops(getattr(references, name), x, y)
-    torch.testing.assert_close(DISTANCES[name].matrix(x, y), expected, rtol=1e-11, atol=1e-11)
-
-
 @pytest.mark.parametrize("name", DISTANCES)
-def test_rows_are_the_diagonal(name):
-    x, y = gaussians(M, 0), gaussians(M, 1)
-    rows = DISTANCES[name].row(x, y, **seeded(name))
-    assert rows.shape == (M,)
-    torch.testing.assert_close(rows, DISTANCES[name].matrix(x, y, **seeded(name)).diagonal(), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_a_distance_for_a_direction_compares_images_with_texts(name):
-    images, texts = gaussians(N, 0), gaussians(M, 1)
-    plain, t2i = get_distance(name), get_distance(name).for_direction("t2i")
-    assert (plain.direction, t2i.direction, plain.for_direction("i2t")) == ("i2t", "t2i", plain)
-    torch.testing.assert_close(t2i.matrix(texts, images), plain.matrix(images, texts).T)
-    torch.testing.assert_close(t2i.row(texts[:3], images[:3]), plain.row(images[:3], texts[:3]))
-    torch.testing.assert_close(t2i.for_direction("i2t").matrix(images, texts), plain.matrix(images, texts))
-    assert torch.allclose(t2i.matrix(texts, images), plain.matrix(texts, images), rtol=1e-9) == plain.symmetric
-
-
-@pytest.mark.parametrize("name", DISTANCES)
-def test_gradients_are_those_of_the_function(name):
+def test_gradients_are_those_of_the_function_and_finite_at_identical_inputs(name):
     x, y = gaussians(2, 0, d=4), gaussians(3, 1, d=4)
     inputs = [t.requires_grad_() for t in (x.mean, x.log_var, y.mean, y.log_var)]
     for form, other in (("matrix", 3), ("row", 2)):
@@ -74,10 +48,6 @@ def test_gradients_are_those_of_the_function(name):
             return getattr(DISTANCES[name], form)(*sides, **seeded(name))
 
         assert torch.autograd.gradcheck(function, inputs)
-
-
-@pytest.mark.parametrize("name", DISTANCES)
-def test_gradients_are_finite_at_identical_inputs(name):
     x = gaussians(3, 0, dtype=torch.float32)
     mean, log_var = x.mean.requires_grad_(), x.log_var.requires_grad_()
     e = GaussianEmbedding(mean, log_var)
@@ -85,13 +55,6 @@ def test_gradients_are_finite_at_identical_inputs(name):
         mean.grad = log_var.grad = None
         form(e, e, **seeded(name)).sum().backward()
         assert torch.isfinite(mean.grad).all() and (log_var.grad is None or torch.isfinite(log_var.grad).all())
-
-
-@pytest.mark.parametrize("name", DISTANCES)
-def test_empty_and_single(name):
-    for n, m in ((0, 4), (4, 0), (0, 0), (1, 1)):
-        assert DISTANCES[name].matrix(gaussians(n, 0), gaussians(m, 1)).shape == (n, m)
-        assert DISTANCES[name].row(gaussians(n, 0), gaussians(n, 1)).shape == (n,)
 
 
 @pytest.mark.parametrize("name", DISTANCES)
@@ -171,7 +134,17 @@ def test_blocks_with_an_uneven_last_one_are_the_whole_with_its_gradients(name):
 
 
 @pytest.mark.parametrize("name", CLOSED)
-def test_the_value_does_not_depend_on_whether_gradients_are_asked_for(name):
+def test_matrix_is_the_loops_in_both_directions_with_and_without_gradients(name):
+    x, y = gaussians(N, 0), gaussians(M, 1)
+    expected = loops(getattr(references, name), x, y)
+    torch.testing.assert_close(DISTANCES[name].matrix(x, y), expected, rtol=1e-11, atol=1e-11)
+    images, texts = gaussians(N, 0), gaussians(M, 1)
+    plain, t2i = get_distance(name), get_distance(name).for_direction("t2i")
+    assert (plain.direction, t2i.direction, plain.for_direction("i2t")) == ("i2t", "t2i", plain)
+    torch.testing.assert_close(t2i.matrix(texts, images), plain.matrix(images, texts).T)
+    torch.testing.assert_close(t2i.row(texts[:3], images[:3]), plain.row(images[:3], texts[:3]))
+    torch.testing.assert_close(t2i.for_direction("i2t").matrix(images, texts), plain.matrix(images, texts))
+    assert torch.allclose(t2i.matrix(texts, images), plain.matrix(texts, images), rtol=1e-9) == plain.symmetric
     x, y = gaussians(N, 0, dtype=torch.float32), gaussians(M, 1, dtype=torch.float32)
     copies = [t.clone() for t in (x.mean, x.log_var, y.mean, y.log_var)]
     with torch.inference_mode():
@@ -208,7 +181,14 @@ def test_draws_have_the_distances_of_average_l2_and_csd():
 
 
 @pytest.mark.parametrize("name", DISTANCES)
-def test_errors_name_the_thing_and_the_way_out(name):
+def test_rows_are_the_diagonal_of_any_size_and_errors_name_the_way_out(name):
+    x, y = gaussians(M, 0), gaussians(M, 1)
+    rows = DISTANCES[name].row(x, y, **seeded(name))
+    assert rows.shape == (M,)
+    torch.testing.assert_close(rows, DISTANCES[name].matrix(x, y, **seeded(name)).diagonal(), rtol=1e-10, atol=1e-10)
+    for n, m in ((0, 4), (4, 0), (0, 0), (1, 1)):
+        assert DISTANCES[name].matrix(gaussians(n, 0), gaussians(m, 1)).shape == (n, m)
+        assert DISTANCES[name].row(gaussians(n, 0), gaussians(n, 1)).shape == (n,)
     x = gaussians(N, 0)
     raises(ValueError, r"x is \(., 7\).*y is \(., 6\).*same d", DISTANCES[name].matrix, x, gaussians(M, 1, d=6))
     raises(ValueError, "float64.*float32", DISTANCES[name].matrix, x, gaussians(M, 1, dtype=torch.float32))

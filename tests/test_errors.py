@@ -8,13 +8,6 @@ import pytest
 from sfumato.errors import UserError, as_typed, explain_os_error, printable
 
 
-def test_commands_are_quoted_for_the_shell():
-    words = ["sfumato", "search", Path("my runs/ü"), "it's a dog", "--out=x"]
-    assert as_typed(*words) == "sfumato search 'my runs/ü' 'it'\"'\"'s a dog' --out=x"
-    printed = subprocess.run(["sh", "-c", f"printf '%s\\n' {as_typed(*words)}"], capture_output=True, check=True).stdout
-    assert printed.decode().splitlines() == [str(word) for word in words]
-
-
 def test_links_to_themselves_and_full_disks_are_explained(tmp_path):
     (tmp_path / "a").symlink_to("a")
     with pytest.raises(OSError) as caught:
@@ -25,10 +18,14 @@ def test_links_to_themselves_and_full_disks_are_explained(tmp_path):
     assert explain_os_error(OSError(28, "No space left on device", "a/b")).startswith("a/b: the disk is full")
 
 
-def test_what_a_terminal_cannot_show_becomes_an_escape(sfumato):
+def test_what_a_terminal_or_a_shell_would_take_otherwise_is_escaped(sfumato):
     assert printable("a\x1b[2Jb\rc\x00\u202e\udce9\u2028 é ü 中\td\ne") == (
         "a\\x1b[2Jb\\rc\\x00\\u202e\\udce9\\u2028 é ü 中\td\ne"
     )
     assert printable("x" * 30 + "\n" + "y" * 5, most=10) == "x" * 10 + " ...\nyyyyy"
     told = sfumato.refused("train", "\x1b[31mno\r.toml")
     assert "\\x1b[31mno\\r.toml" in told and "\x1b" not in told and "\r" not in told
+    words = ["sfumato", "search", Path("my runs/ü"), "it's a dog", "--out=x"]
+    assert as_typed(*words) == "sfumato search 'my runs/ü' 'it'\"'\"'s a dog' --out=x"
+    printed = subprocess.run(["sh", "-c", f"printf '%s\\n' {as_typed(*words)}"], capture_output=True, check=True).stdout
+    assert printed.decode().splitlines() == [str(word) for word in words]

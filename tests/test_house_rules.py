@@ -16,14 +16,6 @@ def found():
     return list(house.definitions(ROOT / "src" / "sfumato"))
 
 
-def test_functions_are_short_and_say_their_few_parameters():
-    functions = [d for d in found() if not isinstance(d.node, ast.ClassDef)]
-    assert not [f"{d.place}: {n}" for d in functions if (n := house.code_lines(d.node)) > 60]
-    outside = [d for d in functions if "cli" not in d.path.parts]
-    assert not [f"{d.place}: {n}" for d in outside if (n := len(house.parameters(d.node))) > 12]
-    assert not [d.place for d in functions if d.public and d.node.args.kwarg is not None]
-
-
 def exported():
     """(module below the package, name) of every name that the package exports."""
     tree = ast.parse((ROOT / "src" / "sfumato" / "__init__.pyi").read_text(encoding="utf-8"))
@@ -31,16 +23,17 @@ def exported():
     return {(node.module.replace(".", "/"), alias.name) for node in imports for alias in node.names}
 
 
-def test_exported_names_are_documented_completely():
+def test_functions_are_short_documented_and_named_once():
+    functions = [d for d in found() if not isinstance(d.node, ast.ClassDef)]
+    assert not [f"{d.place}: {n}" for d in functions if (n := house.code_lines(d.node)) > 60]
+    outside = [d for d in functions if "cli" not in d.path.parts]
+    assert not [f"{d.place}: {n}" for d in outside if (n := len(house.parameters(d.node))) > 12]
+    assert not [d.place for d in functions if d.public and d.node.args.kwarg is not None]
     names, package = exported(), ROOT / "src" / "sfumato"
     module = lambda d: d.path.relative_to(package).with_suffix("").as_posix().removesuffix("/__init__")
     documented = [d for d in found() if d.public and (module(d), d.name.split(".")[0]) in names]
     assert len(documented) > 150
     assert not [f"{d.place}: {missing}" for d in documented if (missing := house.missing_parts(d))]
-
-
-def test_no_module_assigns_a_name_twice():
-    """Functions see the second value only. Mypy finds functions and classes of one name."""
     twice = []
     for path in (ROOT / "src" / "sfumato").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,13 +1,11 @@
 """Inclusion against numerical integration and the released form, and that against its own numbers."""
 
-import json
 import math
 
 import pytest
 import scipy
 import torch
-from safetensors.torch import load_file
-from support.parity import released_inclusion_loss, released_inclusion_test, released_log_inclusion
+from support.parity import fixture, released_inclusion_loss, released_inclusion_test, released_log_inclusion
 
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.contrastive import inclusion_losses, inclusion_test, log_inclusion
@@ -62,7 +60,7 @@ def test_loss_is_the_loops():
     assert inclusion_loss(narrow, wide) < 1e-9 < 100 < inclusion_loss(wide, narrow)
 
 
-def test_tiny_and_huge_variances_in_float32():
+def test_tiny_variances_gradients_and_half_precision():
     mean = torch.tensor([[0.3, -0.2, 0.1, 0.0]])
     x = GaussianEmbedding(mean, torch.tensor([[-100.0, 60.0, -100.0, -160.0]]))
     y = GaussianEmbedding(mean + 1e-18, torch.tensor([[-98.0, -100.0, 60.0, -160.0]]))
@@ -71,9 +69,6 @@ def test_tiny_and_huge_variances_in_float32():
     torch.testing.assert_close(value.double(), log_inclusion(*wide), rtol=1e-5, atol=1e-6)
     value.sum().backward()
     assert torch.isfinite(leaf.grad).all() and not torch.isfinite((-x.log_var).exp()).all()
-
-
-def test_gradients_and_half_precision():
     x, y = (e[:2] for e in pairs())
     inputs = [t.requires_grad_() for t in (x.mean, x.log_var, y.mean, y.log_var)]
     loss = lambda a, b, c, d: inclusion_loss(GaussianEmbedding(a, b), GaussianEmbedding(c, d), scale=0.5)
@@ -83,9 +78,8 @@ def test_gradients_and_half_precision():
     torch.testing.assert_close(half.double(), log_inclusion(x, y), rtol=0.05, atol=0.05)
 
 
-def test_parity_with_the_released_inclusion(shared):
-    tensors = load_file(shared / "parity" / "prolip" / "loss.safetensors")
-    about = json.loads((shared / "parity" / "prolip" / "loss.json").read_text())
+def test_parity_with_the_released_inclusion():
+    about, tensors = fixture("prolip/loss")
     sides = {"img_in_txt": ("img", "txt")} | {f"{side}_in_masked": (side, f"masked_{side}") for side in ("img", "txt")}
     groups = sorted({key.rsplit("/", 1)[0] for key in about["tensors"] if key.startswith("inclusion/")})
     assert len(groups) >= 6

@@ -1,11 +1,10 @@
 """Agreement with numbers of the released implementations. Names, shapes and settings come from the fixture files."""
 
-import json
 import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from support.parity import fixture
 
 from sfumato.distances import DISTANCES
 from sfumato.encoders.heads import GPO
@@ -13,16 +12,6 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import vib_loss
 from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss, pseudo_positives
 from sfumato.matching import match_logit, match_probability_distance
-
-
-@pytest.fixture(scope="module")
-def fixture(shared):
-    def load(name):
-        path = shared / "parity" / f"{name}.json"
-        return json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
-
-    return load
-
 
 OUR_DISTANCE = {"csd": "csd", "wdist": "wasserstein2"}
 
@@ -54,7 +43,7 @@ def _close(ours, stored, name):
     )
 
 
-def test_parity_pcmepp_loss(fixture):
+def test_parity_pcmepp_loss():
     about, tensors = fixture("pcmepp_loss")
     assert about["cases"]
     for name, case in about["cases"].items():
@@ -82,10 +71,6 @@ def test_parity_pcmepp_loss(fixture):
             close(leaf.grad, value(f"grad/{key}"))
         close(scale.grad, value("grad/negative_scale"))
         close(bias.grad, value("grad/shift"))
-
-
-def test_parity_pcmepp_loss_in_float32(fixture):
-    about, tensors = fixture("pcmepp_loss")
     for name, case in about["cases"].items():
         output, leaves, scale, bias, *_ = run_case(case, tensors, torch.float32)
         torch.testing.assert_close(output.total.double(), tensors[f"case/{name}/loss"], rtol=1e-6, atol=0)
@@ -96,7 +81,7 @@ def test_parity_pcmepp_loss_in_float32(fixture):
             assert error < (1e-6 if key in leaves else 5e-6), f"{name}: gradient of {key} is off by {error:.1e}"
 
 
-def test_parity_gpo(fixture):
+def test_parity_gpo():
     about, tensors = fixture("gpo")
     groups = sorted({key.split("/")[1] for key in about["tensors"] if key.startswith("inputs/")})
     assert groups and any(key.startswith("out64/") and "/grad_state/" in key for key in tensors)
@@ -125,7 +110,7 @@ def test_parity_gpo(fixture):
 gaussians = lambda tensors: [GaussianEmbedding(tensors[f"mean{k}"], tensors[f"log_var{k}"]) for k in (1, 2)]
 
 
-def test_parity_distances(fixture):
+def test_parity_distances():
     _, tensors = fixture("distances")
     names = {"wasserstein2": "w2_squared", "kl": "kl_12", "kl_reversed": "kl_21", "js": "kl_sym", "elk": "neg_log_elk"}
     for name in ("csd", "bhattacharyya", *names):
@@ -134,7 +119,7 @@ def test_parity_distances(fixture):
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("sigmoid_l2", 1.0), ("compressed_sigmoid_l2", 2.0)])
-def test_parity_sampled_match_probability(fixture, kind, factor):
+def test_parity_sampled_match_probability(kind, factor):
     """Means over 40 independent draws of 24 x 24 sample pairs within 6 standard errors of both sides together, for all
     pairs: a false alarm in about 1 of 50,000 fixtures of 35 pairs (Student's t with 39 degrees of freedom)."""
     about, tensors = fixture("distances")

@@ -50,9 +50,6 @@ def test_what_is_not_everywhere_is_not_used_unasked_and_texts_have_an_encoding()
         if "def open(" not in text:  # A store has a function of this name, which opens a URL.
             found += [f"{place}:{line}" for line in without_encoding(tree)]
     assert not found, "guard it and say so here, or name the encoding"
-
-
-def test_modules_of_the_decoding_process_import_without_resource():
     for name in ("errors.py", "files.py", "data/image_decoding.py"):
         tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))
         assert "resource" not in {n for node in tree.body for n in uses(ast.Module([node], []))}, name

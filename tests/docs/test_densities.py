@@ -24,14 +24,11 @@ def test_bessel_ratio_where_bessel_functions_underflow(d, kappa, value):
     assert ratio == pytest.approx(value, rel=1e-10) and 1 - ratio**2 == pytest.approx(1 - value**2, rel=1e-6)
 
 
-def test_sampled_csd_is_the_loop_over_pairs_of_samples():
+def test_sampled_csd_is_the_loop_and_the_closed_form_what_samples_tend_to():
+    """Within 5 standard errors of the mean over 20,000 pairs of samples."""
     x, y = torch.randn(3, 4, 5, generator=seeded(), dtype=torch.float64), torch.rand(2, 6, 5, dtype=torch.float64)
     loop = [[sum((a - b).square().sum() for a in p for b in q) / 24 for q in y] for p in x]
     torch.testing.assert_close(sampled_csd_matrix(x, y), torch.tensor(loop, dtype=torch.float64))
-
-
-def test_the_closed_form_is_what_samples_of_torch_and_scipy_tend_to():
-    """Within 5 standard errors of the mean over 20,000 pairs of samples."""
     mean, scale = (torch.rand(2, 3, generator=seeded(), dtype=torch.float64) for _ in range(2))
     torch.manual_seed(0)
     samples = torch.distributions.Laplace(mean, scale).sample((20_000,)).transpose(0, 1)

@@ -42,7 +42,7 @@ def resolved(module, name):
     return thing
 
 
-def test_names_exist():
+def test_names_exist_and_classes_that_guides_name_are_exported():
     missing, n = [], 0
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -57,10 +57,6 @@ def test_names_exist():
                 missing.append(f"{page.name}: {error}")
     assert not missing and n > 50
     raises((AttributeError, ImportError), ".", resolved, "sfumato", "data.pears")
-
-
-def test_classes_that_guides_name_are_exported():
-    """A class between backticks in a guide, which does not say where it is, is one of `sfumato` itself."""
     defined = {
         node.name
         for path in (ROOT / "src" / "sfumato").rglob("*.py")

@@ -77,11 +77,6 @@ def test_the_cells_run(capsys):
     assert {Answer, LoadedModel, Searcher, Reliability} <= kinds
     shown = [value._repr_html_() if hasattr(value, "_repr_html_") else repr(value) for value in values]
     assert not paths_in("\n".join([capsys.readouterr().out, *shown])) and os.getcwd() not in "".join(shown)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-def test_the_cells_of_a_photo_folder_run():
     sources = [source.replace("= None, 300", "= None, 60") for source in code_of("photo-folder.ipynb")]
     assert "= None, 60" in sources[0]
     names = {}

@@ -74,7 +74,7 @@ def listed(*extra):
     return {"bomFormat": "CycloneDX", "metadata": {"tools": {}}, "components": [own, other, *extra]}
 
 
-def test_a_bill_of_materials_is_about_sfumato_and_names_no_place_on_the_machine():
+def test_a_bill_of_materials_names_no_place_and_checksums_are_read(tmp_path):
     bill = release.bill_of_materials(listed(), "1.2")
     assert bill["metadata"]["component"]["version"] == "1.2" and bill["metadata"]["tools"] == {}
     assert bill["metadata"]["component"]["externalReferences"] == [{"url": "https://example.org/sfumato"}]
@@ -84,9 +84,6 @@ def test_a_bill_of_materials_is_about_sfumato_and_names_no_place_on_the_machine(
             release.bill_of_materials(listed({"name": "x", "properties": [{"value": place}]}), "1.2")
     for version, extra in (("1.3", ()), ("1.2", ({"name": "sfumato", "version": "1.2"},))):
         raises(SystemExit, "does not have sfumato", release.bill_of_materials, listed(*extra), version)
-
-
-def test_checksums_are_read_by_sha256sum(tmp_path):
     for name, content in (("b.whl", b"b"), ("a.tar.gz", b"abc")):
         (tmp_path / name).write_bytes(content)
     lines = release.checksums([tmp_path / "b.whl", tmp_path / "a.tar.gz"])

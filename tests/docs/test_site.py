@@ -11,7 +11,7 @@ FIGURE = re.compile(r"(?<![\d.])\d{3}\.\d ± \d+\.\d")
 read = lambda page: (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def test_pages_answer_their_question_once_and_fetch_nothing():
+def test_pages_and_readme_answer_their_question_once_and_fetch_nothing():
     assert re.search(r"^  font: false", CONFIG, flags=re.MULTILINE)
     assert "http" not in re.sub(r"#.*", "", CONFIG)
     wanted = (r"^\*\*Answer\.\*\* ", "```bash", r"\b[0-9a-f]{7}\b", r"\b20\d\d-\d\d-\d\d\b")
@@ -24,9 +24,6 @@ def test_pages_answer_their_question_once_and_fetch_nothing():
     found = [(figure, page) for page, text in pages.items() for figure in set(FIGURE.findall(text))]
     places = {figure: [page for one, page in found if one == figure] for figure, _ in found}
     assert {figure: where for figure, where in places.items() if len(where) > 1} == {}
-
-
-def test_the_readme_has_the_figures_of_the_pages_that_it_links():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.partition("## Results")[2].partition("\n## ")[0]
     parts = [line for line in section.splitlines() if "](" in line and line.startswith("|")]

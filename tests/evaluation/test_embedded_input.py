@@ -51,7 +51,7 @@ def ground_truths(folder):
     return read_ground_truths(ground_truth=folder / "truth.json")
 
 
-def test_rows_without_ids_are_in_the_order_of_the_truth(folder, ground_truths):
+def test_rows_without_ids_are_in_the_order_of_the_truth_and_our_files_have_log_variances(folder, ground_truths):
     plain = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
     assert plain.text_ids == ground_truths[0].text_ids and plain.uncertainty() is None
     # float64 images and float32 texts meet in float64.
@@ -64,9 +64,6 @@ def test_rows_without_ids_are_in_the_order_of_the_truth(folder, ground_truths):
     np.save(folder / "half.npy", np.float16(np.load(folder / "i.npy")))
     found = read_embedded_set(f"{folder}/half.npy", f"{folder}/t.npy", ground_truths)
     assert found.images.dtype == np.float32, "half precision is widened"
-
-
-def test_a_file_of_ours_has_its_log_variances(folder, ground_truths):
     points = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
     found = read_embedded_set(f"{folder}/i.npy", f"{folder}/ours.safetensors", ground_truths)
     assert found.text_ids != points.text_ids and measure(found).figures != measure(points).figures

@@ -75,7 +75,7 @@ def test_pairs_make_both_directions_and_what_does_not_fit_is_refused():
         GroundTruth("t", images, texts, one, other, folds=((np.array([0]), np.array([3])),))
 
 
-def test_folds_are_consecutive_images_with_their_texts():
+def test_folds_are_consecutive_images_and_splits_of_pairs_ground_truths():
     images, texts = list("abcdefghij"), [f"{c}{k}" for c in "abcdefghij" for k in (0, 1)]
     texts = texts[1:] + texts[:1]
     pairs = [(text[0], text) for text in texts]
@@ -87,9 +87,6 @@ def test_folds_are_consecutive_images_with_their_texts():
     raises(ValueError, "10 images cannot be divided into 3 equal folds", folded, pairs, 3)
     raises(ValueError, "text 'a1' does not belong to the images of exactly one fold", folded, [*pairs, ("j", "a1")])
     raises(ValueError, "text 'a0' does not belong", folded, pairs[:-1])
-
-
-def test_emoji_and_any_split_of_pairs():
     data = load_emoji()["test"]
     for ground_truth in (emoji(), ground_truth_from_data(data, name="mine")):
         assert ground_truth.image_ids == data.image_ids and ground_truth.text_ids == data.text_ids
@@ -140,7 +137,7 @@ def test_eccv_caption_has_the_published_numbers():
     assert union == positives | pairs and len(union) == 25_000 + 10_614
 
 
-def test_rpc2_is_of_both_or_of_cxc_alone(tmp_path):
+def test_rpc2_is_of_both_and_folds_leave_out_what_a_ground_truth_lacks(tmp_path):
     files = small_eccv(
         tmp_path,
         cxc_image_to_caption={"1": [10, 11], "2": [21, 10], "3": [30, 31], "4": [40, 41], "5": [50, 51]},
@@ -150,9 +147,6 @@ def test_rpc2_is_of_both_or_of_cxc_alone(tmp_path):
     assert matches(both["rpc2"])[0]["2"] == {"20", "21", "10"} and matches(both["rpc2"])[1]["20"] == {"2"}
     assert matches(both["rpc2_cxc"]) == matches(both["cxc"])
     assert matches(both["cxc"])[0]["2"] == {"21", "10"} and matches(both["cxc"])[1]["20"] == set()
-
-
-def test_folds_leave_out_what_a_ground_truth_lacks(tmp_path):
     base = ground_truth_from_pairs("base", list("abcd"), list("ABCD"), list(zip("abcd", "ABCD", strict=True)))
     folded = in_folds(base, 2, name="base_half")
     path = instances(tmp_path / "instances.json", {1: [1, 2], 2: [2], 3: [], 4: [1, 2]})

@@ -182,7 +182,7 @@ def test_items_come_and_go_and_probabilities_know_how_many_there_are(tmp_path):
         assert {h.payload.get("colour") for h in made.search(moved[:1], 1)[0]} == {"w"}
 
 
-def test_open_again(tmp_path):
+def test_items_have_the_distances_of_the_originals_also_opened_again(tmp_path):
     calibration = calibration_of(gaussians(157, 0))
     _, made = both(tmp_path, calibration=calibration)
     queries = gaussians(6, 1)
@@ -193,9 +193,6 @@ def test_open_again(tmp_path):
         assert again.search(queries, 5, SearchOptions(coverage=0.8)) == before
         assert again.metadata == {"run": "r"} and again.scorer.calibration == calibration and again.distance == "csd"
     assert is_collection(tmp_path / "elsewhere") and not is_collection(tmp_path)
-
-
-def test_items_have_the_distances_of_the_originals(tmp_path):
     for distance in LIFTED_DISTANCES:
         index, made = both(tmp_path / distance, distance=distance)
         with made:
@@ -276,7 +273,7 @@ def test_a_sample_is_even_the_same_each_time_and_estimates_what_it_should(tmp_pa
         assert len(made.sample(10_000).ids) == n
 
 
-def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
+def test_what_cannot_be_stored_and_folders_that_do_not_belong_together_are_refused(tmp_path):
     _, made = both(tmp_path)
     with made:
         for arguments, message in (
@@ -297,11 +294,6 @@ def test_what_cannot_be_stored_is_refused_and_leaves_nothing(tmp_path):
         made.upsert(points, ["a", "b"], payloads=[{"x": "1"}, {"y": "2", "z": "3"}])
         found = made.get(["b", "a"])
         assert found.payloads == ({"y": "2", "z": "3"}, {"x": "1"}) and not found.embeddings.var.any()
-
-
-def test_folders_and_stores_that_do_not_belong_together(tmp_path):
-    _, made = both(tmp_path)
-    made.close()
     create, folder = GaussianCollection.create, tmp_path / "collection"
     raises(UserError, "exists already; give a new or empty folder", create, folder, d=D)
     raises(ValueError, r"centre must have shape \(11,\)", create, tmp_path / "x", d=D, centre=np.zeros(3))

@@ -61,7 +61,7 @@ def test_a_sampled_distance_does_not_depend_on_the_blocks(direction):
     np.testing.assert_allclose(backward.T, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_sampled_distance_is_the_mean_over_the_loop_of_its_samples():
+def test_a_sampled_distance_is_the_mean_over_its_samples_in_all_processes_together(monkeypatch):
     x, y = gaussians(3, 2, 0), gaussians(4, 2, 1)
     a, b = (seeded_samples(e, 8, seed=5, side=side) for e, side in ((x, "image"), (y, "text")))
     loops = [[np.mean([float((p - q).norm()) for p in s for q in t]) for t in b] for s in a]
@@ -72,9 +72,6 @@ def test_a_sampled_distance_is_the_mean_over_the_loop_of_its_samples():
     np.testing.assert_allclose(many.mean(1), x.mean, rtol=0, atol=0.1)
     np.testing.assert_allclose(many.var(1), x.var, rtol=0.1, atol=0.1)
     assert not torch.equal(many, seeded_samples(x, 4000, seed=0, side="text"))
-
-
-def test_ranks_by_a_sampled_distance_are_those_of_all_processes_together(monkeypatch):
     monkeypatch.setattr(ProcessGroup, "counts", lambda self, own: [own])
     monkeypatch.setattr(ProcessGroup, "gather", lambda self, value, counts: value)  # Each process keeps its part.
     x, y = gaussians(37, 3, 0), gaussians(19, 3, 1)

@@ -81,23 +81,6 @@ def assert_whole(collection, old, name):
     assert_answers(collection, old, name)
 
 
-def test_folders_of_an_earlier_version(old):
-    with GaussianCollection.open(old / "collection") as collection:
-        assert_whole(collection, old, "collection")
-    with pytest.raises(UserError, match="index again: sfumato index RUN --images FOLDER --out NEW"):
-        GaussianCollection.open(old / "index")
-    embeddings, ids = load_embeddings(old / "one.safetensors")
-    assert ids == IDS and np.array_equal(embeddings.mean, gaussians(N, 0).mean)
-
-
-@pytest.mark.engine
-def test_rows_of_postgresql_of_an_earlier_version(old, server):
-    server.execute("CREATE DATABASE earlier")
-    on_server(server, "psql", "-q", "-d", "earlier", "-v", "ON_ERROR_STOP=1", "-f", old / "rows.sql")
-    with GaussianCollection.open(old / "postgresql", server.url(database="earlier", table="images")) as collection:
-        assert_whole(collection, old, "postgresql")
-
-
 def test_a_file_of_milvus_lite_of_an_earlier_version(old):
     pytest.importorskip("pymilvus", reason="needs the extra milvus")
     pytest.importorskip("milvus_lite", reason="needs the extra milvus")
@@ -113,7 +96,13 @@ def refused(open_it, found, known):
         open_it()
 
 
-def test_folders_of_a_later_version_are_refused(old, sfumato):
+def test_folders_of_an_earlier_version_open_and_of_a_later_one_are_refused(old, sfumato):
+    with GaussianCollection.open(old / "collection") as collection:
+        assert_whole(collection, old, "collection")
+    with pytest.raises(UserError, match="index again: sfumato index RUN --images FOLDER --out NEW"):
+        GaussianCollection.open(old / "index")
+    embeddings, ids = load_embeddings(old / "one.safetensors")
+    assert ids == IDS and np.array_equal(embeddings.mean, gaussians(N, 0).mean)
     file, kind = old / "collection" / "manifest.json", "sfumato-collection"
     before = file.read_text(encoding="utf-8")
     file.write_text(before.replace(f"{kind}-1", f"{kind}-13"), encoding="utf-8")
@@ -129,7 +118,11 @@ def test_folders_of_a_later_version_are_refused(old, sfumato):
 
 
 @pytest.mark.engine
-def test_stores_of_a_later_version_are_refused(old, server, tmp_path):
+def test_rows_of_an_earlier_version_open_and_of_a_later_one_are_refused(old, server, tmp_path):
+    server.execute("CREATE DATABASE earlier")
+    on_server(server, "psql", "-q", "-d", "earlier", "-v", "ON_ERROR_STOP=1", "-f", old / "rows.sql")
+    with GaussianCollection.open(old / "postgresql", server.url(database="earlier", table="images")) as collection:
+        assert_whole(collection, old, "postgresql")
     from sfumato.search.stores import milvus, pgvector
     from sfumato.search.stores.protocol import create_store
 

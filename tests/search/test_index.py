@@ -24,7 +24,7 @@ def clustered(n, d=16, *, seed, n_clusters=40):
 ids_of = lambda n: [f"item {i}" for i in range(n)]
 
 
-def test_hits_carry_the_csd_of_the_pair_and_everything_else():
+def test_hits_carry_everything_and_equal_distances_come_in_the_order_given():
     gallery, queries = clustered(211, seed=0), clustered(5, seed=1)
     payload = {"path": [f"{i}.jpg" for i in range(211)], "text": [str(i) for i in range(211)]}
     index = GaussianIndex.build(gallery, ids_of(211), logit_scale=2.0, logit_bias=3.0, payload=payload)
@@ -43,9 +43,6 @@ def test_hits_carry_the_csd_of_the_pair_and_everything_else():
             assert hit.match_probability == pytest.approx(1 / (1 + np.exp(2 * hit.distance - 3)), rel=1e-4)
             assert hit.uncertainty == pytest.approx(float(gallery.total_variance[j]))
             assert hit.payload == {"path": f"{j}.jpg", "text": str(j)}
-
-
-def test_equal_distances_come_in_the_order_given():
     # The six closest are the same, scattered among others.
     others, place = clustered(300, seed=23), np.array([17, 40, 111, 150, 222, 290])
     mean, log_var = others.mean + 5, others.log_var.copy()
@@ -90,7 +87,7 @@ def calibrated(n_gallery=150, n_queries=400, seed=30):
     return gallery, new, of[n_queries:].tolist(), calibration
 
 
-def test_sets_are_all_items_within_the_radius():
+def test_sets_are_within_the_radius_and_abstentions_by_the_risk():
     gallery, queries, of, calibration = calibrated()
     index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
     results = index.search(queries, 3, SearchOptions(coverage=0.9))
@@ -110,11 +107,6 @@ def test_sets_are_all_items_within_the_radius():
     assert np.mean([f"item {j}" in {h.id for h in r.conformal_set} for j, r in zip(of, results, strict=True)]) > 0.81
     everything = index.search(queries[:2], 3, SearchOptions(coverage=0.999))
     assert all(len(r.conformal_set) == 150 for r in everything), "400 queries vouch for no less"
-
-
-def test_abstention_and_least_probability():
-    gallery, queries, of, calibration = calibrated()
-    index = GaussianIndex.build(gallery, ids_of(150), calibration=calibration)
     plain, asked = index.search(queries, 4), index.search(queries, 4, SearchOptions(max_risk=0.2, min_probability=0.3))
     limit, wrong = calibration.t2i.abstain_below(0.2), []
     for result, same, j in zip(asked, plain, of, strict=True):

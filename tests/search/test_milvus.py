@@ -141,16 +141,6 @@ def test_a_narrow_filter_brings_all_that_fit(embedded, options):
         assert_nearest(reopened, by_id(batch), queries(5, dim, 3), 10, Filter({"rare": ("7",)}))
 
 
-def test_what_a_server_leaves_out_before_it_has_an_index_is_found_by_a_scan(embedded, monkeypatch):
-    store, batch = create_store(embedded(**HNSW), 7), records(200, 7, 4)
-    store.upsert(batch)
-    found = store._nearest
-    monkeypatch.setattr(store, "_nearest", lambda *asked: [rows[::8] for rows in found(*asked)])
-    monkeypatch.setattr(store._place, "file", None)
-    for filter in (None, Filter({"colour": ("r",)}, max_uncertainty=0.3)):
-        assert_nearest(store, by_id(batch), queries(3, 7, 5), 30, filter)
-
-
 def test_compressed_vectors_are_candidates_only(embedded):
     def opened(store):
         time.sleep(1)  # Lite builds the index in the background.
@@ -159,7 +149,13 @@ def test_compressed_vectors_are_candidates_only(embedded):
     assert_candidates_only(create_store(embedded(compress="int8", nlist=8, nprobe=8), 24), opened, 3000)
 
 
-def test_optimise_waits_for_the_index_of_a_server(milvus_server, monkeypatch):
+def test_others_find_a_write_at_once_and_optimise_waits_for_the_index(milvus_server, monkeypatch):
+    store = create_store(milvus_server.url(), 2)
+    other, session = open_store(store.url), open_store(f"{store.url}?consistency=session")
+    for i in range(10):
+        writer, reader = (session, session) if i % 2 else (store, other)
+        writer.upsert(Records((f"item-{i}",), np.full((1, 2), i, np.float32), np.ones(1), ({},)))
+        assert reader.count() == i + 1 and reader.search(np.full((1, 2), 9.0), 1)[0].ids == (f"item-{i}",)
     store = create_store(milvus_server.url(index="HNSW"), 64)
     store.upsert(records(3000, 64, 5))
     store.optimise()
@@ -186,16 +182,7 @@ def test_optimise_waits_for_the_index_of_a_server(milvus_server, monkeypatch):
         store.optimise()
 
 
-def test_others_find_a_write_at_once_and_a_session_its_own(milvus_server):
-    store = create_store(milvus_server.url(), 2)
-    other, session = open_store(store.url), open_store(f"{store.url}?consistency=session")
-    for i in range(10):
-        writer, reader = (session, session) if i % 2 else (store, other)
-        writer.upsert(Records((f"item-{i}",), np.full((1, 2), i, np.float32), np.ones(1), ({},)))
-        assert reader.count() == i + 1 and reader.search(np.full((1, 2), 9.0), 1)[0].ids == (f"item-{i}",)
-
-
-def test_larger_batches_and_more_results_than_milvus_takes_at_once(embedded):
+def test_larger_batches_and_what_is_left_out_before_there_is_an_index(embedded, monkeypatch):
     store, batch, wanted = create_store(embedded(), 7), records(200, 7, 4), queries(3, 7, 5)
     store.most_bytes, store.most_rows = 12 * (4 * 7 + 1000), 49
     store.upsert(batch)
@@ -206,6 +193,13 @@ def test_larger_batches_and_more_results_than_milvus_takes_at_once(embedded):
     assert [len(found) for found in store.search(wanted, 20_000)] == [200] * 3
     store.delete(batch.ids)
     assert [len(found) for found in store.search(wanted, 20_000)] == [0] * 3
+    store, batch = create_store(embedded(**HNSW), 7), records(200, 7, 4)
+    store.upsert(batch)
+    found = store._nearest
+    monkeypatch.setattr(store, "_nearest", lambda *asked: [rows[::8] for rows in found(*asked)])
+    monkeypatch.setattr(store._place, "file", None)
+    for filter in (None, Filter({"colour": ("r",)}, max_uncertainty=0.3)):
+        assert_nearest(store, by_id(batch), queries(3, 7, 5), 30, filter)
 
 
 def test_texts_like_expressions_and_bounds_between_two_numbers(url):
@@ -280,7 +274,7 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
     assert milvus_place.Place("milvus+https://me@h:1/n").token == ""
 
 
-def test_a_server_that_hangs_is_given_up(milvus_server):
+def test_a_server_that_hangs_is_given_up_and_a_killed_one_loses_nothing(milvus_server):
     store = create_store(milvus_server.url(call_timeout=1), 6)
     store.upsert(records(5, 6, 20))
     milvus_server.process.send_signal(signal.SIGSTOP)
@@ -294,9 +288,6 @@ def test_a_server_that_hangs_is_given_up(milvus_server):
     assert time.monotonic() - began < 10
     store.upsert(records(5, 6, 20))
     assert_holds(store, by_id(records(5, 6, 20)))
-
-
-def test_a_killed_server_loses_nothing(milvus_server):
     store = create_store(milvus_server.url(index="HNSW"), 3)
     assert_a_killed_server_loses_nothing(store, milvus_server.kill, milvus_server.start, False)
 

@@ -285,16 +285,13 @@ def test_passwords_open_and_are_never_told(server, monkeypatch):
             assert secret not in str(caught.value)
 
 
-def test_servers_that_are_not_there():
+def test_servers_that_are_not_there_and_a_killed_client(server):
     started_at = time.monotonic()
     with pytest.raises(UserError, match=r"store postgresql://someone:\*\*\*@127.0.0.1:\d+/x: .*refused"):
         open_store(f"postgresql://someone:hush@127.0.0.1:{free_port()}/x")
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UserError, match="timeout"):
         open_store(f"postgresql://someone@127.0.0.1:{silent.getsockname()[1]}/x?connect_timeout=2")
     assert time.monotonic() - started_at < 10
-
-
-def test_a_killed_client_loses_nothing(server):
     assert_survives_kills(create_store(server.url(), 3).url, 2)
 
 

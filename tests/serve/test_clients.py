@@ -1,8 +1,5 @@
 """Clients that generators make from /openapi.json work: `make clients` installs the generators, and runs this.
-
-The commands, settings and examples are those of the guide. The generators are pinned in the guide, and have an
-environment of their own: the Python one does not stand the version of typer in constraints.txt.
-"""
+The generators are those of the guide, in an environment of their own: the Python one needs another typer than ours."""
 
 import os
 import re

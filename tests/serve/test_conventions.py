@@ -12,32 +12,6 @@ from sfumato.serve.problems import CODES
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
 
 
-def test_methods_answer_as_http_says(client):
-    for path in (
-        *("/", "/healthz", "/readyz", "/docs", "/openapi.json", "/metrics", "/page/page.js"),
-        *("/v1/info", "/v1/search?q=a", "/v1/items", "/v1/items/000.png", "/v1/pictures/000.png?size=16"),
-        *("/v1/items/nothing", "/v1/search", "/nothing"),
-    ):
-        plain = {"Accept-Encoding": "identity"}  # else a length is that of the compressed body
-        got, head = client.get(path, headers=plain), client.head(path, headers=plain)
-        assert head.status_code == got.status_code and head.content == b"" and got.content
-        for name in ("content-type", "content-security-policy", "etag", "cache-control"):
-            assert head.headers.get(name) == got.headers.get(name)
-        if path != "/metrics":  # It counts its own requests.
-            assert head.headers.get("content-length") == got.headers.get("content-length") == str(len(got.content))
-            lengths = [ask(path).headers.get("content-length") for ask in (client.get, client.head)]
-            assert lengths[0] == lengths[1]
-    for path, methods in (
-        ("/", "GET, HEAD"), ("/page/page.js", "GET, HEAD"), ("/metrics", "GET, HEAD"),
-        ("/v1/search", "GET, HEAD, POST"), ("/v1/items", "GET, HEAD, POST"), ("/v1/items/000.png", "GET, HEAD"),
-        ("/v1/items/delete", "GET, HEAD, POST"),
-    ):  # fmt: skip
-        for method in ("PATCH", "OPTIONS", "PUT"):
-            answer = client.request(method, path)
-            assert problem(answer, 405)["code"] == "wrong-method" and answer.headers["allow"] == methods
-        assert client.request("PUT", path, content=b"body").headers["allow"] == methods
-
-
 def test_any_id_is_a_path(kept):
     for id in (
         *("a/b/c.png", "/a", "a/", "a//b", "a b", "a?b#c", "100%", "%2F", "ä/ö/🦊"),
@@ -100,7 +74,30 @@ def test_items_are_created_and_replaced_and_a_list_misses_none_meanwhile(writabl
     assert found == sorted(found) and len(set(found)) == len(found) and set(kept) <= set(found)
 
 
-def test_problems_have_codes(client):
+def test_methods_and_problems_are_as_http_says(client):
+    for path in (
+        *("/", "/healthz", "/readyz", "/docs", "/openapi.json", "/metrics", "/page/page.js"),
+        *("/v1/info", "/v1/search?q=a", "/v1/items", "/v1/items/000.png", "/v1/pictures/000.png?size=16"),
+        *("/v1/items/nothing", "/v1/search", "/nothing"),
+    ):
+        plain = {"Accept-Encoding": "identity"}  # else a length is that of the compressed body
+        got, head = client.get(path, headers=plain), client.head(path, headers=plain)
+        assert head.status_code == got.status_code and head.content == b"" and got.content
+        for name in ("content-type", "content-security-policy", "etag", "cache-control"):
+            assert head.headers.get(name) == got.headers.get(name)
+        if path != "/metrics":  # It counts its own requests.
+            assert head.headers.get("content-length") == got.headers.get("content-length") == str(len(got.content))
+            lengths = [ask(path).headers.get("content-length") for ask in (client.get, client.head)]
+            assert lengths[0] == lengths[1]
+    for path, methods in (
+        ("/", "GET, HEAD"), ("/page/page.js", "GET, HEAD"), ("/metrics", "GET, HEAD"),
+        ("/v1/search", "GET, HEAD, POST"), ("/v1/items", "GET, HEAD, POST"), ("/v1/items/000.png", "GET, HEAD"),
+        ("/v1/items/delete", "GET, HEAD, POST"),
+    ):  # fmt: skip
+        for method in ("PATCH", "OPTIONS", "PUT"):
+            answer = client.request(method, path)
+            assert problem(answer, 405)["code"] == "wrong-method" and answer.headers["allow"] == methods
+        assert client.request("PUT", path, content=b"body").headers["allow"] == methods
     described = client.get("/openapi.json").json()["info"]["description"]
     for code, path, options in (
         ("no-such-path", "/nothing", {"method": "GET"}),

@@ -53,7 +53,7 @@ FILES = {
 }  # fmt: skip
 
 
-def test_the_pixels_are_those_of_this_process():
+def test_the_pixels_are_those_of_this_process_and_very_large_files_decoded_at_a_part_of_their_size():
     fits = "squash", "crop", "crop-nearest", "crop-margin"
 
     async def work(decoders):
@@ -71,9 +71,6 @@ def test_the_pixels_are_those_of_this_process():
             np.testing.assert_array_equal(decode_image(file, None), decode_image(FILES[name], None), err_msg=name)
         else:  # Reduced by a whole number, or decoded at a part of its size.
             assert 64 <= min(decode_image(file, None).shape[1:]) < 128, name
-
-
-def test_very_large_jpeg_files_are_decoded_at_a_part_of_their_size():
     small, large = photo((2400, 1600)), photo((2592, 1600))
     assert 2400 * 1600 < REDUCED_FROM < 2592 * 1600
     np.testing.assert_array_equal(decode_image(small, 64, reduced=True), decode_image(small, 64))

@@ -48,7 +48,7 @@ def test_alerts_and_dashboard_ask_for_metrics_that_there_are_and_every_alert_is_
         assert f"`{name}`" in GUIDE or name.startswith("grafana-"), name
 
 
-def test_compose_starts_what_there_is_with_no_more_rights_than_it_needs():
+def test_compose_and_proxy_fit_the_service_with_no_more_rights_than_it_needs():
     compose = yaml.safe_load(read("compose.yaml"))
     services, made = compose["services"], {"./index", "${PHOTOS", "./keys.txt", "./metrics_key.txt"}
     mounted = [volume.split(":")[0] for one in services.values() for volume in one.get("volumes", ())]
@@ -79,9 +79,6 @@ def test_compose_starts_what_there_is_with_no_more_rights_than_it_needs():
         assert service["read_only"] is True and service["tmpfs"] == ["/tmp"] and service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert not {"user", "healthcheck", "cap_add", "privileged"} & service.keys()  # they would replace the image's
-
-
-def test_the_proxy_fits_the_limits_of_the_service():
     text, usual = read("nginx.conf"), Settings()
     (size,) = re.findall(r"client_max_body_size (\d+)m;", text)
     assert usual.max_body_bytes <= int(size) * 2**20 < 1.2 * usual.max_body_bytes

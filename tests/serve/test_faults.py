@@ -181,7 +181,7 @@ def slowly(sources):
     return Sources(SlowModel(sources.model), "slow", sources.galleries)
 
 
-def test_too_many_requests_are_sent_away_and_the_service_recovers(slowly):
+def test_too_many_requests_are_sent_away_and_those_who_leave_take_theirs_along(slowly):
     limits = {"batch_size": 1, "queue": 3, "max_batch": 3, "batch_window_ms": 0}
     with served(slowly, **limits) as client, concurrent.futures.ThreadPoolExecutor(10) as pool:
         slowly.model.go.clear()
@@ -202,9 +202,6 @@ def test_too_many_requests_are_sent_away_and_the_service_recovers(slowly):
         assert problem(client.get("/v1/info"), 503) and client.get("/readyz").status_code == 200
         slowly.model.go.set()
         assert [one.result().status_code for one in asked] == [200, 200]
-
-
-def test_clients_that_leave_take_their_queries_along(slowly):
     with served(slowly, batch_size=4) as client:
         slowly.model.go.clear()
         for _ in range(6):

@@ -32,8 +32,21 @@ def give(client, *verdicts, status=200, **more):
 use = lambda client: client.post("/v1/judgements", json={"use": True})
 
 
-def test_verdicts_are_kept_replaced_and_taken_back(judged):
-    ids = [hit["id"] for hit in fitting(judged, "red")]
+def test_verdicts_are_counted_kept_replaced_and_taken_back(judged):
+    names = [f'sfumato_judged_{name}_total{{drawn="{drawn}",target="fits"}}'
+             for drawn in ("no", "yes") for name in ("hits", "right", "probability")]  # fmt: skip
+
+    def counted():
+        lines = dict(line.rsplit(" ", 1) for line in judged.get("/metrics").text.splitlines())
+        return [float(lines.get(name, 0)) for name in names]
+
+    ids, before = [hit["id"] for hit in fitting(judged, "red")], counted()
+    give(judged, ("red", ids[0], True, 0.9), ("red", ids[1], False, 0.3), ("red", ids[2], True), ("red", ids[3], None))
+    drawn = {"query": "a red one", "id": ids[0], "yes": True, "probability": 0.5, "why": "probability 0.1-0.9"}
+    assert judged.post("/v1/judgements", json={"judgements": [drawn]}).status_code == 200
+    more = [after - one for one, after in zip(before, counted(), strict=True)]
+    assert more == pytest.approx([2, 1, 1.2, 1, 1, 0.5])
+    judged.file.unlink()
     assert judged.get("/v1/judgements").json()["precision"] is None and not judged.file.exists()
     assert give(judged, ("red", ids[0], True, 0.9), ("red", ids[1], False)) == {"kept": 2, "removed": 0, "n": 2}
     weighed = {"query": "a red one", "id": ids[0], "yes": True, "weight": 2.5, "why": "probability 0.1-0.9"}
@@ -51,22 +64,6 @@ def test_verdicts_are_kept_replaced_and_taken_back(judged):
     qrels = judged.get("/v1/judgements?format=qrels")
     assert qrels.headers["content-type"].startswith("text/plain")
     assert qrels.text.splitlines() == [f"red 0 {ids[0]} 1", f"a%20red%20one 0 {ids[0]} 1", f"red 0 {ids[1]} 0"]
-
-
-def test_verdicts_are_counted_beside_what_was_said(judged):
-    names = [f'sfumato_judged_{name}_total{{drawn="{drawn}",target="fits"}}'
-             for drawn in ("no", "yes") for name in ("hits", "right", "probability")]  # fmt: skip
-
-    def counted():
-        lines = dict(line.rsplit(" ", 1) for line in judged.get("/metrics").text.splitlines())
-        return [float(lines.get(name, 0)) for name in names]
-
-    ids, before = [hit["id"] for hit in fitting(judged, "red")], counted()
-    give(judged, ("red", ids[0], True, 0.9), ("red", ids[1], False, 0.3), ("red", ids[2], True), ("red", ids[3], None))
-    drawn = {"query": "a red one", "id": ids[0], "yes": True, "probability": 0.5, "why": "probability 0.1-0.9"}
-    assert judged.post("/v1/judgements", json={"judgements": [drawn]}).status_code == 200
-    more = [after - one for one, after in zip(before, counted(), strict=True)]
-    assert more == pytest.approx([2, 1, 1.2, 1, 1, 0.5])
 
 
 def test_the_summary_is_that_of_the_library(judged):

@@ -110,7 +110,7 @@ def test_an_answer_is_that_of_the_library(client, sources, query, options):
     assert answer["query"] == names[answer["kind"]] and answer["kind"] in query
 
 
-def test_links_and_mixed_kinds_answer_as_json_and_the_library_do(client, sources):
+def test_links_mixed_kinds_and_promises_are_those_of_json_and_the_library(client, sources):
     red, blue = ({"image": in_base64(picture(colour))} for colour in ("red", "blue"))
     queries = red, {"text": "a bar"}, {"id": "110.png"}, blue
     for answer, query in zip(search(client, *queries, max_results=3), queries, strict=True):
@@ -132,9 +132,6 @@ def test_links_and_mixed_kinds_answer_as_json_and_the_library_do(client, sources
         assert refused.status_code == 422 and refused.json()["errors"][0]["where"] == where
     refused = search(client, {"id": "000.png", "without": ["red"]}, status=422)
     assert "stand beside a text" in refused["detail"]
-
-
-def test_promises_are_those_that_the_service_names_and_for_native_queries_only(client):
     told = client.get("/v1/info").json()["galleries"]["images"]
     assert 0.5 in told["risks"] and told["coverages"] == [0.5, 0.8, 0.9, 0.95]
     for risk in told["risks"]:

@@ -55,7 +55,9 @@ def points(tmp_path_factory):
 query = lambda vector, **rest: {"vector": np.asarray(vector).tolist(), **rest}
 
 
-def test_a_vector_finds_what_the_library_and_the_command_find(vectors, adopted, vector_run, texts, tmp_path, sfumato):
+def test_vectors_of_both_modalities_find_what_the_library_and_the_command_find(
+    vectors, adopted, vector_run, texts, tmp_path, sfumato, images
+):
     index, queries = adopted.galleries["images"].gallery, adopted.model.embed_texts(npy_rows(texts[[7]]))
     (answer,) = search(vectors, query(texts[7], name="the seventh"), max_results=5)
     same(answer, index.search(queries, 5)[0])
@@ -69,9 +71,6 @@ def test_a_vector_finds_what_the_library_and_the_command_find(vectors, adopted, 
     for ours, theirs in zip(answer["hits"], command["hits"], strict=True):
         assert ours["id"] == theirs["id"]
         assert ours["match_probability"] == pytest.approx(theirs["match_probability"], abs=1e-6)
-
-
-def test_modalities_may_be_mixed_and_keep_their_order(vectors, adopted, images, texts):
     asked = [query(images[3], modality="image"), query(texts[4]), query(images[5], modality="image")]
     answers = search(vectors, *asked, max_results=3)
     model, index = adopted.model, adopted.galleries["images"].gallery

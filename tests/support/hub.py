@@ -1,7 +1,4 @@
-"""A stand-in of the Hugging Face hub: the part of its HTTP interface by which models are pulled, in memory.
-
-It answers what `huggingface_hub` asks: repositories, revisions, files, downloads in parts.
-"""
+"""A stand-in of the Hugging Face hub in memory: repositories, revisions, files and downloads in parts."""
 
 import hashlib
 import json

@@ -1,11 +1,5 @@
-"""What every vector store must do: subclass StoreContract and say how to make a store and how to open it again.
-
-    class TestMine(StoreContract):
-        def create(self, tmp_path, dim):
-            return create_store(f"mine:{tmp_path}/store", dim)
-
-Galleries are small, so that an approximate store, set to be thorough, must find what brute force in float64 finds.
-"""
+"""What every vector store must do: subclass StoreContract and say how to create one. Galleries are small, so that an
+approximate store, set to be thorough, must find what brute force in float64 finds."""
 
 import itertools
 import random

@@ -239,22 +239,7 @@ def test_what_is_shown_is_varied_and_wrong_pairs_are_told_apart():
     assert "cannot be estimated" in vague and "between 10% and 100%" in vague
 
 
-def test_other_data_another_model_and_a_split_it_was_trained_on(work, sfumato, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    printed = sfumato.printed("audit", work / "run", "data.test_fraction=0.25", "--data", work / "toy.toml")
-    assert "nothing is suspicious" in folded(printed) and (tmp_path / "audit-test" / "audit.html").is_file()
-    sfumato.printed("export", work / "run", tmp_path / "moved")
-    moved = sfumato.json("audit", tmp_path / "moved", "--data", work / "toy.toml", "--out", tmp_path / "a")
-    result = sfumato.json("audit", work / "run", "--split", "train", "--top", 500)
-    assert moved["model"] == "moved" and "may have memorised" in result["notes"][0]
-    noise = np.load(work / "run" / "noise.npy")
-    rows = csv.DictReader((work / "run" / "audit-train" / "pairs.csv").open())
-    shown = {row["text_id"]: row["image"] for row in rows}
-    assert len(shown) == len(noise)  # The noisy pairs are audited, not those of the file.
-    assert sum(text.split("#")[0] != image for text, image in shown.items()) == round(0.25 * len(noise))
-
-
-def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path, capsys):
+def test_uncalibrated_models_other_data_and_a_split_of_the_training(work, sfumato, tmp_path, capsys, monkeypatch):
     shutil.copytree(work / "run", tmp_path / "run")
     (tmp_path / "run" / "calibration.json").unlink()
     result = sfumato.json("audit", tmp_path / "run")
@@ -267,6 +252,18 @@ def test_an_uncalibrated_model_gives_no_probabilities(work, sfumato, tmp_path, c
     assert "not calibrated" in result["notes"][0]
     distance = [row["distance"] for row in result["missing"]]
     assert distance == sorted(distance)
+    monkeypatch.chdir(tmp_path)
+    printed = sfumato.printed("audit", work / "run", "data.test_fraction=0.25", "--data", work / "toy.toml")
+    assert "nothing is suspicious" in folded(printed) and (tmp_path / "audit-test" / "audit.html").is_file()
+    sfumato.printed("export", work / "run", tmp_path / "moved")
+    moved = sfumato.json("audit", tmp_path / "moved", "--data", work / "toy.toml", "--out", tmp_path / "a")
+    result = sfumato.json("audit", work / "run", "--split", "train", "--top", 500)
+    assert moved["model"] == "moved" and "may have memorised" in result["notes"][0]
+    noise = np.load(work / "run" / "noise.npy")
+    rows = csv.DictReader((work / "run" / "audit-train" / "pairs.csv").open())
+    shown = {row["text_id"]: row["image"] for row in rows}
+    assert len(shown) == len(noise)  # The noisy pairs are audited, not those of the file.
+    assert sum(text.split("#")[0] != image for text, image in shown.items()) == round(0.25 * len(noise))
 
 
 @pytest.mark.slow

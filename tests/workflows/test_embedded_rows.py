@@ -31,7 +31,7 @@ def embedded(toy, tmp_path_factory):
     return folder
 
 
-def test_a_batch_is_embedded_as_a_folder_is(toy):
+def test_a_batch_is_embedded_as_a_folder_is_and_what_cannot_be_is_left_out(toy):
     model = load_model(toy / "run")
     expected, ids, _ = embed_folder(model, toy / "data")
     batch = RowEmbedder(str(toy / "run"))(rows_of(toy / "data", ids[:7]))
@@ -43,9 +43,6 @@ def test_a_batch_is_embedded_as_a_folder_is(toy):
     expected = model.model.embed_texts(["a red circle"]).mean
     torch.testing.assert_close(torch.from_numpy(np.stack(of_texts["mean"])), expected)
     assert of_texts["text"] == ["a red circle"]
-
-
-def test_what_cannot_be_embedded_is_named_and_left_out(toy):
     embed, batch = RowEmbedder(str(toy / "run")), rows_of(toy / "data", ["000.png", "001.png"])
     batch = {name: [*values, other] for (name, values), other in zip(batch.items(), ("broken", b"no"), strict=True)}
     with pytest.warns(UserWarning, match="broken is left out"):

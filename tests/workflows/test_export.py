@@ -82,7 +82,7 @@ def test_round_trip_of_transformers(variance_token, toy, tmp_path, monkeypatch):
     assert "as the loss learnt them, not calibrated" in (out / "README.md").read_text()
 
 
-def test_pretrained_weights_are_inside_and_their_folder_is_not_named(toy, tmp_path):
+def test_pretrained_weights_are_inside_and_frozen_backbones_keep_their_name(toy, tmp_path):
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     config = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=16
@@ -95,12 +95,9 @@ def test_pretrained_weights_are_inside_and_their_folder_is_not_named(toy, tmp_pa
     assert_embeds_alike(trained.model, load_model(out).model, toy)
     assert str(tmp_path) not in (out / "config.json").read_text() + (out / "README.md").read_text()
     assert "my-clip" in (out / "README.md").read_text()
-
-
-def test_frozen_backbones_keep_their_name(toy, tmp_path):
     image = {"kind": "frozen", "backbone": "efficientnet-lite0", "size": 32}
-    folder = made_by_hand(tmp_path / "run", {"dim": 8, "image": image})
-    out = export_run(folder, tmp_path / "out")
+    folder = made_by_hand(tmp_path / "frozen", {"dim": 8, "image": image})
+    out = export_run(folder, tmp_path / "given")
     assert not any("encoder" in key for key in load_file(out / "model.safetensors") if key.startswith("image."))
     assert "Frozen backbone, loaded by its name: `efficientnet-lite0`" in (out / "README.md").read_text()
     assert_embeds_alike(load_run(folder).model, load_model(out).model, toy)

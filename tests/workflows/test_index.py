@@ -142,15 +142,6 @@ def test_index_search_and_serve(folder, run, sfumato, tmp_path):
         assert "the model of this service reads embeddings, not texts; search by vector or by item" in refused.text
 
 
-@pytest.mark.slow
-def test_training_writes_both_calibrations(run):
-    found = load_run(run)
-    assert found.calibration.metadata["split"] == "val" and found.training_calibration.metadata["split"] == "wordings"
-    # 240 training and 60 validation images; each has one of three texts there.
-    scores = found.training_calibration.t2i.scores
-    assert scores.n_gallery == len(scores.nearest) == 300
-
-
 @pytest.mark.parametrize(("split", "own"), [("all", True), ("train", True), ("test", False)])
 def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, split, own):
     said, model = sfumato.json("index", run, "--split", split, "--out", tmp_path / "index"), load_run(run)
@@ -198,7 +189,12 @@ def test_all_images_can_train_and_their_other_captions_validate(folder, tmp_path
 
 
 @pytest.mark.slow
-def test_calibrating_again_writes_the_file_that_it_stands_for(run):
+def test_training_writes_both_calibrations_and_calibrating_again_the_same(run):
+    found = load_run(run)
+    assert found.calibration.metadata["split"] == "val" and found.training_calibration.metadata["split"] == "wordings"
+    # 240 training and 60 validation images; each has one of three texts there.
+    scores = found.training_calibration.t2i.scores
+    assert scores.n_gallery == len(scores.nearest) == 300
     before = {name: (run / name).read_bytes() for name in (CALIBRATION, TRAINING_CALIBRATION)}
     calibrate_run(run, "wordings")
     assert {name: (run / name).read_bytes() for name in before} == before, "the same fit, in the same file"
@@ -253,7 +249,7 @@ def test_texts_of_both_halves_cannot_be_halved(run, seed):
     raises(ValueError, "the split cannot be halved", cross_fitted, *halved, split="wordings", seed=seed)
 
 
-def test_each_half_has_the_fit_on_the_other(run):
+def test_each_half_has_the_fit_on_the_other_and_trust_measures_it(run):
     found, data, (images, texts) = embedded(run, "wordings")
     folds = cross_fitted((images, texts), data, found.distance, split="wordings", seed=5)
     assert sorted(np.concatenate([fold.texts for fold in folds]).tolist()) == list(range(texts.n)), "each query once"
@@ -270,13 +266,8 @@ def test_each_half_has_the_fit_on_the_other(run):
         of_images = fold.calibration.i2t.scores
         assert of_images.n_gallery == texts.n and len(of_images.nearest) == len(kept) // 2
     assert folds[0].calibration.t2i.conditional != folds[1].calibration.t2i.conditional
-
-
-def test_trust_measures_the_queries_of_the_calibration_by_halves(run):
-    found, data, (images, texts) = embedded(run, "wordings")
     report = trust_model(found, found.recipe.data, "wordings", n_resamples=0, seed=5)
     distance, match = get_distance(found.distance).matrix(images, texts), data.relevance().to_dense()
-    folds = cross_fitted((images, texts), data, found.distance, split="wordings", seed=5)
     for direction in ("t2i", "i2t"):
         (served,) = (f for f in report.hits["served"] if (f.hits, f.n_gallery, f.direction) == (1, 300, direction))
         p, y = [], []

@@ -68,10 +68,10 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     assert len(found["hits"]) == 7 and "red.png" not in {hit["id"] for hit in found["hits"]}
 
 
-def test_a_search_is_filtered(sfumato, tmp_path):
-    pictures = draw(tmp_path / "pictures", *COLOURS)
-    draw(pictures / "inner", "red")
-    index = load(SMALL).index(pictures)
+def test_a_search_is_filtered_and_misspelt_words_and_scripts_are_said(sfumato, tmp_path, pictures):
+    own = draw(tmp_path / "pictures", *COLOURS)
+    draw(own / "inner", "red")
+    index = load(SMALL).index(own)
     index.gallery.payload["path"] = index.gallery.ids
     index.save(tmp_path / "mine")
     names = sfumato.json("search", tmp_path / "mine", "red", "--where", "path>=c", "--where", "path<red")
@@ -87,13 +87,10 @@ def test_a_search_is_filtered(sfumato, tmp_path):
         assert message in sfumato.refused("search", tmp_path / "mine", "red", *words)
     (plain,) = index.search_items(["red.png"], 9, SearchOptions(filter=filter_of(["path<h"])))
     assert {hit.id for hit in plain} == {hit.id for hit in index.search("red", 9, where=["path<h"])}
-
-
-def test_misspelt_words_and_scripts_are_said(sfumato, tmp_path, pictures):
     index = load(SMALL).index(pictures)
     index.gallery.payload["captions"] = ("a plain orange square",) * len(index)
-    index.save(tmp_path / "mine")
-    asked = "search", tmp_path / "mine", "an ornage sqaure", "dog", "собака в снегу"
+    index.save(tmp_path / "misspelt")
+    asked = "search", tmp_path / "misspelt", "an ornage sqaure", "dog", "собака в снегу"
     printed, answers = sfumato.printed(*asked), sfumato.json(*asked)
     assert printed.count("did you mean: an orange square") == 1
     assert printed.count("hardly any words in Cyrillic script") == 1
@@ -227,7 +224,7 @@ def test_a_synchronisation_deletes_only_what_is_gone(sfumato, tmp_path):
     assert sfumato.json("index", "--sync", "--force", "--out", out)["deleted"] == 1
 
 
-def test_manifests_and_archives_are_taken_and_added(sfumato, tmp_path):
+def test_manifests_archives_and_folders_are_added_also_to_a_gallery_of_memory(sfumato, tmp_path):
     folder, out = draw(tmp_path / "photos", *COLOURS), tmp_path / "mine"
     rows = [{"image": "red.png", "captions": ["a tulip"], "id": "one", "place": "Delft"}, {"image": "blue.png"}]
     (folder / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"captions": "no image"}\n')
@@ -242,14 +239,11 @@ def test_manifests_and_archives_are_taken_and_added(sfumato, tmp_path):
     with load_index(out) as index:
         hits = {hit.id: hit for hit in index.search("tulip", 3)}
         assert index.image_of(hits["one"]).read_bytes() == (folder / "red.png").read_bytes()
-
-
-def test_a_folder_is_added_to_a_gallery_that_was_in_memory(sfumato, tmp_path):
-    load(SMALL).index(draw(tmp_path / "photos", "red", "blue")).save(tmp_path / "mine")
+    load(SMALL).index(draw(tmp_path / "album", "red", "blue")).save(tmp_path / "own")
     more = draw(tmp_path / "more", "green")
     (more / "green.txt").write_text("a meadow\n")
-    assert sfumato.json("index", "--data", more, "--add", "--out", tmp_path / "mine")["n"] == 3
-    with load_index(tmp_path / "mine") as index:
+    assert sfumato.json("index", "--data", more, "--add", "--out", tmp_path / "own")["n"] == 3
+    with load_index(tmp_path / "own") as index:
         answer = index.search("meadow", 3)
         assert {hit.id for hit in answer} == {"red.png", "blue.png", "more/green.png"}
         assert all(index.image_of(hit) is not None for hit in answer)

@@ -47,8 +47,7 @@ def test_held_out_figures_are_those_of_fits_on_the_other_queries(tmp_path):
     assert found.figures[0].ece == pytest.approx(expected_calibration_error(p[first], label[first]), abs=1e-6)
     assert found.figures[1].hits == 10 and found.figures[1].n == 600
     whole = ScoreCalibrator().fit(hits.score, label, groups=hits.groups)
-    assert made.formula_ == whole.formula_
-    assert np.isnan(hits.labels(qrels, "unknown")).sum() == 720 - 120
+    assert made.formula_ == whole.formula_ and np.isnan(hits.labels(qrels, "unknown")).sum() == 720 - 120
     assert fit_lists(run, qrels, ScoreCalibrator(), unjudged="unknown").judged == 120
 
 

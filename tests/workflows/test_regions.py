@@ -96,7 +96,7 @@ def test_where_a_picture_would_be_shown_it_is_said_that_there_is_none(run, tmp_p
     assert 'open("regions-of-a-photo.npy", "rb")' in card and "photo.jpg" not in card
 
 
-def test_recipes_that_make_no_sense_are_refused():
+def test_recipes_and_channels_that_make_no_sense_are_refused(scan, tmp_path, sfumato):
     plain = "model.image.graph_layers=0 model.image.recurrent=false model.image"
     for overrides, message in (
         ("data.source=folder", "model.image.kind='regions' reads features, and data.source='folder' has images"),
@@ -106,9 +106,6 @@ def test_recipes_that_make_no_sense_are_refused():
         (f"{plain}.variance_layers=false", "model.image.variance_layers has no effect"),
     ):
         raises(UserError, message, load_recipe, find_recipe("flickr8k-vsrn"), overrides.split())
-
-
-def test_other_channels_are_told_by_their_number(scan, tmp_path, sfumato):
     settings = [*TINY, f"data.path={scan}", "model.image.channels=9", "data.max_problem_fraction=1"]
     told = sfumato.refused("train", "flickr8k-vsrn", *settings, "--out", tmp_path / "run")
     assert "has 10 channels; the model reads 9 (model.image.channels)" in told

@@ -139,7 +139,7 @@ def test_a_gallery_in_memory_answers_like_the_saved_one(toy, model, tmp_path):
     assert found == expected
 
 
-def test_galleries_of_texts_and_ids_of_images(toy, model):
+def test_galleries_of_texts_ids_of_images_and_queries_of_every_kind(toy, model):
     paths = sorted((toy / "data").glob("*.png"))[:3]
     assert model.index(paths).gallery.ids == tuple(path.as_posix() for path in paths)
     assert model.index([Image.open(path) for path in paths]).gallery.ids == ("0", "1", "2")
@@ -152,9 +152,6 @@ def test_galleries_of_texts_and_ids_of_images(toy, model):
     assert index.native == "images" and answer.calibrated and answer.query == str(toy / "data" / "000.png")
     assert {hit.payload["text"] for hit in answer} <= {"a red circle", "some bar in blue", "a green square"}
     assert not index.search("a circle").calibrated
-
-
-def test_queries_of_every_kind(toy, model):
     index, path = model.index(toy / "data"), toy / "data" / "000.png"
     pixels, by_path = np.asarray(Image.open(path).convert("RGB")), index.search(path, k=3)
     assert by_path[0].id == "000.png" and not by_path.calibrated

@@ -45,7 +45,7 @@ def test_figures_are_those_of_evaluate(work, sfumato):
     assert r"\begin{tabular}{lrrr}" in sfumato.printed("table", *runs, "--group", "loss.name", "--latex")
 
 
-def test_what_is_there_is_taken_and_what_is_older_than_the_weights_is_not(work, sfumato, tmp_path):
+def test_what_is_there_is_taken_unless_older_than_the_weights_and_nonsense_refused(work, sfumato, tmp_path):
     shutil.copytree(work / "runs", tmp_path / "runs")
     for file in (tmp_path / "runs").glob("*/*-test-*"):
         file.unlink()
@@ -59,9 +59,6 @@ def test_what_is_there_is_taken_and_what_is_older_than_the_weights_is_not(work, 
     os.utime(tmp_path / "runs/pcmepp-0/model.safetensors", (later, later))
     _, repaired, err = sfumato(*command)
     assert repaired == out and err.count("evaluating") == 1 and "pcmepp-0" in err
-
-
-def test_what_makes_no_table_is_refused(work, sfumato):
     runs = work / "runs"
     a, b, c = runs / "pcmepp-0", runs / "pcmepp-1", runs / "infonce-0"
     shutil.copytree(a, work / "copy")
