@@ -24,6 +24,7 @@ def evidence(**values):
         "missing": np.full((1, 6), 3.0),
         "n_words": np.array([3.0]),
         "prior": np.array([-5.0]),
+        "near": np.array([0.6]),
     }
     return Evidence(**(known | values))
 
@@ -70,9 +71,12 @@ def test_a_hit_of_a_better_list_and_nothing():
     assert nothing[0] < 0.2 < nothing[1], "a list without a likely item"
     pair = np.array([[3.0, 1.0, 0.0]])
     has = np.array([[True, True, False]])
-    hit = of.of_hits(pair, has, listed[:1])
+    hit = of.of_hits(pair, has, listed[:1], np.array([0.6]))
     weights = of.hit_with, of.hit_with, of.hit_without
-    by_hand = [w.slope * float(z) + w.bias(listed[0], 5).item() for z, w in zip(pair[0], weights, strict=True)]
+    read = np.append(listed[0], 0.6)
+    by_hand = [
+        w.slope * z + w.bias(read[: (n := len(w.weights))], n).item() for z, w in zip(pair[0], weights, strict=True)
+    ]
     assert hit[0].tolist() == pytest.approx(by_hand)
 
 
@@ -127,7 +131,7 @@ def test_the_refined_logits_are_the_corrected_ones(n_words):
     found = fit_correction(hits.logit, inverse, hits)
     listed = list_features(np.array([[2.0, 1.0, -1.0]]), np.array([float(n_words)]), np.array([-5.0]))
     pair, has = np.array([[2.0, 1.0, -1.0]]), np.array([[True, True, False]])
-    before, after = (one.of(n_words).of_hits(pair, has, listed)[0] for one in (FITS, new))
+    before, after = (one.of(n_words).of_hits(pair, has, listed, np.full(1, 0.6))[0] for one in (FITS, new))
     expected = found.factor * before[:2] + found.shift + found.by_words / n_words
     np.testing.assert_allclose(after[:2], expected, rtol=1e-7)
     assert after[2] == before[2], "no verdict was about an item without texts"

@@ -63,6 +63,9 @@ def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", found=CLEAR, **valu
 def test_what_is_said_of_a_list(probabilities, expected, nothing, kind, said):
     found = fits_verdict(probabilities, expected, nothing)
     assert found.kind == kind and found.text.endswith(said)
+    if kind == "nothing":
+        unjudged = fits_verdict(probabilities, expected, nothing, 0.5)
+        assert unjudged.kind == "unsure" and unjudged.text.endswith("50% of the items have no texts")
 
 
 def test_a_list_by_texts_has_one_sentence_and_a_line(capsys):

@@ -9,7 +9,8 @@ sentence may be said in other words.
 
 The constants lie in fits.json. They were fitted once: on people's verdicts about sentences (Hodosh, Young and
 Hockenmaier 2013, Flickr8k), and, for words, on whether captions mention them. benchmarks/fits_prior.py fits them, and
-docs/results/people.md says how well they hold.
+docs/results/people.md says how well they hold. Those of images without texts also read how near the query is to
+captions of the training, and were fitted on topics that the model had not seen, by benchmarks/left_out_topics.py.
 
 A small correction of fitted logits by people's verdicts, as strong as other verdicts say that it should be.
 
@@ -46,6 +47,13 @@ LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
 
 _WORDS = 1 + LIST_FEATURES.index("one over words")
 
+N_CLOSE = 5
+"""Number of training captions whose mean cosine is the nearness of a query. Of images without texts it is the last
+feature of a hit."""
+
+KNOWN = 0.45
+"""Nearness from which the model knows what a query asks for: "guitar" has .51, "giraffe", that no caption has, .32."""
+
 LENGTHS = (1, 2, 3)
 """Numbers of words of the queries that have constants of their own; the last is of longer ones, too."""
 
@@ -61,6 +69,7 @@ class Evidence:
     missing: np.ndarray  # (q, c) rarity of the rarest word that the texts do not have; 0 if they have all
     n_words: np.ndarray  # (q,) number of the query's words, at least 1
     prior: np.ndarray  # (q,) log of the fraction of images that such a query fits elsewhere
+    near: np.ndarray  # (q,) nearness of the query to what the model was trained on
 
     @property
     def has_texts(self) -> np.ndarray:
@@ -89,12 +98,12 @@ class FitsLogits:
     pair_with: LinearLogit  # of a pair: of the logit of its distance and PAIR_FEATURES
     pair_without: LinearLogit
     hit_with: LinearLogit  # of a hit: of the logit of the pair, and of the best logit and LIST_FEATURES
-    hit_without: LinearLogit
+    hit_without: LinearLogit  # and of the nearness of the query
     nothing: LinearLogit  # that no item fits: of minus the best logit and LIST_FEATURES
 
     def is_sound(self) -> bool:
         """Whether all numbers are such as a fit gives."""
-        sizes = (len(PAIR_FEATURES), 2, len(LIST_FEATURES) + 1, len(LIST_FEATURES) + 1, len(LIST_FEATURES))
+        sizes = (len(PAIR_FEATURES), 2, len(LIST_FEATURES) + 1, len(LIST_FEATURES) + 2, len(LIST_FEATURES))
         return all(logit.is_sound(n) for logit, n in zip(vars(self).values(), sizes, strict=True))
 
     def of_pairs(self, evidence: Evidence) -> Floats:
@@ -106,10 +115,10 @@ class FitsLogits:
         without = self.pair_without.of(image, features[..., -2:]) + names
         return np.where(evidence.has_texts, with_texts, without)
 
-    def of_hits(self, pair: np.ndarray, has_texts: np.ndarray, listed: np.ndarray) -> Floats:
-        """(q, c) logits that items fit, given the list of each query. pair (q, c), listed (q, 5)."""
-        of_list = listed[:, None]
-        return np.where(has_texts, self.hit_with.of(pair, of_list), self.hit_without.of(pair, of_list))
+    def of_hits(self, pair: np.ndarray, has_texts: np.ndarray, listed: np.ndarray, near: np.ndarray) -> Floats:
+        """(q, c) logits that items fit, given the list of each query. pair (q, c), listed (q, 5), near (q,)."""
+        of_query = np.column_stack([listed, near])[:, None]
+        return np.where(has_texts, self.hit_with.of(pair, listed[:, None]), self.hit_without.of(pair, of_query))
 
     def of_nothing(self, listed: np.ndarray) -> Floats:
         """(q,) logits that no item of the gallery fits. listed (q, 5)."""
@@ -227,9 +236,13 @@ class FitsCalibration:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "FitsCalibration":
         """Make it from plain values."""
-        lengths = tuple(
-            FitsLogits(**{name: LinearLogit.from_json(of) for name, of in one.items()}) for one in values["lengths"]
-        )
+        read = [{name: LinearLogit.from_json(of) for name, of in one.items()} for one in values["lengths"]]
+        for one in read:  # An earlier version did not read the nearness.
+            if len((old := one["hit_without"]).weights) == len(LIST_FEATURES) + 1:
+                one["hit_without"] = replace(
+                    old, weights=(*old.weights, 0.0), low=(*old.low, 0.0), high=(*old.high, 0.0)
+                )
+        lengths = tuple(FitsLogits(**one) for one in read)
         prior = tuple(values["prior"])
         sound = all(one.is_sound() for one in lengths) and all(map(math.isfinite, prior))
         if len(lengths) != len(LENGTHS) or not sound:
@@ -247,6 +260,12 @@ class FitsCalibration:
     def query_prior(self, vectors: Array) -> Floats:
         """(q,) log of the fraction of images that queries fit, as their words say. vectors (q, 384)."""
         return np.asarray(as_numpy(vectors) @ np.array(self.prior[:-1]) + self.prior[-1])
+
+    @staticmethod
+    def nearness(vectors: Array) -> Floats:
+        """(q,) mean cosine of queries with the closest training captions of `small`. vectors (q, 384)."""
+        cosines = as_numpy(vectors) @ _training_captions().T
+        return np.asarray(np.partition(cosines, -N_CLOSE, axis=1)[:, -N_CLOSE:].mean(1))
 
     def corrections(self, hits: JudgedHits, *, seed: int = 0) -> dict[str, Correction]:
         """What verdicts change about the logits of hits: by field of FitsLogits, only where it is better.
@@ -293,3 +312,11 @@ class FitsCalibration:
 def _kinds(hits: JudgedHits) -> dict[str, np.ndarray]:
     """The rows of hits by the field of FitsLogits that their logits are of."""
     return {"hit_with": hits.has_texts, "hit_without": ~hits.has_texts}
+
+
+@functools.cache
+def _training_captions() -> np.ndarray:
+    """(2000, 384) unit vectors of captions that `small` was trained on; the file holds them in steps of one byte."""
+    with files(__package__).joinpath("captions.npy").open("rb") as file:
+        vectors = np.load(file).astype(np.float32)
+    return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))

@@ -166,6 +166,7 @@ LINE = 0.5
 """Probability that the line in a list of hits stands for."""
 
 _CLEAR, _SINGLE, _FEW, _UNSURE = 0.75, 2, 3, 0.25
+_FEW_UNJUDGED = 0.1
 _LABEL = 32
 
 
@@ -204,13 +205,21 @@ def verdict(
     return Verdict("few", f"A {'likely' if best_probability >= 0.5 else 'possible'} match: {found}")
 
 
-def fits_verdict(probabilities: Sequence[float], expected_matches: float, nothing: float) -> Verdict:
-    """Put an answer by target "fits" into words: the probabilities of its hits, and that of no match at all."""
+def fits_verdict(
+    probabilities: Sequence[float], expected_matches: float, nothing: float, unjudged: float = 0.0
+) -> Verdict:
+    """Put an answer by target "fits" into words: the probabilities of its hits, and that of no match at all.
+
+    unjudged: the fraction of the items that neither texts nor a model that knows the query speak for.
+    """
     above, best = [p for p in probabilities if p >= LINE], max(probabilities, default=0.0)
     which = "first" if not probabilities or probabilities[0] == best else "most probable"
     found = f"the {which} result is right with a probability of {_percent(best)}"
     if not above:
         if nothing >= LINE and best < _UNSURE:
+            if unjudged > _FEW_UNJUDGED:
+                without = f"{_percent(unjudged)} of the items have no texts"
+                return Verdict("unsure", f"Nothing sure: the model hardly knows this, and {without}")
             return Verdict("nothing", "Nothing here shows this")
         return Verdict("unsure", f"No likely match: {found}")
     if expected_matches < _FEW and len(above) == 1:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sfumato.arrays import as_numpy, joined_rows, sigmoid
 from sfumato.calibration.calibrator import Scorer
-from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, list_features
+from sfumato.calibration.fits import KNOWN, N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
@@ -227,6 +227,7 @@ class Ranked:
     near: Candidates  # the closest items, at least one
     expected: float | None = None  # number of items that fit; None where no texts are evidence
     nothing: float | None = None  # probability that none does
+    unjudged: float = 0.0  # fraction of the items that neither texts nor a model that knows the query speak for
     kept: tuple[Hit, ...] = ()  # those of at least min_probability
     shown: tuple[Hit, ...] = ()  # those of the answer
     folds: bool = False
@@ -241,7 +242,7 @@ class Ranked:
         if self.nothing is None:
             return verdict(expected, self.best, abstained, empty_set=empty_set)
         said_of = self.shown if self.folds and self.kept else self.hits
-        return fits_verdict([hit.match_probability for hit in said_of], expected, self.nothing)
+        return fits_verdict([hit.match_probability for hit in said_of], expected, self.nothing, self.unjudged)
 
 
 REFERENCE_SIZE = 1_000
@@ -287,7 +288,7 @@ class TextSearch:
 
     def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: np.ndarray, listed: np.ndarray) -> np.ndarray:
         """(c,) logits of items as hits."""
-        found = self.logits[i].of_hits(pair, known.has_texts, listed)[0]
+        found = self.logits[i].of_hits(pair, known.has_texts, listed, known.near)[0]
         return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
 
     def ranked(
@@ -311,7 +312,8 @@ class TextSearch:
         top = _highest(key, found, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
         # The best may fit, and then something does.
         nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(sigmoid(logit).max()))
-        return Ranked(top, found.take([int(found.distance.argmin())]), total, nothing)
+        unjudged = 0.0 if known.near[0] >= KNOWN else 1 - float(self.own.has_texts.mean())
+        return Ranked(top, found.take([int(found.distance.argmin())]), total, nothing, unjudged)
 
 
 def _highest(

@@ -221,7 +221,7 @@ class ItemTexts:
         return cls(vectors, words, [frozenset(known.get(i) or word_stems(own)) for i, own in enumerate(words)])
 
     @functools.cached_property
-    def _has_texts(self) -> np.ndarray:
+    def has_texts(self) -> np.ndarray:
         """(n,) whether an item has texts."""
         return np.asarray(self.vectors.any(axis=1))
 
@@ -260,7 +260,7 @@ class ItemTexts:
     ) -> Evidence:
         """What the texts say for q queries. vectors (q, 384); image (q, n) logits; prior (q,)."""
         rarity = rarity or self.rarity
-        agreement = np.where(self._has_texts, vectors @ self.vectors.T, np.nan)
+        agreement = np.where(self.has_texts, vectors @ self.vectors.T, np.nan)
         stems = [word_stems(query) for query in queries]
         words, missing, together = (np.zeros_like(image) for _ in range(3))
         for i, own in enumerate(stems):
@@ -276,7 +276,8 @@ class ItemTexts:
             near = [j for j in both if len(own) == 1 or any(is_close(own, text) for text in self.words[j].splitlines())]
             together[i, near] = 1
         n_words = np.array([max(1.0, len(own)) for own in stems])
-        return Evidence(image, agreement, words, together, missing, n_words, prior)
+        nearness = FitsCalibration.nearness(vectors)
+        return Evidence(image, agreement, words, together, missing, n_words, prior, nearness)
 
     def without(
         self,
