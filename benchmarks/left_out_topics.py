@@ -115,7 +115,7 @@ class Lists:
     def __init__(
         self, texts: list[str], vectors: np.ndarray, logit: np.ndarray, yes: np.ndarray, there: np.ndarray
     ) -> None:
-        self.texts, self.image, self.yes, self.there = texts, logit.astype(np.float64), yes, there
+        self.image, self.yes, self.there = logit.astype(np.float64), yes, there
         self.n_words = np.array([max(1, len(word_stems(text))) for text in texts])
         calibration = fits.FitsCalibration.packaged()
         self.prior, self.near = calibration.query_prior(vectors), calibration.nearness(vectors)
@@ -189,7 +189,7 @@ def lists_of(data: Data, work: Path, fold: int) -> dict[int, list[Lists]]:
                 rows = np.concatenate(backbone(list(both))).astype(np.float16)
                 yes = np.array(list(both.values()), float)
                 found[n].append(
-                    Lists(list(both), sentence_vectors(list(both)), logits(embedded, rows), yes, yes.any(1))
+                    Lists(list(both), sentence_vectors(list(both)), logits(embedded, rows), yes, yes.max(1) > 0)
                 )
     return found
 
