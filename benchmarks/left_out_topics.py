@@ -6,8 +6,8 @@
 
 FLICKR8K as for fits_prior.py; TEXTS is the texts.npy of scripts/make_small.py. Topics are 25 clusters of the mean
 vectors of a photograph's captions. Galleries have 100, 400 and 1,000 photographs, half of topics that were left out,
-half of the validation split's others. Sentences describe a photograph of the gallery or another one; one half of them
-describe none. A third of the words is said by no caption. A sentence fits a photograph with the probability that its
+half of the validation split's others. A third of the weight have sentences that describe another photograph, and words
+that no caption says. A sentence fits a photograph with the probability that its
 captions give (logistic of maximum and mean of MiniLM's cosines, fitted on people's verdicts). Models whose validation
 RSUM stays below 200 are left out. FOLDER holds annotations/captions_*.json and COCO's photographs; CAPTIONS is a file
 with a caption of other photographs of COCO a line.
@@ -47,8 +47,8 @@ SIZES = ((100, 5), (400, 3), (1000, 1))
 """Photographs of a gallery, and number of galleries."""
 
 QUERIES, WORDS = 60, 60
-ABSENT = {1: 1 / 3, 2: 1 / 3, 3: 1 / 2}
-"""Weight of queries that nothing in the gallery is meant by, by number of words."""
+ABSENT = 1 / 3
+"""Weight of queries that mean nothing in the gallery."""
 
 
 def fitting(queries: np.ndarray, captions: np.ndarray) -> np.ndarray:
@@ -119,11 +119,10 @@ class Lists:
         self.n_words = np.array([max(1, len(word_stems(text))) for text in texts])
         calibration = fits.FitsCalibration.packaged()
         self.prior, self.near = calibration.query_prior(vectors), calibration.nearness(vectors)
-        self.absent = ABSENT[min(3, int(np.median(self.n_words)))]
 
     def weights(self, shape: tuple[int, ...]) -> np.ndarray:
         """Of hits by rank, so that absent queries have their part."""
-        part = np.where(self.there, (1 - self.absent) / self.there.sum(), self.absent / (~self.there).sum())
+        part = np.where(self.there, (1 - ABSENT) / self.there.sum(), ABSENT / (~self.there).sum())
         return np.broadcast_to(part[:, None] / np.arange(1, shape[1] + 1), shape)
 
     def pairs(self) -> np.ndarray:
