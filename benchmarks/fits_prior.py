@@ -1,4 +1,4 @@
-"""Fit the constants of target "fits" for items with texts, and say how well all of fits.json hold.
+"""Fit the constants of target "fits" (src/sfumato/calibration/fits.json), and say how well they hold.
 
     python benchmarks/fits_prior.py FLICKR8K JUDGEMENTS [--out FITS_JSON] [--json FILE]
 
@@ -217,14 +217,16 @@ def present_and_absent(lists: Lists, own: Tensor | None) -> list[Lists]:
     return [lists.some(~lists.absent), lists.some(lists.absent)]
 
 
-def fit(both: Lists, own: Tensor | None, packaged: FitsLogits) -> FitsLogits:
-    """The constants of one kind of queries; those of items without texts are the package's."""
+def fit(both: Lists, own: Tensor | None, bare: LinearLogit) -> FitsLogits:
+    """The constants of one kind of queries. bare: those of galleries without texts, by left_out_topics.py."""
     if own is not None:  # Too few sentences stand together in a text to say what that means.
         both = replace(both, evidence=replace(both.evidence, together=np.zeros_like(both.evidence.words)))
     columns = both.evidence.image, both.evidence.features(), both.yes.numpy()
     image, features, judged = (values[~np.isnan(columns[2])] for values in columns)
-    found = replace(packaged, pair_with=fitted([(np.column_stack([image, features]), judged, np.ones_like(judged))]))
-    with_texts, nothing = list[Rows](), list[Rows]()
+    pairs = [fitted([(np.column_stack([image, some]), judged, np.ones_like(judged))])
+             for some in (features, features[:, -2:])]  # fmt: skip
+    found = FitsLogits(pairs[0], pairs[1], *[pairs[0]] * 4)  # The last four follow.
+    with_texts, without, nothing = list[Rows](), list[Rows](), list[Rows]()
     for some in present_and_absent(both, own):
         gone = bool(some.absent.all())
         for lists in map(some.without_texts, PARTS):
@@ -236,11 +238,11 @@ def fit(both: Lists, own: Tensor | None, packaged: FitsLogits) -> FitsLogits:
             y, has = lists.yes.gather(1, place), torch.from_numpy(lists.evidence.has_texts).gather(1, place)
             there, w = ~y.isnan(), (1 / torch.arange(1, k + 1).double()).expand_as(y)
             w = w * (ABSENT_HITS if gone else 1 - ABSENT_HITS) / w[there].sum()
-            use = there & has
-            with_texts.append((x[use].numpy(), y[use].numpy(), w[use].numpy()))
+            for rows, use in ((with_texts, there & has), (without, there & ~has)):
+                rows.append((x[use].numpy(), y[use].numpy(), w[use].numpy()))
             of_lists = np.full(len(listed), (ABSENT_LISTS if gone else 1 - ABSENT_LISTS) / len(listed))
             nothing.append((torch.cat([-listed[:, :1], listed[:, 1:]], 1).numpy(), lists.absent.numpy(), of_lists))
-    return replace(found, hit_with=fitted(with_texts), nothing=fitted(nothing))
+    return FitsLogits(pairs[0], pairs[1], fitted(with_texts), fitted(without), bare, fitted(nothing))
 
 
 def said(found: FitsLogits, lists: Lists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -374,7 +376,7 @@ def main() -> None:
         for half, data in ((a, val), (b, test))
     )
     logits = {
-        name: fit(lists, own[a] if name == SENTENCES else None, packaged)
+        name: fit(lists, own[a] if name == SENTENCES else None, packaged.hit_bare)
         for (name, lists), packaged in zip(sets.items(), FitsCalibration.packaged().lengths, strict=True)
     }
     found = FitsCalibration(tuple(logits.values()), tuple(round(v, 4) for v in prior.tolist()))

@@ -1,4 +1,4 @@
-"""Fit the constants of target "fits" for images without texts on topics that the model has not seen, and test them.
+"""Fit the constants of target "fits" for galleries without texts on topics that the model has not seen, and test them.
 
     python benchmarks/left_out_topics.py train FLICKR8K TEXTS WORK      five models, each without a fifth of the topics
     python benchmarks/left_out_topics.py fit FLICKR8K TEXTS WORK [--write]
@@ -6,32 +6,30 @@
 
 FLICKR8K as for fits_prior.py; TEXTS is the texts.npy of scripts/make_small.py. Topics are 25 clusters of the mean
 vectors of a photograph's captions. Galleries have 100, 400 and 1,000 photographs, half of topics that were left out,
-half of the validation split's others. A third of the weight have sentences that describe another photograph, and words
-that no caption says. A sentence fits a photograph with the probability that its
-captions give (logistic of maximum and mean of MiniLM's cosines, fitted on people's verdicts). Models whose validation
-RSUM stays below 200 are left out. FOLDER holds annotations/captions_*.json and COCO's photographs; CAPTIONS is a file
-with a caption of other photographs of COCO a line.
+half of the validation split's others. Sentences describe a photograph of the gallery or, with a third of the weight,
+another one. A sentence fits a photograph with the probability that its captions give (logistic of maximum and mean of
+MiniLM's cosines, fitted on people's verdicts). Models whose validation RSUM stays below 200 are left out. FOLDER holds
+annotations/captions_*.json and COCO's photographs; CAPTIONS is a file with a caption of other photographs a line.
 """
 
 import argparse
 import json
 import random
 import tempfile
-from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from fits_prior import fitted, grams, quality, shuffled
+from fits_prior import fitted, quality
 
 import sfumato
 from sfumato.arrays import as_numpy, sigmoid
 from sfumato.calibration import fits
 from sfumato.calibration.calibrator import Scorer
+from sfumato.calibration.logits import LinearLogit, Rows
 from sfumato.distances import get_distance
-from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.encoder_protocol import RaggedStore
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.models.recipe import find_recipe, load_recipe
@@ -39,14 +37,16 @@ from sfumato.models.run import load_model
 from sfumato.search.answer import LINE, QueryInfo
 from sfumato.search.candidates import REFERENCE_SIZE
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.texts import is_close, says, word_stems
+from sfumato.search.texts import word_stems
 from sfumato.training.loop import fit as train
 
 FOLDS, LEAST_RSUM = 5, 200
 SIZES = ((100, 5), (400, 3), (1000, 1))
 """Photographs of a gallery, and number of galleries."""
 
-QUERIES, WORDS = 60, 60
+QUERIES = 60
+"""Sentences of each of four kinds: of topics left out or not, describing a photograph of the gallery or not."""
+
 ABSENT = 1 / 3
 """Weight of queries that mean nothing in the gallery."""
 
@@ -86,7 +86,6 @@ class Data:
         vectors = np.load(folder / "minilm_l6_v2_fp16.npy").astype(np.float32).reshape(len(self.listed), 5, -1)
         self.vectors = vectors / np.linalg.norm(vectors, axis=2, keepdims=True)
         self.fold = fold_of_topics(self.vectors.mean(1))
-        self.stems = [set[str]().union(*map(word_stems, own)) for own in self.captions]
 
     def train(self, work: Path, fold: int) -> None:
         """The model of a fold."""
@@ -110,113 +109,61 @@ def features(values: np.ndarray) -> RaggedStore:
 
 
 class Lists:
-    """Queries of one length against a gallery without texts."""
+    """Sentences against a gallery without texts: logits of pairs, what lists say, and what is right."""
 
     def __init__(
-        self, texts: list[str], vectors: np.ndarray, logit: np.ndarray, yes: np.ndarray, there: np.ndarray
+        self, texts: list[str], vectors: np.ndarray, image: np.ndarray, yes: np.ndarray, there: np.ndarray
     ) -> None:
-        self.image, self.yes, self.there = logit.astype(np.float64), yes, there
-        self.n_words = np.array([max(1, len(word_stems(text))) for text in texts])
-        calibration = fits.FitsCalibration.packaged()
-        self.prior, self.near = calibration.query_prior(vectors), calibration.nearness(vectors)
-
-    def weights(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Of hits by rank, so that absent queries have their part."""
-        part = np.where(self.there, (1 - ABSENT) / self.there.sum(), ABSENT / (~self.there).sum())
-        return np.broadcast_to(part[:, None] / np.arange(1, shape[1] + 1), shape)
-
-    def pairs(self) -> np.ndarray:
-        by_query = np.stack([1 / self.n_words, self.prior], 1)[:, None]
-        return np.concatenate([self.image[..., None], np.broadcast_to(by_query, (*self.image.shape, 2))], 2)
-
-    def hits(self, pair: np.ndarray) -> np.ndarray:
-        """(q, k) places of the best."""
-        return np.argsort(-pair, axis=1)[:, : fits.N_NEAR]
-
-    def listed(self, pair: np.ndarray) -> np.ndarray:
-        near = np.take_along_axis(pair, self.hits(pair), 1)
-        return np.column_stack([fits.list_features(near, self.n_words, self.prior), self.near])
+        calibration, n_words = fits.FitsCalibration.packaged(), np.array([len(word_stems(text)) or 1 for text in texts])
+        by_query = np.column_stack([1 / n_words, prior := calibration.query_prior(vectors)])
+        self.yes, self.there, image = yes, there, image.astype(np.float64)
+        self.pair = calibration.of(3).pair_without.of(image, np.broadcast_to(by_query[:, None], (*image.shape, 2)))
+        near = -np.sort(-self.pair, axis=1)[:, : fits.N_NEAR]
+        self.listed = np.column_stack([fits.list_features(near, n_words, prior), calibration.nearness(vectors)])
 
 
-def lists_of(data: Data, work: Path, fold: int) -> dict[int, list[Lists]]:
-    """By number of words, the lists of a fold's model."""
+def lists_of(data: Data, work: Path, fold: int) -> list[Lists]:
+    """The lists of a fold's model."""
     model = load_model(work / f"run-{fold}")
     assert model.calibration is not None
     scorer = Scorer(model.calibration.logit_scale, model.calibration.logit_bias, model.calibration)
-    new = np.flatnonzero((data.fold == fold) & (data.split != "test"))
-    old = np.flatnonzero((data.fold != fold) & (data.split == "val"))
+    new = np.flatnonzero((data.fold == fold) & (data.split != "test")).tolist()
+    old = np.flatnonzero((data.fold != fold) & (data.split == "val")).tolist()
     texts, images = (np.load(path, mmap_mode="r") for path in (data.texts, data.folder / "efflite0_224_fp16.npy"))
-
-    def logits(gallery: Any, rows: np.ndarray) -> np.ndarray:
-        distance = get_distance("csd").matrix(model.model.text.embed(features(rows)).tensors(), gallery)
-        return as_numpy(scorer.pair_logit(distance, REFERENCE_SIZE))
-
-    drawn, backbone = random.Random(fold), text_backbone("minilm-l6-v2", pooled=True, layers=(0, 2, 4, 6))
-    known = {n: Counter(g for i in (*new, *old) for c in data.captions[i] for g in grams(c, n)) for n in (1, 2)}
-    found: dict[int, list[Lists]] = {1: [], 2: [], 3: []}
-    for size, galleries in SIZES:
-        for seed in range(galleries):
-            own = [i for part in (new, old) for i in drawn.sample(part.tolist(), min(size // 2, len(part)))]
-            rest = sorted({*new.tolist(), *old.tolist()} - {*own})
-            embedded = model.model.image.embed(features(images[own])).tensors()
-
-            asked = [
-                i
-                for of in (own, rest)
-                for part in (new, old)
-                for i in drawn.sample(sorted({*of} & {*part.tolist()}), QUERIES // 2)
-            ]
-            yes = fitting(data.vectors[asked, 4], data.vectors[own])
-            there = np.array([i in own for i in asked])
-            yes[there, [own.index(i) for i in np.array(asked)[there]]] = 1
-            rows = texts[[5 * i + 4 for i in asked]]
-            found[3].append(
-                Lists([data.captions[i][4] for i in asked], data.vectors[asked, 4], logits(embedded, rows), yes, there)
-            )
-            for n, words in known.items():
-                shown, none = dict[str, list[bool]](), dict[str, list[bool]]()
-                for word in shuffled(words, 100 * fold + seed):
-                    stems = word_stems(word)
-                    here = [
-                        says(data.stems[i], stems) and any(is_close(stems, c) for c in data.captions[i]) for i in own
-                    ]
-                    if (into := shown if any(here) else none) is shown or len(none) < WORDS // 2:
-                        into[word] = here
-                    if len(shown) >= WORDS:
-                        break
-                both = shown | none
-                rows = np.concatenate(backbone(list(both))).astype(np.float16)
-                yes = np.array(list(both.values()), float)
-                found[n].append(
-                    Lists(list(both), sentence_vectors(list(both)), logits(embedded, rows), yes, yes.max(1) > 0)
-                )
+    drawn, found = random.Random(fold), list[Lists]()
+    for size in (size for size, galleries in SIZES for _ in range(galleries)):
+        own = [i for part in (new, old) for i in drawn.sample(part, min(size // 2, len(part)))]
+        rest = sorted({*new, *old} - {*own})
+        parts = [sorted({*of} & {*part}) for of in (own, rest) for part in (new, old)]
+        asked = [i for part in parts for i in drawn.sample(part, min(QUERIES, len(part)))]
+        yes, there = fitting(data.vectors[asked, 4], data.vectors[own]), np.array([i in own for i in asked])
+        yes[there, [own.index(i) for i in np.array(asked)[there]]] = 1
+        queries = model.model.text.embed(features(texts[[5 * i + 4 for i in asked]])).tensors()
+        gallery = model.model.image.embed(features(images[own])).tensors()
+        image = scorer.pair_logit(get_distance("csd").matrix(queries, gallery), REFERENCE_SIZE)
+        found.append(Lists([data.captions[i][4] for i in asked], data.vectors[asked, 4], as_numpy(image), yes, there))
     return found
 
 
-def fit(some: list[Lists]) -> tuple[Any, Any]:
-    """pair_without and hit_without."""
-    rows = [
-        (x.pairs().reshape(-1, 3), x.yes.ravel(), np.repeat(x.weights((len(x.yes), 1)), x.yes.shape[1])) for x in some
-    ]
-    pair, hits = fitted(rows), list[Any]()
+def fit(some: list[Lists]) -> LinearLogit:
+    """hit_bare."""
+    rows: list[Rows] = []
     for x in some:
-        logit = pair.of(x.image, x.pairs()[..., 1:])
-        place = x.hits(logit)
-        of_list = np.broadcast_to(x.listed(logit)[:, None], (*place.shape, 6))
-        columns = np.concatenate([np.take_along_axis(logit, place, 1)[..., None], of_list], 2)
-        hits.append(
-            (columns.reshape(-1, 7), np.take_along_axis(x.yes, place, 1).ravel(), x.weights(place.shape).ravel())
-        )
-    return pair, fitted(hits)
+        place = np.argsort(-x.pair, axis=1)[:, : fits.N_NEAR]
+        of_list = np.broadcast_to(x.listed[:, None], (*place.shape, x.listed.shape[1]))
+        columns = np.concatenate([np.take_along_axis(x.pair, place, 1)[..., None], of_list], 2)
+        part = np.where(x.there, (1 - ABSENT) / x.there.sum(), ABSENT / (~x.there).sum())
+        weight = (part[:, None] / np.arange(1, place.shape[1] + 1)).ravel()
+        rows.append((columns.reshape(len(weight), -1), np.take_along_axis(x.yes, place, 1).ravel(), weight))
+    return fitted(rows)
 
 
-def first_hits(pair: Any, hit: Any, some: list[Lists]) -> dict[str, Any]:
+def first_hits(hit: LinearLogit, some: list[Lists]) -> dict[str, Any]:
     """What is said of first hits, and what is right."""
     found = dict[str, list[np.ndarray]]()
     for x in some:
-        logit = pair.of(x.image, x.pairs()[..., 1:])
-        of_list = x.listed(logit)[:, None, : len(hit.weights)]
-        p, best = sigmoid(hit.of(logit, of_list)), logit.argmax(1)[:, None]
+        best = x.pair.argmax(1)[:, None]
+        p = sigmoid(hit.of(x.pair, x.listed[:, None]))
         one = np.column_stack([np.take_along_axis(values, best, 1)[:, 0] for values in (p, x.yes)])
         for name, rows in (("describes", x.there), ("something else", ~x.there), ("both", x.there | True)):
             found.setdefault(name, []).append(one[rows])
@@ -241,18 +188,12 @@ def refit(data: Data, work: Path, write: bool) -> dict[str, Any]:
         np.save(place / "captions.npy", np.round(kept * 127 / np.abs(kept).max()).astype(np.int8))
     good = [f for f in range(FOLDS) if rsum(work / f"run-{f}") >= LEAST_RSUM]
     by_fold, packaged = {f: lists_of(data, work, f) for f in good}, fits.FitsCalibration.packaged()
-    result: dict[str, Any] = {"folds": good}
-    lengths = list(packaged.lengths)
-    for n in fits.LENGTHS:
-        every = [x for f in good for x in by_fold[f][n]]
-        old = lengths[n - 1]
-        result[f"{n}, before"] = first_hits(old.pair_without, old.hit_without, every)
-        own = [first_hits(*fit([x for g in good if g != f for x in by_fold[g][n]]), by_fold[f][n]) for f in good]
-        result[f"{n}, fitted on other folds"] = own
-        pair, hit = fit(every)
-        lengths[n - 1] = replace(old, pair_without=pair, hit_without=hit)
+    every, last = [x for f in good for x in by_fold[f]], packaged.of(3)
+    own = [first_hits(fit([x for g in good if g != f for x in by_fold[g]]), by_fold[f]) for f in good]
+    result = {"folds": good, "as it is": first_hits(last.hit_bare, every), "fitted on the other folds": own}
+    lengths = (*packaged.lengths[:-1], replace(last, hit_bare=fit(every)))
     if write:
-        found = asdict(replace(packaged, lengths=tuple(lengths)))
+        found = asdict(replace(packaged, lengths=lengths))
         (place / "fits.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return result
 

@@ -9,8 +9,9 @@ sentence may be said in other words.
 
 The constants lie in fits.json. They were fitted once: on people's verdicts about sentences (Hodosh, Young and
 Hockenmaier 2013, Flickr8k), and, for words, on whether captions mention them. benchmarks/fits_prior.py fits them, and
-docs/results/people.md says how well they hold. Those of images without texts also read how near the query is to
-captions of the training, and were fitted on topics that the model had not seen, by benchmarks/left_out_topics.py.
+docs/results/people.md says how well they hold. Those of sentences in galleries without texts also read how near the
+query is to captions of the training, and were fitted on topics that the model had not seen, by
+benchmarks/left_out_topics.py.
 
 A small correction of fitted logits by people's verdicts, as strong as other verdicts say that it should be.
 
@@ -48,8 +49,11 @@ LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
 _WORDS = 1 + LIST_FEATURES.index("one over words")
 
 N_CLOSE = 5
-"""Number of training captions whose mean cosine is the nearness of a query. Of images without texts it is the last
-feature of a hit."""
+"""Number of training captions whose mean cosine is the nearness of a query. In galleries without texts it is
+the last feature of a hit."""
+
+BARE = 0.1
+"""Fraction of items with texts below which a gallery counts as one without."""
 
 KNOWN = 0.45
 """Nearness from which the model knows what a query asks for: "guitar" has .51, "giraffe", that no caption has, .32."""
@@ -98,12 +102,13 @@ class FitsLogits:
     pair_with: LinearLogit  # of a pair: of the logit of its distance and PAIR_FEATURES
     pair_without: LinearLogit
     hit_with: LinearLogit  # of a hit: of the logit of the pair, and of the best logit and LIST_FEATURES
-    hit_without: LinearLogit  # and of the nearness of the query
+    hit_without: LinearLogit
+    hit_bare: LinearLogit  # where hardly an item has texts; also of the nearness of the query
     nothing: LinearLogit  # that no item fits: of minus the best logit and LIST_FEATURES
 
     def is_sound(self) -> bool:
         """Whether all numbers are such as a fit gives."""
-        sizes = (len(PAIR_FEATURES), 2, len(LIST_FEATURES) + 1, len(LIST_FEATURES) + 2, len(LIST_FEATURES))
+        sizes = (len(PAIR_FEATURES), 2, *[len(LIST_FEATURES) + 1] * 2, len(LIST_FEATURES) + 2, len(LIST_FEATURES))
         return all(logit.is_sound(n) for logit, n in zip(vars(self).values(), sizes, strict=True))
 
     def of_pairs(self, evidence: Evidence) -> Floats:
@@ -117,8 +122,10 @@ class FitsLogits:
 
     def of_hits(self, pair: np.ndarray, has_texts: np.ndarray, listed: np.ndarray, near: np.ndarray) -> Floats:
         """(q, c) logits that items fit, given the list of each query. pair (q, c), listed (q, 5), near (q,)."""
-        of_query = np.column_stack([listed, near])[:, None]
-        return np.where(has_texts, self.hit_with.of(pair, listed[:, None]), self.hit_without.of(pair, of_query))
+        of_list, bare = listed[:, None], np.column_stack([listed, near])[:, None]
+        rarely = has_texts.mean() < BARE
+        without = self.hit_bare.of(pair, bare) if rarely else self.hit_without.of(pair, of_list)
+        return np.where(has_texts, self.hit_with.of(pair, of_list), without)
 
     def of_nothing(self, listed: np.ndarray) -> Floats:
         """(q,) logits that no item of the gallery fits. listed (q, 5)."""
@@ -237,11 +244,9 @@ class FitsCalibration:
     def from_json(cls, values: Mapping[str, Any]) -> "FitsCalibration":
         """Make it from plain values."""
         read = [{name: LinearLogit.from_json(of) for name, of in one.items()} for one in values["lengths"]]
-        for one in read:  # An earlier version did not read the nearness.
-            if len((old := one["hit_without"]).weights) == len(LIST_FEATURES) + 1:
-                one["hit_without"] = replace(
-                    old, weights=(*old.weights, 0.0), low=(*old.low, 0.0), high=(*old.high, 0.0)
-                )
+        for i, one in enumerate(read):  # An earlier version had one for all galleries.
+            if "hit_bare" not in one:
+                one["hit_bare"] = cls.packaged().lengths[i].hit_bare
         lengths = tuple(FitsLogits(**one) for one in read)
         prior = tuple(values["prior"])
         sound = all(one.is_sound() for one in lengths) and all(map(math.isfinite, prior))
@@ -295,6 +300,8 @@ class FitsCalibration:
         hits: their logits are of this calibration.
         """
         changes = self.corrections(hits, seed=seed)
+        if "hit_without" in changes:
+            changes["hit_bare"] = changes["hit_without"]
         lengths = [
             replace(of, **{name: one.of(getattr(of, name), _WORDS) for name, one in changes.items()})
             for of in self.lengths
