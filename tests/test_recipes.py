@@ -118,7 +118,7 @@ def test_wrong_overrides_and_those_without_effect_are_named():
         "coco-pcmepp-b32 model.image.activation=gelu": "model.image.activation is only for random weights; leave it "
         "out with model.image.weights",
         "coco-pcmepp-b32 model.text.tokenizer=mine": "model.text.tokenizer is only for random weights",
-        "coco-pcmepp-b32 model.image.variance_token=true model.image.variance_blocks=2": "replaces variance blocks",
+        "coco-pcmepp-b32 model.image.variance_token=true model.image.variance_blocks=2": "replaces the variance blocks",
         "coco-pcmepp-b32 model.pooling=token": "augment.image_tokens drops tokens that model.pooling='token' does not",
         "coco-pcmepp-b32 augment.mixup_alpha=0 augment.cutmix_alpha=0": "augment.mixed_share needs augment.mixup_alpha",
     }

@@ -3,12 +3,14 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.raising import raises
 
 from sfumato.arrays import sigmoid
+from sfumato.calibration import fits
 from sfumato.calibration.fits import LENGTHS, Evidence, FitsCalibration, JudgedHits, fit_correction, list_features
 
 FITS = FitsCalibration.packaged()
@@ -78,6 +80,16 @@ def test_a_hit_of_a_better_list_and_nothing():
         w.slope * z + w.bias(read[: (n := len(w.weights))], n).item() for z, w in zip(pair[0], weights, strict=True)
     ]
     assert hit[0].tolist() == pytest.approx(by_hand)
+    bare, w = [of.of_hits(pair, has & False, listed[:1], np.array([near])) for near in (0.3, 0.6)], of.hit_bare
+    assert bare[1][0].tolist() == pytest.approx([w.slope * z + w.bias(read, 6).item() for z in pair[0]])
+    assert (bare[0] < bare[1]).all(), "a query far from the training"
+    vectors = np.eye(384)[:3]
+    known = np.load(Path(fits.__file__).parent / "captions.npy").astype(float)
+    cosines = np.sort(known[:, :3] / np.linalg.norm(known, axis=1, keepdims=True), axis=0)[-5:]
+    assert FITS.nearness(vectors).tolist() == pytest.approx(cosines.mean(0).tolist(), abs=1e-6)
+    old = FITS.to_json()
+    old["lengths"] = [{k: v for k, v in one.items() if k != "hit_bare"} for one in old["lengths"]]
+    assert FitsCalibration.from_json(old) == FITS, "of an earlier version"
 
 
 def test_lengths_have_their_own_constants():

@@ -5,14 +5,12 @@ import math
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import snowballstemmer
 from support.raising import raises
 
-from sfumato.calibration import fits
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.calibration.query_scores import QueryScores
@@ -115,10 +113,7 @@ def by_loops(collection, gallery, query, text, neutral=False):
     expected = math.log(sum(1 / (1 + math.exp(-z)) for z in best))
     listed = (min(best[0] - best[1], 5), expected, 1 / n_words, prior)
     kinds = ["hit_with" if item_texts(payload) else "hit_without" for payload in own]
-    known = np.load(Path(fits.__file__).parent / "captions.npy").astype(float)
-    near = sum(sorted(known @ vector / np.linalg.norm(known, axis=1))[-5:]) / 5
-    read = {"hit_with": (best[0], *listed), "hit_without": (best[0], *listed, near)}
-    hits = [linear(of[kind], z, read[kind]) for kind, z in zip(kinds, pairs, strict=True)]
+    hits = [linear(of[kind], z, (best[0], *listed)) for kind, z in zip(kinds, pairs, strict=True)]
     found = sorted((-z, f"{i:02}.jpg") for i, z in enumerate(hits))
     return pairs, [(1 / (1 + math.exp(z)), i) for z, i in found], linear(of["nothing"], -best[0], listed)
 
