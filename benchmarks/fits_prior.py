@@ -35,7 +35,7 @@ from torch.nn.functional import normalize
 
 from sfumato.arrays import Array, as_numpy, sigmoid
 from sfumato.calibration.calibrator import Scorer
-from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
+from sfumato.calibration.fits import BARE, N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
 from sfumato.calibration.logits import LinearLogit, Rows, fit_linear_logit
 from sfumato.distances import get_distance
 from sfumato.encoders.package_weights import sentence_vectors
@@ -66,11 +66,12 @@ class Lists:
     evidence: Evidence
     yes: Tensor  # (q, n) fraction of people who say yes, nan where unknown
     absent: Tensor  # (q,) whether nothing fits
+    near: np.ndarray  # (q,) nearness
 
     def some(self, queries: Tensor) -> "Lists":
         """Those of some queries."""
         known = {name: values[queries.numpy()] for name, values in vars(self.evidence).items()}
-        return Lists(Evidence(**known), self.yes[queries], self.absent[queries])
+        return Lists(Evidence(**known), self.yes[queries], self.absent[queries], self.near[queries.numpy()])
 
     def without_texts(self, fraction: float) -> "Lists":
         """The same with a fraction of the photographs without texts."""
@@ -123,8 +124,9 @@ class Data:
                 yes[row[name], place[pair["image"]]] = n_yes / (n_yes + int(pair["no"]))
         own = torch.tensor([place[name] for name in asked])
         queries = [self.split.captions[i][2] for i in own.tolist()]
-        known = self.evidence(everything, [0, 1, 3, 4], queries, self.split.vectors[own, 2])
-        return Lists(known, yes.double(), torch.zeros(len(asked), dtype=torch.bool)), own
+        known = self.evidence(everything, [0, 1, 3, 4], queries, vectors := self.split.vectors[own, 2])
+        absent = torch.zeros(len(asked), dtype=torch.bool)
+        return Lists(known, yes.double(), absent, FitsCalibration.nearness(vectors)), own
 
     def words(self, length: int, known_words: Counter[str]) -> Lists:
         """Words that photographs mention and words that none does, of three draws."""
@@ -144,12 +146,14 @@ class Data:
                 elif not any(says(own, wanted) for own in stems) and len(none) < ABSENT:
                     none[query] = here
             asked = there | none
-            known = self.evidence(draw, [0, 1, 2, 3], list(asked), torch.from_numpy(sentence_vectors(list(asked))))
+            vectors = torch.from_numpy(sentence_vectors(list(asked)))
+            known = self.evidence(draw, [0, 1, 2, 3], list(asked), vectors)
             yes = torch.tensor(list(asked.values())).double()
-            found.append(Lists(known, yes, ~yes.any(1)))
+            found.append(Lists(known, yes, ~yes.any(1), FitsCalibration.nearness(vectors)))
         columns = [vars(one.evidence) for one in found]
         together = Evidence(**{name: np.concatenate([one[name] for one in columns]) for name in columns[0]})
-        return Lists(together, torch.cat([one.yes for one in found]), torch.cat([one.absent for one in found]))
+        yes, absent = (torch.cat([getattr(one, name) for one in found]) for name in ("yes", "absent"))
+        return Lists(together, yes, absent, np.concatenate([one.near for one in found]))
 
 
 def shuffled(words: Counter[str], seed: int) -> list[str]:
@@ -177,7 +181,9 @@ def absent(lists: Lists, own: Tensor) -> Lists:
         words=np.where(fit, 0, evidence.words),
         together=np.where(fit, 0, evidence.together),
     )
-    return Lists(known, lists.yes.masked_fill(fits, torch.nan), torch.ones_like(lists.absent))
+    return replace(
+        lists, evidence=known, yes=lists.yes.masked_fill(fits, torch.nan), absent=torch.ones_like(lists.absent)
+    )
 
 
 def query_prior(folder: Path) -> tuple[Tensor, float]:
@@ -249,7 +255,9 @@ def said(found: FitsLogits, lists: Lists) -> tuple[Tensor, Tensor, Tensor, Tenso
     """Probabilities of the best N_HITS of each list, what people said, their places, and that nothing fits."""
     pair = found.of_pairs(lists.evidence)
     listed = lists.listed(torch.from_numpy(pair)).numpy()
-    hits, nothing = found.of_hits(pair, lists.evidence.has_texts, listed, lists.evidence.near), found.of_nothing(listed)
+    has_texts = lists.evidence.has_texts
+    near = lists.near if has_texts.mean() < BARE else None
+    hits, nothing = found.of_hits(pair, has_texts, listed, near), found.of_nothing(listed)
     p, place = torch.from_numpy(sigmoid(hits)).topk(N_HITS, dim=1)
     return p, lists.yes.gather(1, place), place, torch.from_numpy(sigmoid(nothing)).minimum(1 - p[:, 0])
 

@@ -22,3 +22,20 @@ def test_bad_inputs(bad_inputs, tmp_path):
         found = bad_inputs.try_all(name, folder, 100, seed=11)
         assert found.unexpected == [] and found.inputs == 100, name
         assert found.refused >= 20 and found.accepted >= 5, name
+
+
+def test_what_is_unexpected_is_seen(bad_inputs):
+    def told(raise_it):
+        try:
+            raise_it()
+        except BaseException as error:
+            return bad_inputs.unclear(error)
+
+    def too_long():
+        raise bad_inputs.TooLongError
+
+    assert "KeyError" in told(lambda: {}["a"])
+    assert "another package" in told(lambda: int("x"))
+    assert "no end" in told(too_long)
+    assert bad_inputs.unreadable("red \x1b[31m") and bad_inputs.unreadable("x" * 6000)
+    assert bad_inputs.unreadable("two\nlines") is None

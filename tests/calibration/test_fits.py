@@ -26,7 +26,6 @@ def evidence(**values):
         "missing": np.full((1, 6), 3.0),
         "n_words": np.array([3.0]),
         "prior": np.array([-5.0]),
-        "near": np.array([0.6]),
     }
     return Evidence(**(known | values))
 
@@ -73,14 +72,12 @@ def test_a_hit_of_a_better_list_and_nothing():
     assert nothing[0] < 0.2 < nothing[1], "a list without a likely item"
     pair = np.array([[3.0, 1.0, 0.0]])
     has = np.array([[True, True, False]])
-    hit = of.of_hits(pair, has, listed[:1], np.array([0.6]))
+    hit = of.of_hits(pair, has, listed[:1], None)
     weights = of.hit_with, of.hit_with, of.hit_without
-    read = np.append(listed[0], 0.6)
-    by_hand = [
-        w.slope * z + w.bias(read[: (n := len(w.weights))], n).item() for z, w in zip(pair[0], weights, strict=True)
-    ]
+    by_hand = [w.slope * float(z) + w.bias(listed[0], 5).item() for z, w in zip(pair[0], weights, strict=True)]
     assert hit[0].tolist() == pytest.approx(by_hand)
     bare, w = [of.of_hits(pair, has & False, listed[:1], np.array([near])) for near in (0.3, 0.6)], of.hit_bare
+    read = np.append(listed[0], 0.6)
     assert bare[1][0].tolist() == pytest.approx([w.slope * z + w.bias(read, 6).item() for z in pair[0]])
     assert (bare[0] < bare[1]).all(), "a query far from the training"
     vectors = np.eye(384)[:3]
@@ -89,7 +86,9 @@ def test_a_hit_of_a_better_list_and_nothing():
     assert FITS.nearness(vectors).tolist() == pytest.approx(cosines.mean(0).tolist(), abs=1e-6)
     old = FITS.to_json()
     old["lengths"] = [{k: v for k, v in one.items() if k != "hit_bare"} for one in old["lengths"]]
-    assert FitsCalibration.from_json(old) == FITS, "of an earlier version"
+    for one in FitsCalibration.from_json(old).lengths:  # An earlier version.
+        of_both = [one.of_hits(pair, has & False, listed[:1], near)[0].tolist() for near in (None, np.array([0.3]))]
+        assert of_both[0] == pytest.approx(of_both[1])
 
 
 def test_lengths_have_their_own_constants():
@@ -143,7 +142,7 @@ def test_the_refined_logits_are_the_corrected_ones(n_words):
     found = fit_correction(hits.logit, inverse, hits)
     listed = list_features(np.array([[2.0, 1.0, -1.0]]), np.array([float(n_words)]), np.array([-5.0]))
     pair, has = np.array([[2.0, 1.0, -1.0]]), np.array([[True, True, False]])
-    before, after = (one.of(n_words).of_hits(pair, has, listed, np.full(1, 0.6))[0] for one in (FITS, new))
+    before, after = (one.of(n_words).of_hits(pair, has, listed, None)[0] for one in (FITS, new))
     expected = found.factor * before[:2] + found.shift + found.by_words / n_words
     np.testing.assert_allclose(after[:2], expected, rtol=1e-7)
     assert after[2] == before[2], "no verdict was about an item without texts"
@@ -156,3 +155,8 @@ def test_items_without_texts_have_their_own():
     new = FITS.refined(hits)
     assert new.of(3).hit_with == FITS.of(3).hit_with and new.of(3).hit_without != FITS.of(3).hit_without
     assert FITS.refined(hits.some(np.zeros(len(hits.yes), bool))) == FITS, "no verdicts"
+    change, pair = FITS.corrections(hits)["hit_without"], np.array([[2.0, 1.0]])
+    listed = list_features(pair, np.array([4.0]), np.array([-8.0]))
+    for near in (None, np.array([0.6])):
+        before, after = (one.of(4).of_hits(pair, pair < 0, listed, near) for one in (FITS, new))
+        np.testing.assert_allclose(after, change.factor * before + change.shift + change.by_words / 4, rtol=1e-7)

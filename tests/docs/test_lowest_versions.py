@@ -4,6 +4,7 @@ from pathlib import Path
 
 import lowest_versions as lowest
 from packaging.version import Version
+from support.raising import raises
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,3 +19,8 @@ def test_every_dependency_has_a_lower_bound_that_the_pinned_version_reaches():
         assert Version(pinned.get(name, bound)) >= Version(bound), name
     assert {"torch", *lowest.TOOLS} <= set(current)
     assert [path for path in lowest.TESTS if not (ROOT / path).exists()] == []
+
+
+def test_a_dependency_without_a_lower_bound_is_refused(tmp_path):
+    (tmp_path / "p.toml").write_text('[project]\ndependencies = ["torch>=2.6", "numpy"]\noptional-dependencies = {}\n')
+    raises(SystemExit, "'numpy' has no lower bound", lowest.lower_bounds, tmp_path / "p.toml", [])

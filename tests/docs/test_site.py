@@ -7,6 +7,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 PAGES = sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 RESULTS = [page for page in PAGES if page.startswith("results/") and not page.endswith("index.md")]
+GUIDES = [page for page in PAGES if page.startswith("guides/") and not page.endswith("index.md")]
 FIGURE = re.compile(r"(?<![\d.])\d{3}\.\d ± \d+\.\d")
 read = lambda page: (ROOT / "docs" / page).read_text(encoding="utf-8")
 
@@ -33,3 +34,18 @@ def test_pages_and_readme_answer_their_question_once_and_fetch_nothing():
         [page] = re.findall(r"\]\(((?:docs/results|papers/docs)/[\w-]+\.md)\)", part)
         shown, text = re.findall(r"(?<![\w.])\d*\.\d+(?: ± \d*\.\d+)?", part), read(f"../{page}")
         assert shown and [one for one in shown if not re.search(rf"(?<![\d.]){re.escape(one)}(?!\d)", text)] == []
+
+
+def test_history_has_one_line_an_attempt_the_newest_first():
+    lines = [line for line in read("history.md").splitlines() if line.startswith("| 20")]
+    dates = [line.split(" | ")[0].removeprefix("| ") for line in lines]
+    assert lines and all(len(line.split(" | ")) == 4 for line in lines)
+    assert dates == sorted(dates, reverse=True) and all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
+
+
+def test_lines_are_wrapped_and_guides_state_when_not_to_use_a_thing():
+    assert not [page for page in GUIDES if not re.search(r"^## When not to", read(page), flags=re.MULTILINE)]
+    free = ("|", "    ", "![")
+    unfenced = {page: "".join(read(page).split("\n```")[::2]) for page in PAGES}
+    lines = [(page, line) for page, text in unfenced.items() for line in text.splitlines()]
+    assert not [(page, line) for page, line in lines if len(line) > 120 and not line.startswith(free)]

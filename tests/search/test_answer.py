@@ -65,7 +65,9 @@ def test_what_is_said_of_a_list(probabilities, expected, nothing, kind, said):
     assert found.kind == kind and found.text.endswith(said)
     if kind == "nothing":
         unjudged = fits_verdict(probabilities, expected, nothing, 0.5)
-        assert unjudged.kind == "unsure" and unjudged.text.endswith("50% of the items have no texts")
+        assert unjudged.kind == "unsure" and unjudged.text.endswith("and 50% of the items have no texts")
+        assert fits_verdict(probabilities, expected, nothing, 1).text.endswith("and the items have no texts")
+        assert fits_verdict(probabilities, expected, nothing, 0.1).kind == "nothing"
 
 
 def test_a_list_by_texts_has_one_sentence_and_a_line(capsys):

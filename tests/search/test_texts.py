@@ -5,12 +5,14 @@ import math
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import snowballstemmer
 from support.raising import raises
 
+from sfumato.calibration import fits
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.calibration.query_scores import QueryScores
@@ -88,9 +90,9 @@ def vectors_by_text():
     return dict(zip(every, text_vectors([{"title": text} for text in every]), strict=True))
 
 
-def by_loops(collection, gallery, query, text, neutral=False):
+def by_loops(collection, gallery, query, text, neutral=False, own=None):
     """Items with logits of the pairs, those of the hits, the best first, and that of nothing: the guide's formulas."""
-    vector, own, n_words = vectors_by_text()[text], payloads(gallery.n), len(word_stems(text))
+    vector, own, n_words = vectors_by_text()[text], own or payloads(gallery.n), len(word_stems(text))
     constants = FitsCalibration.packaged().to_json()
     of = constants["lengths"][min(n_words, 3) - 1]
     prior = sum(w * float(v) for w, v in zip(constants["prior"][:-1], vector, strict=True)) + constants["prior"][-1]
@@ -112,8 +114,12 @@ def by_loops(collection, gallery, query, text, neutral=False):
     best = sorted(pairs, reverse=True)[:50]
     expected = math.log(sum(1 / (1 + math.exp(-z)) for z in best))
     listed = (min(best[0] - best[1], 5), expected, 1 / n_words, prior)
-    kinds = ["hit_with" if item_texts(payload) else "hit_without" for payload in own]
-    hits = [linear(of[kind], z, (best[0], *listed)) for kind, z in zip(kinds, pairs, strict=True)]
+    rows = np.load(Path(fits.__file__).parent / "captions.npy").astype(float)
+    near = sum(sorted(rows @ vector / np.linalg.norm(rows, axis=1))[-5:]) / 5
+    few = sum(bool(item_texts(payload)) for payload in own) < len(own) / 10
+    kinds = ["hit_with" if item_texts(payload) else "hit_bare" if few else "hit_without" for payload in own]
+    read = {"hit_bare": (best[0], *listed, near)}
+    hits = [linear(of[kind], z, read.get(kind, (best[0], *listed))) for kind, z in zip(kinds, pairs, strict=True)]
     found = sorted((-z, f"{i:02}.jpg") for i, z in enumerate(hits))
     return pairs, [(1 / (1 + math.exp(z)), i) for z, i in found], linear(of["nothing"], -best[0], listed)
 
@@ -121,11 +127,14 @@ def by_loops(collection, gallery, query, text, neutral=False):
 ASKED = ["a dog", "vehicles in snow", "zebra", "a cat and an animal on a sofa"]
 
 
+@pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("text", ASKED)
-def test_order_and_probabilities_are_those_of_the_formula(made, text):
+def test_order_and_probabilities_are_those_of_the_formula(made, text, bare):
     collection, gallery = made
+    own = [payload if not bare or i == 1 else {"date": "2024"} for i, payload in enumerate(payloads(60))]
+    collection.upsert(gallery, [f"{i:02}.jpg" for i in range(60)], payloads=own)
     query, (answer,) = gaussians(1, 5), asked(collection, text, k=20)
-    _, expected, nothing = by_loops(collection, gallery, query, text)
+    _, expected, nothing = by_loops(collection, gallery, query, text, own=own)
     assert answer.target == "fits" and [hit.id for hit in answer] == [i for _, i in expected[:20]]
     assert [hit.match_probability for hit in answer] == pytest.approx([p for p, _ in expected[:20]], rel=2e-4)
     assert answer.expected_matches == pytest.approx(sum(p for p, _ in expected), rel=2e-4)

@@ -10,7 +10,7 @@ sentence may be said in other words.
 The constants lie in fits.json. They were fitted once: on people's verdicts about sentences (Hodosh, Young and
 Hockenmaier 2013, Flickr8k), and, for words, on whether captions mention them. benchmarks/fits_prior.py fits them, and
 docs/results/people.md says how well they hold. Those of sentences in galleries without texts also read how near the
-query is to captions of the training, and were fitted on topics that the model had not seen, by
+query is to the captions that `small` was trained on, and were fitted on topics that the model had not seen, by
 benchmarks/left_out_topics.py.
 
 A small correction of fitted logits by people's verdicts, as strong as other verdicts say that it should be.
@@ -49,14 +49,14 @@ LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
 _WORDS = 1 + LIST_FEATURES.index("one over words")
 
 N_CLOSE = 5
-"""Number of training captions whose mean cosine is the nearness of a query. In galleries without texts it is
-the last feature of a hit."""
+"""The nearness of a query is its mean cosine with this many training captions, the closest. In bare galleries it is the
+last feature of a hit."""
 
 BARE = 0.1
-"""Fraction of items with texts below which a gallery counts as one without."""
+"""A gallery is bare if a smaller fraction of its items have texts."""
 
 KNOWN = 0.6
-"""Nearness from which the model knows what a query asks for: "skateboard" has .61, "a dog in the snow" .78, and
+"""Nearness from which `small` knows what a query asks for: "skateboard" has .61, "a dog in the snow" .78, and
 "giraffe", which no caption has, .32."""
 
 LENGTHS = (1, 2, 3)
@@ -74,7 +74,6 @@ class Evidence:
     missing: np.ndarray  # (q, c) rarity of the rarest word that the texts do not have; 0 if they have all
     n_words: np.ndarray  # (q,) number of the query's words, at least 1
     prior: np.ndarray  # (q,) log of the fraction of images that such a query fits elsewhere
-    near: np.ndarray  # (q,) nearness of the query to what the model was trained on
 
     @property
     def has_texts(self) -> np.ndarray:
@@ -104,7 +103,7 @@ class FitsLogits:
     pair_without: LinearLogit
     hit_with: LinearLogit  # of a hit: of the logit of the pair, and of the best logit and LIST_FEATURES
     hit_without: LinearLogit
-    hit_bare: LinearLogit  # where hardly an item has texts; also of the nearness of the query
+    hit_bare: LinearLogit  # in a bare gallery; also of the nearness of the query
     nothing: LinearLogit  # that no item fits: of minus the best logit and LIST_FEATURES
 
     def is_sound(self) -> bool:
@@ -121,11 +120,16 @@ class FitsLogits:
         without = self.pair_without.of(image, features[..., -2:]) + names
         return np.where(evidence.has_texts, with_texts, without)
 
-    def of_hits(self, pair: np.ndarray, has_texts: np.ndarray, listed: np.ndarray, near: np.ndarray) -> Floats:
-        """(q, c) logits that items fit, given the list of each query. pair (q, c), listed (q, 5), near (q,)."""
-        of_list, bare = listed[:, None], np.column_stack([listed, near])[:, None]
-        rarely = has_texts.mean() < BARE
-        without = self.hit_bare.of(pair, bare) if rarely else self.hit_without.of(pair, of_list)
+    def of_hits(self, pair: np.ndarray, has_texts: np.ndarray, listed: np.ndarray, near: np.ndarray | None) -> Floats:
+        """(q, c) logits that items fit, given the list of each query.
+
+        pair (q, c), listed (q, 5); near (q,) the nearness of the queries in a bare gallery, else None.
+        """
+        of_list = listed[:, None]
+        if near is None:
+            without = self.hit_without.of(pair, of_list)
+        else:
+            without = self.hit_bare.of(pair, np.column_stack([listed, near])[:, None])
         return np.where(has_texts, self.hit_with.of(pair, of_list), without)
 
     def of_nothing(self, listed: np.ndarray) -> Floats:
@@ -245,9 +249,10 @@ class FitsCalibration:
     def from_json(cls, values: Mapping[str, Any]) -> "FitsCalibration":
         """Make it from plain values."""
         read = [{name: LinearLogit.from_json(of) for name, of in one.items()} for one in values["lengths"]]
-        for i, one in enumerate(read):  # An earlier version had one for all galleries.
+        for one in read:  # An earlier version had hit_without for all galleries; verdicts may have refined it.
             if "hit_bare" not in one:
-                one["hit_bare"] = cls.packaged().lengths[i].hit_bare
+                of = one["hit_without"]
+                one["hit_bare"] = replace(of, weights=(*of.weights, 0.0), low=(*of.low, 0.0), high=(*of.high, 0.0))
         lengths = tuple(FitsLogits(**one) for one in read)
         prior = tuple(values["prior"])
         sound = all(one.is_sound() for one in lengths) and all(map(math.isfinite, prior))

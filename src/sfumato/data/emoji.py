@@ -28,7 +28,21 @@ EmojiClasses = Literal["group", "subgroup"]
 KINDS = ("name", "tag", "subgroup", "group")
 """Kinds of texts, from the narrowest to the widest."""
 
-_PAIRS = ("sky-weather", "arts-crafts", "light-video", "book-paper")
+_SUBGROUPS = {
+    "food-prepared": "prepared food",
+    "food-asian": "asian food",
+    "food-sweet": "sweet food",
+    "place-other": "other places",
+    "plant-other": "other plants",
+    "other-object": "other objects",
+    "other-symbol": "other symbols",
+    "sky-weather": "sky & weather",
+    "arts-crafts": "arts & crafts",
+    "light-video": "light & video",
+    "book-paper": "book & paper",
+    "place-map": "map",
+    "transport-sign": "transport sign",
+}
 
 
 class EmojiOptions(BaseModel):
@@ -167,15 +181,11 @@ def _texts(concepts: list[dict[str, Any]]) -> tuple[list[str], list[str], np.nda
 
 def _subgroup_text(key: str) -> str:
     first, _, rest = key.partition("-")
-    if key in _PAIRS:
-        return f"{first} & {rest}"
-    if "other" in (first, rest):
-        return f"other {rest if first == 'other' else first}s"
-    if key in ("food-prepared", "food-asian", "food-sweet"):
-        return f"{rest} food"
+    if key in _SUBGROUPS:
+        return _SUBGROUPS[key]
     if first in {"animal", "food", "plant", "place"} and rest:
         return rest.replace("-", " ")
-    if first in {"face", "transport"} and rest and key != "transport-sign":
+    if first in {"face", "transport"} and rest:
         return f"{rest.replace('-', ' ')} {first}"
     return key.replace("-", " ")
 

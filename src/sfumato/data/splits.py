@@ -45,11 +45,16 @@ def hold_out_wordings(
 def joined(first: PairData, second: PairData) -> PairData:
     """Two splits as one."""
     n, m = len(first.image_ids), len(first.text_ids)
-    names = ("image_ids", "images", "text_ids", "texts", "text_kinds", "text_rows")
-    added = {name: getattr(first, name) + getattr(second, name) for name in names}
-    groups = second.groups - second.groups.min(initial=0) + first.groups.max(initial=-1) + 1
-    pairs = np.concatenate([first.pairs, second.pairs + np.array([n, m])])
-    return PairData(**added, pairs=pairs, groups=np.concatenate([first.groups, groups]))
+    return PairData(
+        first.image_ids + second.image_ids,
+        first.images + second.images,
+        first.text_ids + second.text_ids,
+        first.texts + second.texts,
+        first.text_kinds + second.text_kinds,
+        np.concatenate([first.pairs, second.pairs + np.array([n, m])]),
+        np.concatenate([first.groups, second.groups - second.groups.min(initial=0) + first.groups.max(initial=-1) + 1]),
+        first.text_rows + second.text_rows,
+    )
 
 
 def _part_of_texts(data: PairData, part: int, of: int) -> np.ndarray:

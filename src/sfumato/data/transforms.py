@@ -68,9 +68,12 @@ class MixPlan:
     def cat(cls, plans: Sequence["MixPlan"]) -> "MixPlan":
         """Concatenate several plans; partners stay within their own plan."""
         starts = np.cumsum([0, *map(len, plans)]).tolist()
-        partner = torch.cat([plan.partner + start for plan, start in zip(plans, starts, strict=False)])
-        own_fraction, box = (torch.cat([getattr(plan, name) for plan in plans]) for name in ("own_fraction", "box"))
-        return cls(partner, own_fraction, box, plans[0].size)
+        return cls(
+            torch.cat([plan.partner + start for plan, start in zip(plans, starts, strict=False)]),
+            torch.cat([plan.own_fraction for plan in plans]),
+            torch.cat([plan.box for plan in plans]),
+            plans[0].size,
+        )
 
 
 def plan_mixing(

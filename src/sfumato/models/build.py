@@ -68,10 +68,16 @@ def _dual_encoder(config: ModelConfig, assets: Assets, augment: AugmentConfig) -
 def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float, encoder_drops: bool) -> Tower:
     """One side of a model."""
     section = config.image if side == "image" else config.text
-    same = {name: getattr(config, name) for name in ("dim", "variance", "feature_dropout")}
-    known: dict[str, Any] = {"tokenizer": assets.tokenizer, "trained": assets.trained, "cache": cache_folder()}
-    dropout, described = token_dropout if encoder_drops else 0.0, assets.encoders.get(side)
-    context = BuildContext(token_dropout=dropout, description=described, **same, **known)
+    context = BuildContext(
+        dim=config.dim,
+        variance=config.variance,
+        feature_dropout=config.feature_dropout,
+        token_dropout=token_dropout if encoder_drops else 0.0,
+        cache=cache_folder(),
+        tokenizer=assets.tokenizer,
+        description=assets.encoders.get(side),
+        trained=assets.trained,
+    )
     processor, encoder = encoder_entry(side, section.kind).build(section, context)
     pooling = ("first" if side == "image" else "last") if config.pooling == "token" else config.pooling
     given = {f.name: dict(config)[f.name] for f in fields(HeadOptions) if f.name in ModelConfig.model_fields}

@@ -291,8 +291,15 @@ def load_pretrained(
         build, what = _recognise(config, name)
         layout = build(config, read_checkpoint(folder / WEIGHTS), _finder(tokenizer, folder), name)
     layout.model.load_state_dict(layout.state)
-    same = {key: getattr(layout, key) for key in ("distance", "logit_scale", "logit_bias", "sampled_logits")}
-    return Model(model=layout.model.to(device).eval(), source=name, kind=what, **same)
+    return Model(
+        model=layout.model.to(device).eval(),
+        distance=layout.distance,
+        logit_scale=layout.logit_scale,
+        logit_bias=layout.logit_bias,
+        source=name,
+        kind=what,
+        sampled_logits=layout.sampled_logits,
+    )
 
 
 def download(name: str) -> Path:

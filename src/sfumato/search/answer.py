@@ -219,7 +219,7 @@ def fits_verdict(
         if nothing >= LINE and best < _UNSURE:
             if unjudged > _FEW_UNJUDGED:
                 those = "the items" if unjudged == 1 else f"{_percent(unjudged)} of the items"
-                return Verdict("unsure", f"Nothing sure: the model hardly knows this, and {those} have no texts")
+                return Verdict("unsure", f"Nothing sure: no result is likely, and {those} have no texts")
             return Verdict("nothing", "Nothing here shows this")
         return Verdict("unsure", f"No likely match: {found}")
     if expected_matches < _FEW and len(above) == 1:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sfumato.arrays import as_numpy, joined_rows, sigmoid
 from sfumato.calibration.calibrator import Scorer
-from sfumato.calibration.fits import KNOWN, N_NEAR, Evidence, FitsCalibration, list_features
+from sfumato.calibration.fits import BARE, KNOWN, N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
@@ -271,7 +271,8 @@ class TextSearch:
         texts = [form.joined for form in forms]
         self.vectors = sentence_vectors(texts)  # (q, 384)
         self.logits = [fits.of(len(word_stems(text))) for text in texts]
-        self.prior = fits.query_prior(self.vectors)  # (q,)
+        self.prior, self.near = fits.query_prior(self.vectors), fits.nearness(self.vectors)  # (q,) each
+        self.with_texts = own.has_texts.sum() / max(1, len(own.has_texts))  # fraction of the items
 
     def _image_logit(self, distance: np.ndarray, usual: np.ndarray) -> np.ndarray:
         """(q, c) logits of pairs; of a model that is not calibrated, with the mean and spread that `small` has."""
@@ -288,7 +289,8 @@ class TextSearch:
 
     def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: np.ndarray, listed: np.ndarray) -> np.ndarray:
         """(c,) logits of items as hits."""
-        found = self.logits[i].of_hits(pair, known.has_texts, listed, known.near)[0]
+        near = self.near[[i]] if self.with_texts < BARE else None
+        found = self.logits[i].of_hits(pair, known.has_texts, listed, near)[0]
         return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
 
     def ranked(
@@ -312,7 +314,7 @@ class TextSearch:
         top = _highest(key, found, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
         # The best may fit, and then something does.
         nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(sigmoid(logit).max()))
-        unjudged = 0.0 if known.near[0] >= KNOWN else 1 - float(self.own.has_texts.mean())
+        unjudged = 0.0 if self.near[i] >= KNOWN else 1 - self.with_texts
         return Ranked(top, found.take([int(found.distance.argmin())]), total, nothing, unjudged)
 
 

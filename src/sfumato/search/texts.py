@@ -276,8 +276,7 @@ class ItemTexts:
             near = [j for j in both if len(own) == 1 or any(is_close(own, text) for text in self.words[j].splitlines())]
             together[i, near] = 1
         n_words = np.array([max(1.0, len(own)) for own in stems])
-        nearness = FitsCalibration.nearness(vectors)
-        return Evidence(image, agreement, words, together, missing, n_words, prior, nearness)
+        return Evidence(image, agreement, words, together, missing, n_words, prior)
 
     def without(
         self,

@@ -160,9 +160,13 @@ class Judging:
             shown = {one.pair: ShownHit(*one.pair, 0, one.probability) for one in own if one.probability is not None}
             figures = judged_figures(list(shown.values()), own) if shown else None
             measured = "precision", "said", "calibration_error", "calibration_error_by_chance"
-            judges, queries = len({one.judge for one in own}), len({one.query for one in own})
-            known = {name: getattr(figures, name, None) for name in measured}
-            return JudgementsSummary(n=len(own), judges=judges, queries=queries, given=given, **known)
+            return JudgementsSummary(
+                n=len(own),
+                judges=len({one.judge for one in own}),
+                queries=len({one.query for one in own}),
+                given=given,
+                **{name: getattr(figures, name, None) for name in measured},
+            )
 
         return await self._run(read)
 

@@ -256,10 +256,16 @@ def _training_texts(recipe: Recipe, splits: dict[str, PairData]) -> Iterator[str
 def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> ShardStream:
     paths = expand_shards(recipe.data.path)
     try:
-        same = {name: getattr(recipe.data, name) for name in ("samples_per_epoch", "max_problem_fraction")}
-        same |= {"rank": process_group.rank, "n_processes": process_group.size, "problems": problems}
-        batch_size = max(1, recipe.train.batch_size // process_group.size)
-        return ShardStream(paths, batch_size=batch_size, seed=recipe.train.seed, **same)
+        return ShardStream(
+            paths,
+            batch_size=max(1, recipe.train.batch_size // process_group.size),
+            seed=recipe.train.seed,
+            samples_per_epoch=recipe.data.samples_per_epoch,
+            rank=process_group.rank,
+            n_processes=process_group.size,
+            problems=problems,
+            max_problem_fraction=recipe.data.max_problem_fraction,
+        )
     except ValueError as error:
         given = f"data.samples_per_epoch={recipe.data.samples_per_epoch}, train.batch_size={recipe.train.batch_size}"
         raise UserError(f"{given}: {error}") from error
