@@ -226,7 +226,7 @@ def coco(folder: Path, others: Path) -> dict[str, Any]:
             Path(temporary) / "index",
             d=images.d,
             calibration=model.calibration,
-            metadata={"calibrated": True},
+            metadata={"calibrated": True, "run": "small"},
             texts=True,
         )
         with store:

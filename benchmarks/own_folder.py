@@ -77,7 +77,11 @@ class Split:
     def collection(self, folder: Path, index: list[int], captioned: set[int]) -> GaussianCollection:
         """Some photographs as a collection; those captioned have their first four captions."""
         store = GaussianCollection.create(
-            folder, d=self.images.d, calibration=self.model.calibration, metadata={"calibrated": True}, texts=True
+            folder,
+            d=self.images.d,
+            calibration=self.model.calibration,
+            metadata={"calibrated": True, "run": "small"},
+            texts=True,
         )
         payloads = [{"captions": "\n".join(self.captions[i][:4])} if i in captioned else {} for i in index]
         store.upsert(self.images[torch.tensor(index)], [str(i) for i in index], payloads=payloads)

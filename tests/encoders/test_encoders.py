@@ -266,3 +266,18 @@ def test_the_small_text_encoder_is_a_convolution_over_each_text_alone():
         assert not row[len(text) :].any()
     alone = encoder(Inputs(ids[:1, :5])).mean
     torch.testing.assert_close(alone[0], found[0, :5])
+
+
+@pytest.mark.parametrize(
+    ("build", "sum_by_place"),
+    [
+        (lambda: SmallImageEncoder(8), 62113.5267566),
+        (lambda: SmallTextEncoder(50, 16, 0.0), 22615.7064870),
+        (lambda: GaussianHead(16, 8, HeadOptions(hidden=12, variance_hidden=4)), 38749.2993264),
+    ],
+)
+def test_a_seed_gives_the_initial_weights_that_it_gave_in_earlier_versions(build, sum_by_place):
+    """The order in which layers are made decides them."""
+    torch.manual_seed(0)
+    found = sum(float((p.double().flatten() * torch.arange(1, p.numel() + 1)).sum()) for p in build().parameters())
+    assert found == pytest.approx(sum_by_place, rel=1e-9)

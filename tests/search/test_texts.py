@@ -132,6 +132,8 @@ ASKED = ["a dog", "vehicles in snow", "zebra", "a cat and an animal on a sofa"]
 def test_order_and_probabilities_are_those_of_the_formula(made, text, bare):
     collection, gallery = made
     own = [payload if not bare or i == 1 else {"date": "2024"} for i, payload in enumerate(payloads(60))]
+    if bare:
+        collection.keep({"run": "small"})
     collection.upsert(gallery, [f"{i:02}.jpg" for i in range(60)], payloads=own)
     query, (answer,) = gaussians(1, 5), asked(collection, text, k=20)
     _, expected, nothing = by_loops(collection, gallery, query, text, own=own)

@@ -52,6 +52,9 @@ N_CLOSE = 5
 """The nearness of a query is its mean cosine with this many training captions, the closest. In bare galleries it is the
 last feature of a hit."""
 
+MODEL = "small"
+"""The model that the nearness and the constants of bare galleries are of; other models know other things."""
+
 BARE = 0.1
 """A gallery is bare if a smaller fraction of its items have texts."""
 

@@ -192,8 +192,11 @@ def small_tokenizer(config: SmallTextConfig, texts: Iterable[str]) -> Tokenizer:
 class _Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.inner = nn.Sequential(_convolution(channels, channels), second, nn.BatchNorm2d(channels))
+        self.inner = nn.Sequential(
+            _convolution(channels, channels),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x + self.inner(x))

@@ -13,7 +13,7 @@ import numpy as np
 
 from sfumato.arrays import as_numpy, joined_rows, sigmoid
 from sfumato.calibration.calibrator import Scorer
-from sfumato.calibration.fits import BARE, KNOWN, N_NEAR, Evidence, FitsCalibration, list_features
+from sfumato.calibration.fits import BARE, KNOWN, MODEL, N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
@@ -255,7 +255,8 @@ _USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
 class TextSearch:
     """Queries by text, and the sample of the gallery that says which words are rare and how far items usually are.
 
-    own: the texts of the sample; scorer: None of a model that is not calibrated; n: items that may be found.
+    own: the texts of the sample; scorer: None of a model that is not calibrated; n: items that may be
+    found; model: its name.
     """
 
     def __init__(
@@ -266,12 +267,14 @@ class TextSearch:
         sample: SampledItems,
         own: ItemTexts,
         n: int,
+        model: str,
     ) -> None:
         self.forms, self.fits, self.scorer, self.sample, self.own, self.n = forms, fits, scorer, sample, own, n
         texts = [form.joined for form in forms]
         self.vectors = sentence_vectors(texts)  # (q, 384)
         self.logits = [fits.of(len(word_stems(text))) for text in texts]
-        self.prior, self.near = fits.query_prior(self.vectors), fits.nearness(self.vectors)  # (q,) each
+        self.prior = fits.query_prior(self.vectors)  # (q,)
+        self.near = fits.nearness(self.vectors) if model == MODEL else None  # (q,)
         self.with_texts = own.has_texts.sum() / max(1, len(own.has_texts))  # fraction of the items
 
     def _image_logit(self, distance: np.ndarray, usual: np.ndarray) -> np.ndarray:
@@ -289,7 +292,7 @@ class TextSearch:
 
     def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: np.ndarray, listed: np.ndarray) -> np.ndarray:
         """(c,) logits of items as hits."""
-        near = self.near[[i]] if self.with_texts < BARE else None
+        near = None if self.near is None or self.with_texts >= BARE else self.near[[i]]
         found = self.logits[i].of_hits(pair, known.has_texts, listed, near)[0]
         return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
 
@@ -314,7 +317,8 @@ class TextSearch:
         top = _highest(key, found, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
         # The best may fit, and then something does.
         nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(sigmoid(logit).max()))
-        unjudged = 0.0 if self.near[i] >= KNOWN else 1 - self.with_texts
+        known_to_model = self.near is not None and self.near[i] >= KNOWN
+        unjudged = 0.0 if known_to_model else 1 - self.with_texts
         return Ranked(top, found.take([int(found.distance.argmin())]), total, nothing, unjudged)
 
 

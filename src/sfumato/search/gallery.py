@@ -188,7 +188,8 @@ class Gallery(ABC):
         sample = self._sampled(n, filter)
         if self.texts is None or (own := sample.texts) is None:
             return []
-        asked = TextSearch(forms, self.fits, self.scorer if self.calibrated else None, sample, own, n)
+        scorer, model = self.scorer if self.calibrated else None, str(self.metadata.get("run", ""))
+        asked = TextSearch(forms, self.fits, scorer, sample, own, n, model)
         near = [] if sample.whole else self._near(queries, filter)
         agreeing = [] if sample.whole else self.texts.closest(asked.vectors, self.n_exact, filter)
         found = list[Ranked]()
