@@ -25,7 +25,7 @@ BUDGET = {
     "papers": 8_958,
     "papers/tests, lines": 6_437,
     "benchmarks": 5_961,
-    "tests, lines": 29_147,
+    "tests, lines": 29_149,
     "docs, words": 49_863,
     "papers, words": 31_884,
     "CHANGELOG.md, words": 1_163,
