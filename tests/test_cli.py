@@ -14,9 +14,8 @@ import typer
 from support.charts import undrawn
 from support.words import folded, too_wide
 
-from sfumato import cli
+from sfumato import GaussianCollection, cli
 from sfumato.files import available_cores
-from sfumato.search.collection import GaussianCollection
 from sfumato.workflows.trust import trust_model
 
 

@@ -8,10 +8,9 @@ import pytest
 from markupsafe import escape
 from support.words import folded
 
-from sfumato.data.emoji import load_emoji
+from sfumato import find_recipe, load_emoji, load_recipe
 from sfumato.data.sources import SOURCES, Source
 from sfumato.demo import draw_examples, run_demo
-from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.search.answer import MANY
 
 TINY = [

@@ -10,8 +10,7 @@ from support.largest import LargestTensor
 from support.raising import raises
 from torch.distributions import Independent, Normal
 
-from sfumato.distances import DISTANCES, csd, csd_matrix, get_distance
-from sfumato.gaussian import GaussianEmbedding
+from sfumato import DISTANCES, GaussianEmbedding, csd, csd_matrix, get_distance
 
 CLOSED = [name for name, distance in DISTANCES.items() if not distance.sampled]
 BLOCKED = [name for name, d in DISTANCES.items() if "memory_mb" in inspect.signature(d.matrix).parameters]

@@ -4,10 +4,8 @@ import pytest
 import torch
 from support.raising import raises
 
-from sfumato.gaussian import GaussianEmbedding
+from sfumato import GaussianCollection, GaussianEmbedding, GaussianIndex
 from sfumato.ids import check_ids, id_error
-from sfumato.search.collection import GaussianCollection
-from sfumato.search.index import GaussianIndex
 
 GOOD = ("a", "birds/7 ü.jpg", "...", "./a.jpg", "../a.jpg", "a/..", "👩‍🎨", " ", 'it\'s "1"')
 BAD = {

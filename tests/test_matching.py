@@ -7,10 +7,9 @@ import scipy
 import torch
 from support.raising import raises
 
+from sfumato import GaussianEmbedding, MatchingLogits
 from sfumato.calibration.logits import fit_logits
 from sfumato.distances.distance import seeded_samples
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.tiles import MatchingLogits
 from sfumato.matching import match_probability, match_probability_distance
 from sfumato.search.exact import distance_blocks
 

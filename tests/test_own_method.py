@@ -15,15 +15,11 @@ from support.raising import raises
 from support.toy import make_toy
 
 import sfumato as public
-from sfumato import imports
+from sfumato import ESTIMATORS, LOSSES, GaussianEmbedding, imports, load_recipe, register_loss
 from sfumato.distances import DISTANCES, register_distance
 from sfumato.errors import UserError
-from sfumato.evaluation.estimators import ESTIMATORS
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES, register_loss
 from sfumato.losses.base import LossOptions, PairBlock, loss_of_block, option
 from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 
 GUIDE = (Path(__file__).parents[1] / "docs/guides/own-method.md").read_text()

@@ -6,9 +6,8 @@ import pytest
 import torch
 from support.parity import fixture
 
-from sfumato.distances import DISTANCES
+from sfumato import DISTANCES, GaussianEmbedding
 from sfumato.encoders.heads import GPO
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import vib_loss
 from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss, pseudo_positives
 from sfumato.matching import match_logit, match_probability_distance

@@ -11,17 +11,10 @@ import torch
 from support.raising import raises
 
 from papers.tables.items import paper_items
+from sfumato import Recipe, find_recipe, load_recipe
 from sfumato.errors import UserError
 from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer
-from sfumato.models.recipe import (
-    Recipe,
-    check_recipe,
-    find_recipe,
-    load_recipe,
-    recipe_files,
-    recipe_summary,
-    save_recipe,
-)
+from sfumato.models.recipe import check_recipe, recipe_files, recipe_summary, save_recipe
 
 
 def header(name):

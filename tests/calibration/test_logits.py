@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.raising import raises
 
+from sfumato import DISTANCES, GaussianEmbedding, QueryScores, csd_matrix
 from sfumato.arrays import sigmoid
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.logits import (
@@ -23,9 +24,6 @@ from sfumato.calibration.logits import (
     fit_logistic,
     query_features,
 )
-from sfumato.calibration.query_scores import QueryScores
-from sfumato.distances import DISTANCES, csd_matrix
-from sfumato.gaussian import GaussianEmbedding
 
 
 def rows(seed=0, n=400, f=3):

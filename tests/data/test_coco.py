@@ -6,11 +6,10 @@ import pytest
 from support.pictures import png
 from support.raising import raises
 
+from sfumato import Problems, read_ground_truth
 from sfumato.data.coco import coco_image_id, json_kind, read_coco_captions, read_karpathy
-from sfumato.data.images import Problems
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.errors import UserError
-from sfumato.evaluation.ground_truth import read_ground_truth
 from sfumato.models.embed import load_splits
 from sfumato.workflows.own_items import list_items, named_source
 

@@ -6,9 +6,8 @@ import pytest
 from support.pictures import png, write_tar
 from support.raising import raises
 
-from sfumato.data.coco import read_karpathy
+from sfumato import Problems, read_karpathy
 from sfumato.data.image_decoding import decode_image
-from sfumato.data.images import Problems
 from sfumato.errors import UserError
 
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from support.raising import raises
 
+from sfumato import Problems, read_manifest
 from sfumato.data.feature_tables import RegionFile
 from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
-from sfumato.data.images import Problems
 from sfumato.data.layouts import read_scan
-from sfumato.data.manifest import read_manifest
 from sfumato.errors import UserError
 
 RANDOM = np.random.default_rng(0)

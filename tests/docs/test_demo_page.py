@@ -15,13 +15,10 @@ import pytest
 from serve.test_page import CHROMIUM, Tab, chromium, expect  # noqa: F401
 from test_demo import TINY, read_every_fourth
 
+from sfumato import GaussianEmbedding, Searcher, find_recipe, fit, load_recipe
 from sfumato.data.sources import SOURCES, Source
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model
 from sfumato.search.answer import QueryInfo
-from sfumato.search.searcher import Searcher
-from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, create_collection
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")]

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.metrics.reliability import Reliability
-from sfumato.search.answer import Answer
-from sfumato.search.searcher import Searcher
-from sfumato.workflows.search import LoadedModel
+from sfumato import Answer, LoadedModel, Reliability, Searcher
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PATH = re.compile(r"(?:/(?:tmp|root|home|Users|work|var|usr|opt)/|[A-Z]:\\\\)[\w.-]*")

@@ -7,13 +7,12 @@ import pytest
 import torch
 from support.raising import raises
 
+from sfumato import GaussianEmbedding, find_recipe, load_recipe
 from sfumato.distances import csd_matrix, squared_l2_matrix
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.encoders.scratch import WordEncoder
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.recipe import find_recipe, load_recipe
 
 LENGTHS = (5, 2, 1)
 

@@ -10,11 +10,10 @@ from support.pictures import encoded, write_tar
 from support.raising import raises
 from support.words import folded, too_wide
 
+from sfumato import find_recipe, fit, load_recipe
 from sfumato.distances.distance import seeded_samples
 from sfumato.models.embed import embed_for_evaluation
-from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.training.loop import fit
 
 RECIPE = """
 name = "birds"

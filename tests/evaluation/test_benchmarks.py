@@ -5,12 +5,10 @@ from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists, evalu
 from support.raising import raises
 from support.references_metrics import metrics_by_definition
 
-from sfumato.distances import csd_matrix
+from sfumato import GaussianEmbedding, Relevance, csd_matrix
 from sfumato.evaluation.benchmarks import figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_pairs, in_folds
 from sfumato.evaluation.protocols import Embeddings, SimilarityMatrix, ranked_by
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import ALL_METRICS, RECALLS
 from sfumato.search.exact import rank_relevant
 

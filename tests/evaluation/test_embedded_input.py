@@ -8,6 +8,7 @@ import torch
 from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists
 from support.raising import raises
 
+from sfumato import GaussianEmbedding, read_ground_truths, save_embeddings
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import per_query_table
 from sfumato.evaluation.embedded_input import (
@@ -17,11 +18,9 @@ from sfumato.evaluation.embedded_input import (
     measure_lists,
     measure_scores,
     read_embedded_set,
-    read_ground_truths,
 )
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.protocols import EmbeddedSet
-from sfumato.gaussian import GaussianEmbedding, save_embeddings
 
 N, M, D = 6, 12, 3
 

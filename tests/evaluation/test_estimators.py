@@ -9,19 +9,11 @@ import torch
 from support.estimating import MATCHING, M, N, scene
 from support.raising import raises
 
-from sfumato.distances import DISTANCES
+from sfumato import DISTANCES, ESTIMATORS, Estimator, Relevance, estimate_uncertainty, measure_trust, register_estimator
 from sfumato.evaluation import estimators as module
-from sfumato.evaluation.estimators import (
-    ESTIMATORS,
-    Estimator,
-    Matching,
-    estimate_uncertainty,
-    register_estimator,
-    usable_estimators,
-)
-from sfumato.evaluation.trust import described, measure_trust
+from sfumato.evaluation.estimators import Matching, usable_estimators
+from sfumato.evaluation.trust import described
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.relevance import Relevance
 
 
 def by_loops(query, gallery, scale=1.3, bias=2.0, left_out=()):

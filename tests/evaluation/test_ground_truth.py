@@ -11,8 +11,8 @@ import torch
 from support.evaluating import evaluate_score_matrix
 from support.raising import raises
 
+from sfumato import GaussianEmbedding, GroundTruth, Relevance, load_emoji, read_ground_truth, read_ground_truths
 from sfumato.data.coco import coco_image_id
-from sfumato.data.emoji import load_emoji
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import (
     cub_captions,
@@ -22,18 +22,9 @@ from sfumato.evaluation.benchmark_ground_truths import (
     read_coco,
     read_karpathy_ground_truth,
 )
-from sfumato.evaluation.embedded_input import measure, read_ground_truths, told_apart
-from sfumato.evaluation.ground_truth import (
-    GroundTruth,
-    ground_truth_from_data,
-    ground_truth_from_pairs,
-    in_folds,
-    in_folds_of,
-    read_ground_truth,
-)
+from sfumato.evaluation.embedded_input import measure, told_apart
+from sfumato.evaluation.ground_truth import ground_truth_from_data, ground_truth_from_pairs, in_folds, in_folds_of
 from sfumato.evaluation.protocols import EmbeddedSet
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.relevance import Relevance
 
 SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2].parent / "shared")) / "data"
 

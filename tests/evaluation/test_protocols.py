@@ -8,11 +8,9 @@ import torch
 from support.raising import raises
 from support.references_metrics import csd_by_loops, metrics_by_definition
 
-from sfumato.distances import DISTANCES
+from sfumato import DISTANCES, GaussianEmbedding, Relevance
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import EvaluationOptions, evaluate_retrieval, table_rows
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.relevance import Relevance
 
 N, M, D = 23, 31, 4
 KINDS = ["name"] * 23 + ["tag"] * 6 + ["rumour"] * 2

@@ -11,7 +11,7 @@ import torch
 from support.raising import raises
 from support.references_metrics import csd_by_loops
 
-from sfumato.distances import DISTANCES
+from sfumato import DISTANCES, GaussianEmbedding, RecallByUncertainty, Relevance, measure_trust
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty, usable_estimators
 from sfumato.evaluation.trust import (
     FIGURES,
@@ -19,14 +19,10 @@ from sfumato.evaluation.trust import (
     caption_distance,
     caption_words,
     described,
-    measure_trust,
     random_pairs,
     resampled_together,
 )
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import balanced_spearman
-from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.reliability import RecallByUncertainty
 
 N, M, D = 41, 29, 4
 MATCHING = Matching("csd", 0.8, 1.0, direction="t2i")

@@ -10,19 +10,9 @@ from support import references
 from support.batches import MATCH, batch
 from support.parity import released_inclusion_loss
 
-from sfumato.distances import DISTANCES
-from sfumato.gaussian import GaussianEmbedding
+from sfumato import DISTANCES, GaussianEmbedding, InfoNCELoss, ProLIPLoss, infonce_loss, prolip_loss
 from sfumato.losses.base import vib_loss
-from sfumato.losses.contrastive import (
-    InfoNCELoss,
-    InfoNCEOptions,
-    ProLIPLoss,
-    ProLIPOptions,
-    inclusion_losses,
-    inclusion_test,
-    infonce_loss,
-    prolip_loss,
-)
+from sfumato.losses.contrastive import InfoNCEOptions, ProLIPOptions, inclusion_losses, inclusion_test
 
 
 @pytest.mark.parametrize("distance", ["squared_l2", "csd", "bhattacharyya"])

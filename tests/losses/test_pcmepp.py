@@ -5,8 +5,7 @@ import torch
 from support import references
 from support.batches import MATCH, batch
 
-from sfumato.distances import DISTANCES
-from sfumato.gaussian import GaussianEmbedding
+from sfumato import DISTANCES, GaussianEmbedding
 from sfumato.losses.base import vib_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, pseudo_positives
 from sfumato.matching import match_logit

@@ -11,9 +11,7 @@ from support.batches import MATCH, batch
 from support.raising import raises
 
 import sfumato
-from sfumato.distances import DISTANCES
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES
+from sfumato import DISTANCES, LOSSES, GaussianEmbedding
 from sfumato.losses.base import PairBlock, loss_of_block
 from sfumato.losses.contrastive import InfoNCEOptions, ProLIPOptions
 from sfumato.losses.pcme import PCMEOptions

@@ -8,9 +8,7 @@ from support.batches import MATCH, batch
 from support.largest import LargestTensor
 from support.raising import raises
 
-from sfumato.distances import DISTANCES
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES
+from sfumato import DISTANCES, LOSSES, GaussianEmbedding
 from sfumato.losses.base import PairBlock, loss_of_block
 from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions
 

@@ -8,18 +8,9 @@ from support import references
 from support.batches import MATCH, batch
 from support.raising import raises
 
-from sfumato.distances import get_distance, squared_l2_matrix
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.triplet import (
-    DAAOptions,
-    PVSELoss,
-    PVSEOptions,
-    TripletLoss,
-    TripletOptions,
-    daa_loss,
-    pvse_loss,
-    triplet_loss,
-)
+from sfumato import GaussianEmbedding, PVSELoss, TripletLoss, daa_loss, get_distance, pvse_loss, triplet_loss
+from sfumato.distances import squared_l2_matrix
+from sfumato.losses.triplet import DAAOptions, PVSEOptions, TripletOptions
 
 
 @pytest.mark.parametrize("mining", ["hardest", "sum", "semi-hard"])

@@ -5,12 +5,10 @@ import pytest
 import torch
 from support.raising import raises
 
+from sfumato import GaussianEmbedding, PairData, get_distance
 from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.data.images import MemoryImage
-from sfumato.data.pairs import PairData
-from sfumato.distances import get_distance
 from sfumato.evaluation.hits import measure_hits
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.calibrate import calibrate_split
 
 

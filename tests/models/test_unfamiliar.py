@@ -8,17 +8,15 @@ import pytest
 import torch
 from support.raising import raises
 
-from sfumato.data.emoji import load_emoji
+from sfumato import GaussianEmbedding, GaussianIndex, load_emoji
 from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.encoder_protocol import piece_counter
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import auroc
 from sfumato.models.model import UnfamiliarTexts, nonsense
 from sfumato.models.run import WORDS, load_model, load_run
 from sfumato.search.answer import QueryInfo
-from sfumato.search.index import GaussianIndex
 
 
 @pytest.fixture(scope="module")

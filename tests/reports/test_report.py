@@ -11,16 +11,11 @@ import torch
 from support.charts import undrawn
 from support.pictures import png
 
-from sfumato import GaussianEmbedding, csd_matrix
-from sfumato.calibration.calibrator import Calibration
-from sfumato.data.pairs import PairData
-from sfumato.matching import match_probability
-from sfumato.metrics.relevance import Relevance
+from sfumato import Calibration, GaussianEmbedding, GaussianIndex, PairData, Relevance, csd_matrix, match_probability
 from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.models.calibrate import calibrate_split
 from sfumato.reports.report import make_report
 from sfumato.reports.report_charts import MISTAKES, RESULTS, SHOWN, ReportData
-from sfumato.search.index import GaussianIndex
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
 VOID = {"meta", "img", "br"}

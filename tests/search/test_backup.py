@@ -12,14 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.query_scores import QueryScores
-from sfumato.distances import csd_matrix
-from sfumato.gaussian import GaussianEmbedding
+from sfumato import Calibration, GaussianEmbedding, QueryScores, csd_matrix, load_index
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.index import copy_gallery
 from sfumato.search.texts import item_texts, text_vectors
-from sfumato.workflows.search import load_index
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "operate.md"
 N, D = 90, 5

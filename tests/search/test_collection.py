@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 from support.raising import raises
 
-from sfumato.calibration.calibrator import Calibration
+from sfumato import Calibration, GaussianCollection, GaussianEmbedding, QueryScores, csd_matrix
 from sfumato.calibration.logits import ConditionalLogits, FirstHit, ReferenceQueries
-from sfumato.calibration.query_scores import QueryScores
-from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import SearchOptions
-from sfumato.search.collection import GaussianCollection
 from sfumato.search.exact import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.folder import is_collection
 from sfumato.search.index import GaussianIndex, copy_gallery

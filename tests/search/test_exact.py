@@ -4,10 +4,8 @@ import torch
 from support.raising import raises
 from support.references_metrics import order_of, ranks_by_sorting, squared_l2_by_broadcast
 
-from sfumato.distances import DISTANCES, get_distance
+from sfumato import DISTANCES, GaussianEmbedding, Relevance, get_distance
 from sfumato.distances.distance import seeded_samples
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.relevance import Relevance
 from sfumato.models.process_group import ProcessGroup
 from sfumato.search.exact import (
     LIFTED_DISTANCES,

@@ -16,9 +16,8 @@ import pytest
 import torch
 from support.rare_words import quick_vectors
 
+from sfumato import GaussianCollection, GaussianEmbedding, load_embeddings
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding, load_embeddings
-from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import Records, open_store
 

@@ -5,12 +5,8 @@ from scipy.special import logit
 from support.raising import raises
 from support.references_metrics import csd_by_loops, order_of
 
-from sfumato.calibration.calibrator import Calibration
-from sfumato.calibration.query_scores import QueryScores
-from sfumato.distances import DISTANCES, csd_matrix
-from sfumato.gaussian import GaussianEmbedding
+from sfumato import DISTANCES, Calibration, GaussianEmbedding, GaussianIndex, QueryScores, csd_matrix
 from sfumato.search.answer import SearchOptions
-from sfumato.search.index import GaussianIndex
 
 
 def clustered(n, d=16, *, seed, n_clusters=40):

@@ -10,15 +10,14 @@ from search.test_collection import assert_same, both, gaussians
 from support.raising import raises
 from support.stores_contract import FINGERPRINT, StoreBasics
 
+from sfumato import Filter, GaussianCollection
 from sfumato.errors import UserError
-from sfumato.search.collection import GaussianCollection
 from sfumato.search.stores import protocol as stores
 from sfumato.search.stores.local import LocalStore
 from sfumato.search.stores.milvus import MilvusStore
 from sfumato.search.stores.pgvector import PgVectorStore
 from sfumato.search.stores.protocol import (
     STORES,
-    Filter,
     Records,
     WordStore,
     anchored,

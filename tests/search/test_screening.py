@@ -10,12 +10,10 @@ import pytest
 import torch
 from support.raising import raises
 
-from sfumato.distances import get_distance
-from sfumato.gaussian import GaussianEmbedding
+from sfumato import GaussianEmbedding, GaussianIndex, get_distance
 from sfumato.search import blocks, screening
 from sfumato.search import index as index_module
 from sfumato.search.candidates import estimated_sums
-from sfumato.search.index import GaussianIndex
 from sfumato.search.screening import Comparison, Screen
 
 LIFTED = ["csd", "squared_l2", "wasserstein2"]

@@ -12,15 +12,11 @@ import pytest
 import snowballstemmer
 from support.raising import raises
 
+from sfumato import Calibration, GaussianCollection, GaussianEmbedding, QueryScores, csd_matrix
 from sfumato.calibration import fits
-from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.fits import FitsCalibration
-from sfumato.calibration.query_scores import QueryScores
-from sfumato.distances import csd_matrix
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
-from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 from sfumato.search.texts import is_close, item_texts, item_words, saying, spelling, text_vectors, word_stems

@@ -20,13 +20,12 @@ from support.serving import (
 )
 from support.toy import make_toy
 
-from sfumato.models.recipe import load_recipe
+from sfumato import fit, load_recipe
 from sfumato.models.run import load_run
 from sfumato.search.answer import QueryInfo
 from sfumato.search.index import copy_gallery
 from sfumato.serve.embedding import vector_sides
 from sfumato.serve.settings import ServedGallery, Sources
-from sfumato.training.loop import fit
 from sfumato.workflows.index import build_index
 
 

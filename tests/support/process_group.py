@@ -7,12 +7,11 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from sfumato.distances import get_distance
+from sfumato import LOSSES, get_distance, register_loss
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.towers import DualEncoder, Tower
-from sfumato.losses import LOSSES, register_loss
 from sfumato.losses.pcme import PCMEOptions
 from sfumato.losses.pcmepp import PCMEPPOptions
 from sfumato.models.process_group import ProcessGroup, join_process_group

@@ -19,17 +19,15 @@ import torch
 import uvicorn
 from PIL import Image
 
+from sfumato import csd_matrix, find_recipe, fit, load_recipe
 from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.data.images import FolderImages
-from sfumato.distances import csd_matrix
 from sfumato.models.embed import embed_folder
-from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model, load_run
 from sfumato.serve.app import create_app
 from sfumato.serve.guard import Guard
 from sfumato.serve.problems import CODES
 from sfumato.serve.settings import ServedGallery, Settings, Sources
-from sfumato.training.loop import fit
 from sfumato.workflows.index import GalleryPart, build_index, create_collection
 from sfumato.workflows.own_folder import index_data
 from support.processes import Started, command

@@ -5,14 +5,12 @@ import torch
 from safetensors.torch import load_file
 from support.toy import log_of, make_toy
 
+from sfumato import GaussianHead, evaluate_retrieval, load_recipe
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import SmallImageEncoder
 from sfumato.encoders.towers import DualEncoder, Tower
-from sfumato.evaluation.protocols import evaluate_retrieval
 from sfumato.models.embed import load_split
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.training import loop, saving
 from sfumato.training import step as learner

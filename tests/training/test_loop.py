@@ -15,13 +15,12 @@ from support.processes import Started, command
 from support.raising import raises
 from support.toy import assert_same_runs, fit_until, log_of, make_toy
 
+from sfumato import fit, load_recipe
 from sfumato.errors import UserError
 from sfumato.models.embed import load_split
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.training import saving
 from sfumato.training import step as learner
-from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError
 
 

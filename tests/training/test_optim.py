@@ -9,13 +9,12 @@ from support.toy import log_of, make_toy
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
+from sfumato import LOSSES, GaussianHead
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import RegionEncoder
-from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.scratch import Encoder, SmallImageEncoder, SmallTextEncoder, WordEncoder
 from sfumato.encoders.towers import DualEncoder, Tower
-from sfumato.losses import LOSSES
 from sfumato.models.recipe import check_recipe, load_recipe
 from sfumato.models.sections import OptimConfig
 from sfumato.training import loop

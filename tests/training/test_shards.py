@@ -6,14 +6,12 @@ import pytest
 from support.pictures import write_tar
 from support.toy import assert_same_runs, fit_until, log_of, make_toy
 
-from sfumato.data.images import Problems
+from sfumato import Problems, fit, load_recipe
 from sfumato.data.shards import ShardBatch
 from sfumato.models.embed import load_splits
 from sfumato.models.process_group import alone
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.training.batches import Augmentation, ShardBatches
-from sfumato.training.loop import fit
 
 
 def write_shards(split, folder, per_shard=20):

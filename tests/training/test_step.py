@@ -8,16 +8,14 @@ from safetensors.torch import load_file
 from support.toy import assert_same_tensors, make_toy
 from torch import nn
 
+from sfumato import LOSSES, GaussianEmbedding, load_recipe
 from sfumato.data.transforms import plan_mixing
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.encoders.towers import DualEncoder, Tower
-from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses import LOSSES
 from sfumato.losses.pcmepp import PCMEPPOptions
 from sfumato.models.process_group import alone
-from sfumato.models.recipe import load_recipe
 from sfumato.training import loop
 from sfumato.training import step as learner
 from sfumato.training.step import DivergedError, TrainBatch, forward_backward

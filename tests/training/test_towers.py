@@ -10,14 +10,13 @@ from support.raising import raises
 from support.tiny_models import tiny_resnet
 from support.toy import assert_same_runs, fit_until, make_toy
 
+from sfumato import fit, load_recipe
 from sfumato.encoders.scratch import WordEncoder
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_model, load_run
 from sfumato.training import saving
 from sfumato.training import step as learner
-from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError, build_optimiser, set_learning_rate
 from sfumato.workflows.export import export_run
 

@@ -6,8 +6,7 @@ env/bin/pip install -c constraints.txt -e '.[tensorboard,wandb,mlflow]' pytest h
 import pytest
 from support.toy import log_of, make_toy
 
-from sfumato import fit
-from sfumato.models.recipe import load_recipe
+from sfumato import fit, load_recipe
 
 CHANGES = ["train.epochs=2"]
 numbers = lambda line: {key: float(value) for key, value in line.items() if isinstance(value, int | float)}

@@ -7,19 +7,16 @@ from safetensors.torch import load_file
 from support.raising import raises
 from support.toy import make_toy
 
+from sfumato import GaussianEmbedding, Relevance, fit, load_recipe
 from sfumato.calibration.logits import fit_logits
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.encoders.scratch import SmallTextEncoder
 from sfumato.encoders.towers import Tower
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import spearman
-from sfumato.metrics.relevance import Relevance
-from sfumato.models.recipe import load_recipe
 from sfumato.models.sections import VarianceStageConfig
 from sfumato.training import validation as variance_stage
-from sfumato.training.loop import fit
 from sfumato.training.validation import fit_variance_stage, teacher_values
 
 WORDS = [f"{a} {b}" for a in ("red", "green", "blue", "pink") for b in ("circle", "square", "cross", "bar", "ring")]

@@ -14,25 +14,20 @@ from support.raising import raises
 from support.toy import make_toy
 from support.words import folded, too_wide
 
-from sfumato import GaussianEmbedding
-from sfumato.data.images import MemoryImage, Problems
-from sfumato.data.pairs import PairData
+from sfumato import GaussianEmbedding, PairData, Problems, Relevance, audit_pairs, fit, load_recipe
+from sfumato.data.images import MemoryImage
 from sfumato.data.splits import images_of_part, parse_part, without_part
 from sfumato.evaluation.pair_scores import (
     NEIGHBOURS,
     MissingScores,
-    audit_pairs,
     wrong_fraction,
     wrong_fraction_interval,
     wrong_probability,
 )
 from sfumato.metrics.bootstrap import auroc
-from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import load_splits
-from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.reports.audit import print_audit, wrong_pairs
-from sfumato.training.loop import fit
 from sfumato.workflows.audit import varied
 
 

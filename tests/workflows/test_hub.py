@@ -15,9 +15,8 @@ from support.processes import Started, command
 from support.tiny_models import taught_clip, two_colours
 from support.words import folded
 
-from sfumato.calibration.calibrator import Calibration
+from sfumato import Calibration, adopt
 from sfumato.models.run import load_run
-from sfumato.workflows.adopt import adopt
 from sfumato.workflows.export import export_run, without_folders
 
 pytest.importorskip("huggingface_hub", reason="the extra backbones is not installed")

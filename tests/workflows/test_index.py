@@ -14,19 +14,16 @@ from support.raising import raises
 from support.serving import served
 from support.toy import make_toy
 
-from sfumato import load
+from sfumato import find_recipe, fit, get_distance, load, load_recipe
 from sfumato.calibration.calibrator import Calibration, QueryScores
-from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import first_hits, measure_hits
 from sfumato.models.calibrate import calibrate_run
 from sfumato.models.embed import embed_split, load_split
-from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_model, load_run
 from sfumato.search.searcher import open_gallery
 from sfumato.serve.settings import open_sources
-from sfumato.training.loop import fit
 from sfumato.workflows.index import training_note
 from sfumato.workflows.trust import cross_fitted, trust_model
 

@@ -11,11 +11,10 @@ from support.scripts import ROOT
 from support.tiny_models import tiny_clip
 from support.words import folded
 
-from sfumato import load, load_index
+from sfumato import GaussianCollection, load, load_index
 from sfumato.models import run
 from sfumato.models.run import PACKAGED, SMALL
 from sfumato.search.answer import SearchOptions
-from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import is_unfinished
 from sfumato.search.stores.protocol import filter_of
 from sfumato.workflows import own_folder

@@ -8,12 +8,10 @@ from PIL import Image
 from support.charts import undrawn
 from support.raising import raises
 
-from sfumato.data.images import Problems
+from sfumato import Problems, find_recipe, fit, load_recipe
 from sfumato.data.layouts import read_scan
 from sfumato.errors import UserError
-from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
-from sfumato.training.loop import fit
 
 COLOURS = ("red", "green", "blue", "black")
 THINGS = ("cat", "dog", "bus", "cup", "tree", "hat")

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from sfumato.distances import get_distance
+from sfumato import ESTIMATORS, get_distance
 from sfumato.evaluation import trust as measures
-from sfumato.evaluation.estimators import ESTIMATORS
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import load_run
