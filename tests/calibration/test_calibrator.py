@@ -10,17 +10,9 @@ import pytest
 import torch
 from support.raising import raises
 
+from sfumato.calibration import query_scores
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.logits import ConditionalLogits, PairLogits, fit_logits
-from sfumato.calibration.query_scores import (
-    N_STEPS,
-    QueryScores,
-    _mean_of_groups,
-    _risk_p_value,
-    answer_limit,
-    conformal_radius,
-    growth_by_halving,
-)
 from sfumato.metrics.reliability import betting_p_value, mean_loss_p_value
 
 # Three queries, four items; the third query has two matches, and its closest item is none of them.
@@ -32,9 +24,9 @@ def scores_of(closest, *, other=math.inf, n_gallery=100, growth=0.0):
     """Scores made by hand: the closest match of each query, and the closest other item."""
     closest = np.asarray(closest, np.float32)
     other = np.broadcast_to(np.float32(other), closest.shape)
-    precision = (0.0,) * N_STEPS
+    precision = (0.0,) * query_scores.N_STEPS
     lists = (tuple(values.tolist()) for values in (closest, closest + 1, other))
-    return QueryScores(n_gallery, 0, 1.0, growth, *lists, precision)
+    return query_scores.QueryScores(n_gallery, 0, 1.0, growth, *lists, precision)
 
 
 PAIRS = PairLogits(4.0, 2.0, 0.01)
@@ -55,7 +47,7 @@ def scene(generator, n_queries, n_gallery, *, n_matches=1, shift=1.5):
 
 
 def test_scores_by_hand():
-    scores = QueryScores.fit(DISTANCE, MATCH)
+    scores = query_scores.QueryScores.fit(DISTANCE, MATCH)
     np.testing.assert_allclose(scores.closest_match, [0.2, 0.3, 0.5])
     np.testing.assert_allclose(scores.farthest_match, [0.2, 0.3, 1.0])
     np.testing.assert_allclose(scores.closest_other, [0.7, 0.5, 0.4])
@@ -71,12 +63,12 @@ def test_queries_without_a_match_are_left_out_and_blocks_are_the_whole():
     generator = torch.Generator().manual_seed(0)
     distance = torch.randn(57, 23, generator=generator)
     match = torch.rand(57, 23, generator=generator) < 0.06
-    scores = QueryScores.fit(distance, match)
+    scores = query_scores.QueryScores.fit(distance, match)
     kept = match.any(1)
     assert scores.n_left_out == int((~kept).sum()) > 5
-    assert scores == replace(QueryScores.fit(distance[kept], match[kept]), n_left_out=scores.n_left_out)
+    assert scores == replace(query_scores.QueryScores.fit(distance[kept], match[kept]), n_left_out=scores.n_left_out)
     blocks = [(distance[i : i + 10], match[i : i + 10]) for i in range(0, 57, 10)]
-    again = QueryScores.from_blocks(lambda: iter(blocks))
+    again = query_scores.QueryScores.from_blocks(lambda: iter(blocks))
     assert again.closest_match == scores.closest_match and again.growth == scores.growth
     assert again.precision == pytest.approx(scores.precision)
 
@@ -84,7 +76,7 @@ def test_queries_without_a_match_are_left_out_and_blocks_are_the_whole():
 def test_precision_is_the_loop():
     generator = torch.Generator().manual_seed(1)
     distance, match = scene(generator, 41, 17, n_matches=3)
-    scores = QueryScores.fit(distance, match)
+    scores = query_scores.QueryScores.fit(distance, match)
     for limit, precision in zip(scores.limits, scores.precision, strict=True):
         each = []
         for row, labels in zip(distance.tolist(), match.tolist(), strict=True):
@@ -96,11 +88,11 @@ def test_precision_is_the_loop():
 
 def test_growth_by_hand():
     # One match each: a gallery twice as large brings no more of them. Four items, all of them matches: two in a half.
-    assert growth_by_halving(np.ones(7), 100) == pytest.approx(0)
-    assert growth_by_halving(np.full(3, 4), 4) == pytest.approx(1)
+    assert query_scores.growth_by_halving(np.ones(7), 100) == pytest.approx(0)
+    assert query_scores.growth_by_halving(np.full(3, 4), 4) == pytest.approx(1)
     # Two matches among 4: a half holds one on average, none with 1/6 -> 1 / (5/6) of those with any; log2(2 / 1.2).
-    assert growth_by_halving(np.array([2]), 4) == pytest.approx(math.log2(2 / 1.2))
-    assert growth_by_halving(np.array([1]), 1) == 0
+    assert query_scores.growth_by_halving(np.array([2]), 4) == pytest.approx(math.log2(2 / 1.2))
+    assert query_scores.growth_by_halving(np.array([1]), 1) == 0
 
 
 def test_platt_is_fit_logits_and_the_prior_shifts_by_hand():
@@ -139,10 +131,10 @@ def test_radius_by_hand_of_queries_and_of_groups():
     assert calibrated(scores_of([0.5] * 9)).conformal_radius(0.6) == 0.5, "ties are inside"
     scores = replace(scores_of([0.1, 0.2, 0.3, 0.4]), group=(7, 7, 3, 5))
     # Three groups and the new one: weights .5 .5 1 1 of 4. Half of 4 is reached by the third, 3 of 4 by the last.
-    assert conformal_radius(scores, 0.5) == pytest.approx(0.3)
-    assert conformal_radius(scores, 0.25) == pytest.approx(0.4)
-    assert conformal_radius(scores, 0.2) == math.inf
-    assert conformal_radius(scores, 0.8) == pytest.approx(0.2)
+    assert query_scores.conformal_radius(scores, 0.5) == pytest.approx(0.3)
+    assert query_scores.conformal_radius(scores, 0.25) == pytest.approx(0.4)
+    assert query_scores.conformal_radius(scores, 0.2) == math.inf
+    assert query_scores.conformal_radius(scores, 0.8) == pytest.approx(0.2)
 
 
 def test_abstention_by_hand():
@@ -197,9 +189,11 @@ def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
         d, y, image = captions(random, 150, correlation, slope)
         closest, other = np.where(y, d, d + 9), np.where(y, d + 9, d)
         group = tuple(image.tolist()) if grouped else ()
-        scores = QueryScores(9, 0, 1.0, 0.0, tuple(closest), tuple(closest), tuple(other), (0.0,) * N_STEPS, group)
+        scores = query_scores.QueryScores(
+            9, 0, 1.0, 0.0, tuple(closest), tuple(closest), tuple(other), (0.0,) * query_scores.N_STEPS, group
+        )
         try:
-            limit = answer_limit(scores, risk)
+            limit = query_scores.answer_limit(scores, risk)
         except ValueError:
             continue
         certified += 1
@@ -225,9 +219,11 @@ def test_sets_cover_a_caption_of_a_new_image(correlation):
     random, inside = np.random.default_rng(8), []
     for _ in range(400):
         d, _, image = captions(random, 60, correlation)
-        scores = QueryScores(9, 0, 1.0, 0.0, tuple(d), tuple(d), tuple(d + 9), (0.0,) * N_STEPS, tuple(image.tolist()))
+        scores = query_scores.QueryScores(
+            9, 0, 1.0, 0.0, tuple(d), tuple(d), tuple(d + 9), (0.0,) * query_scores.N_STEPS, tuple(image.tolist())
+        )
         new, _, _ = captions(random, 40, correlation)
-        inside.append((new <= conformal_radius(scores, 0.1)).mean())
+        inside.append((new <= query_scores.conformal_radius(scores, 0.1)).mean())
     error = np.std(inside) / 20
     assert 0.9 - 4.5 * error < np.mean(inside) < 0.93
 
@@ -235,23 +231,23 @@ def test_sets_cover_a_caption_of_a_new_image(correlation):
 def test_a_precision_of_groups_is_the_mean_of_their_means():
     distance = torch.tensor([[0.1, 5.0], [0.1, 0.2], [0.1, 0.2]])
     match = torch.tensor([[1, 0], [1, 0], [1, 0]])
-    alone = QueryScores.fit(distance, match)
-    together = QueryScores.fit(distance + 0.0, match, group=np.array([4, 9, 9]))
+    alone = query_scores.QueryScores.fit(distance, match)
+    together = query_scores.QueryScores.fit(distance + 0.0, match, group=np.array([4, 9, 9]))
     assert alone.groups.tolist() == [0, 1, 2] and together.groups.tolist() == [0, 1, 1]
-    wide = _mean_of_groups(np.array([[1.0], [0.5], [0.5], [np.nan]]), np.array([0, 1, 1, 2]))
+    wide = query_scores._mean_of_groups(np.array([[1.0], [0.5], [0.5], [np.nan]]), np.array([0, 1, 1, 2]))
     assert wide.tolist() == [0.75]
     # The risk of groups: of the first, two of three queries are answered, one wrongly; of the second, one rightly.
     answered, wrong = (np.array(values, bool) for values in ([1, 1, 0, 1], [1, 0, 1, 0]))
-    found = _risk_p_value(answered, wrong, 0.2, np.array([0, 0, 0, 1]))
+    found = query_scores._risk_p_value(answered, wrong, 0.2, np.array([0, 0, 0, 1]))
     assert found == betting_p_value(np.array([(0.8 - 0.2) / 3 + 0.2, 0.0]), 0.2)
-    assert QueryScores.from_json(json.loads(json.dumps(together.to_json()))) == together
-    raises(ValueError, "got 2 groups for 3 queries", QueryScores.fit, distance, match, group=np.zeros(2))
+    assert query_scores.QueryScores.from_json(json.loads(json.dumps(together.to_json()))) == together
+    raises(ValueError, "got 2 groups for 3 queries", query_scores.QueryScores.fit, distance, match, group=np.zeros(2))
 
 
 def test_absent_matches_make_it_more_careful():
     generator = torch.Generator().manual_seed(4)
     distance, match = scene(generator, 1500, 30, shift=3.5)
-    calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match)).of("t2i")
+    calibration = Calibration.fit(distance, match, t2i=query_scores.QueryScores.fit(distance, match)).of("t2i")
     present, absent = calibration.abstain_below(0.2), calibration.abstain_below(0.2, absent=0.5)
     assert present < absent
     assert calibration.answered_fraction(0.2, absent=0.5) < calibration.answered_fraction(0.2)
@@ -262,7 +258,7 @@ def test_threshold_by_hand():
     nearest = torch.arange(600) / 600
     distance = torch.stack([nearest, torch.where(torch.arange(600) < 300, 9.0, nearest)], dim=1)
     match = torch.tensor([[1, 0]]).expand(600, 2)
-    calibration = DirectionCalibration(PairLogits(4.0, 2.0, 0.5), QueryScores.fit(distance, match))
+    calibration = DirectionCalibration(PairLogits(4.0, 2.0, 0.5), query_scores.QueryScores.fit(distance, match))
     # Below limit k/20 with k > 10 the mean precision is (10 + (k - 10) / 2) / k, but for the item at the limit: 0.8 at
     # k = 16.7. What can be certified is stricter.
     right = np.where(np.arange(600) < 300, 1, 0.5)
@@ -294,7 +290,7 @@ def test_precision_is_kept_on_new_queries():
     pairs = PairLogits(3.0, 1.0, 0.05)
     probability, spoilt, shown = pairs.probability(new.double()), 0, []
     for _ in range(100):
-        below = probability > DirectionCalibration(pairs, QueryScores.fit(*drawn(400))).threshold(0.8)
+        below = probability > DirectionCalibration(pairs, query_scores.QueryScores.fit(*drawn(400))).threshold(0.8)
         some = below.any(1)
         precision = (below & ground_truth.bool()).sum(1)[some] / below.sum(1)[some]
         spoilt += bool(precision.mean() < 0.8)
@@ -306,9 +302,9 @@ def test_there_and_back(tmp_path):
     generator = torch.Generator().manual_seed(6)
     distance, match = scene(generator, 64, 11)
     match[:, 0] = 1
-    every = QueryScores.fit(distance[:, :1], match[:, :1])
+    every = query_scores.QueryScores.fit(distance[:, :1], match[:, :1])
     assert every.closest_other[0] == math.inf
-    scores = QueryScores.fit(distance, match)
+    scores = query_scores.QueryScores.fit(distance, match)
     hits = ConditionalLogits(1.5, 0.25, (0.5,) * 7, (-1.0,) * 7, (2.0,) * 7, "planted", 64, (11, 22))
     knots, about = ((0.5, 1.0), (0.75, -1.0)), {"split": "val"}
     pairs = PairLogits(1.25, -0.5, 0.1, knots)
@@ -351,11 +347,11 @@ def test_mistakes_are_named():
         (lambda: c.abstain_below(0.1, absent=1.0), "absent must be at least 0 and below 1"),
         (lambda: c.prior_shift(0), "n_gallery must be at least 1, got 0"),
         (lambda: PAIRS.shift(1.5), "match_fraction must be between 0 and 1, got 1.5"),
-        (lambda: QueryScores.fit(DISTANCE, MATCH[:2]), r"both must be \(q, m\)"),
-        (lambda: QueryScores.fit(DISTANCE, MATCH * 0.5), "match must be 0 or 1"),
-        (lambda: QueryScores.fit(DISTANCE / 0, MATCH), "distances must be finite"),
-        (lambda: QueryScores.fit(DISTANCE, MATCH * 0), "no query has a match"),
-        (lambda: QueryScores.from_blocks(list), "got no queries"),
-        (lambda: QueryScores.from_blocks(two_galleries), r"galleries of \[3, 4\] items"),
+        (lambda: query_scores.QueryScores.fit(DISTANCE, MATCH[:2]), r"both must be \(q, m\)"),
+        (lambda: query_scores.QueryScores.fit(DISTANCE, MATCH * 0.5), "match must be 0 or 1"),
+        (lambda: query_scores.QueryScores.fit(DISTANCE / 0, MATCH), "distances must be finite"),
+        (lambda: query_scores.QueryScores.fit(DISTANCE, MATCH * 0), "no query has a match"),
+        (lambda: query_scores.QueryScores.from_blocks(list), "got no queries"),
+        (lambda: query_scores.QueryScores.from_blocks(two_galleries), r"galleries of \[3, 4\] items"),
     ):
         raises(ValueError, message, ask)

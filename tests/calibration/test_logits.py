@@ -11,19 +11,8 @@ from support.raising import raises
 
 from sfumato import DISTANCES, GaussianEmbedding, QueryScores, csd_matrix
 from sfumato.arrays import sigmoid
+from sfumato.calibration import logits
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.logits import (
-    FEATURES,
-    N_CLOSE,
-    N_REFERENCE,
-    ConditionalLogits,
-    FirstHit,
-    NearestItems,
-    PairLogits,
-    ReferenceQueries,
-    fit_logistic,
-    query_features,
-)
 
 
 def rows(seed=0, n=400, f=3):
@@ -37,7 +26,7 @@ def test_it_is_that_of_scikit_learn(weighted):
     linear_model = pytest.importorskip("sklearn.linear_model")
     x, y = rows()
     weight = np.random.default_rng(0).random(len(y)) + 0.1 if weighted else np.ones(len(y))
-    ours, bias = fit_logistic(x, y, weight=weight, penalty=0.02)
+    ours, bias = logits.fit_logistic(x, y, weight=weight, penalty=0.02)
     # scikit-learn: ||w||^2 / 2 + C sum(weight * loss)
     c = 1 / (0.02 * float(weight.sum()))
     theirs = linear_model.LogisticRegression(C=c, tol=1e-10, max_iter=1000).fit(x, y, sample_weight=weight)
@@ -48,14 +37,14 @@ def test_it_is_that_of_scikit_learn(weighted):
 def test_the_gradient_vanishes_with_soft_labels():
     x, y = rows(1)
     y = 0.8 * y + 0.1
-    w, b = fit_logistic(x, y)
+    w, b = logits.fit_logistic(x, y)
     error = 1 / (1 + np.exp(-x @ w - b)) - y
     assert abs(error.mean()) < 1e-7 and np.abs(x.T @ error / len(y)).max() < 1e-7
 
 
 def test_a_penalty_keeps_separable_rows_finite():
     x = np.linspace(-1, 1, 50)[:, None]
-    w, b = fit_logistic(x, x[:, 0] > 0, penalty=1e-6)
+    w, b = logits.fit_logistic(x, x[:, 0] > 0, penalty=1e-6)
     assert 10 < w[0] < 1e4 and abs(b) < 1
 
 
@@ -81,19 +70,19 @@ def galleries(n_queries=3000, sizes=(40, 80), seed=0):
         p = np.where(many[:, None], 1 / (1 + np.exp(-(z + 2))), 1 / (1 + np.exp(-(z - 1))))
         order = np.argsort(-z, axis=1)
         match = rng.random(p.shape) < p
-        found.append(NearestItems(*(np.take_along_axis(x, order, 1) for x in (z, match)), n))
+        found.append(logits.NearestItems(*(np.take_along_axis(x, order, 1) for x in (z, match)), n))
     return found
 
 
 @pytest.fixture(scope="module")
 def fit():
-    return ConditionalLogits.fit(galleries(), n_queries=3000)
+    return logits.ConditionalLogits.fit(galleries(), n_queries=3000)
 
 
 def test_features_are_those_of_a_loop():
     z = -np.sort(np.random.default_rng(0).random((5, 12))) * 6
-    for row, features in zip(z.tolist(), query_features(z, 200).tolist(), strict=True):
-        slow = [SLOW[name](row) for name in FEATURES[:4]]
+    for row, features in zip(z.tolist(), logits.query_features(z, 200).tolist(), strict=True):
+        slow = [SLOW[name](row) for name in logits.FEATURES[:4]]
         slow += [slow[3] ** 2, slow[0] ** 2, math.log(200)]
         assert features == pytest.approx(slow, rel=1e-12)
 
@@ -125,31 +114,31 @@ def test_features_outside_of_the_fit_change_nothing_but_for_the_size(fit):
     assert not np.array_equal(fit.logit(z, far, 50), fit.logit(z, far, 50_000))
     alone = np.array([[1.0] + [-math.inf] * 49])
     assert np.isfinite(fit.logit(z, alone, 1)).all()
-    first = FirstHit(1.0, 0.0, (1.0, -1.0), (0.0, 0.0), (1.0, 2.0))
+    first = logits.FirstHit(1.0, 0.0, (1.0, -1.0), (0.0, 0.0), (1.0, 2.0))
     ends = first.logit(np.zeros((2, 1)), np.array([[9.0, -9.0], [-9.0, 9.0]]))
     assert ends.flatten().tolist() == [1.0, -2.0]
 
 
 def test_logits_come_back_from_json_and_damaged_ones_are_refused(fit):
-    assert ConditionalLogits.from_json(json.loads(json.dumps(fit.to_json()))) == fit
+    assert logits.ConditionalLogits.from_json(json.loads(json.dumps(fit.to_json()))) == fit
     for change in ({"slope": -1.0}, {"weights": [1.0]}, {"population": "some"}, {"intercept": math.nan}):
-        raises(ValueError, "damaged; calibrate again", ConditionalLogits.from_json, fit.to_json() | change)
+        raises(ValueError, "damaged; calibrate again", logits.ConditionalLogits.from_json, fit.to_json() | change)
 
 
 def test_too_little_and_mistakes_are_refused():
-    zeros, of_queries = np.zeros, ConditionalLogits.fit
+    zeros, of_queries = np.zeros, logits.ConditionalLogits.fit
     few, some = galleries(n_queries=40), galleries(n_queries=60)
-    none = [NearestItems(g.logit, np.zeros_like(g.match), g.n_gallery) for g in some]
-    wrong = [NearestItems(g.logit, (g.logit < -3), g.n_gallery) for g in some]
+    none = [logits.NearestItems(g.logit, np.zeros_like(g.match), g.n_gallery) for g in some]
+    wrong = [logits.NearestItems(g.logit, (g.logit < -3), g.n_gallery) for g in some]
     for message, function, *given in (
-        ("expected", fit_logistic, zeros(3), zeros(3)),
-        ("expected", fit_logistic, zeros((3, 2)), zeros(4)),
-        ("add up to 0", lambda: fit_logistic(zeros((3, 2)), zeros(3), weight=zeros(3))),
+        ("expected", logits.fit_logistic, zeros(3), zeros(3)),
+        ("expected", logits.fit_logistic, zeros((3, 2)), zeros(4)),
+        ("add up to 0", lambda: logits.fit_logistic(zeros((3, 2)), zeros(3), weight=zeros(3))),
         ("needs 50 held-out queries, got 40", lambda: of_queries(few, n_queries=40)),
         ("only one kind", lambda: of_queries(none, n_queries=60)),
         ("slope of the match logit must be positive", lambda: of_queries(wrong, n_queries=60)),
-        ("at least 10", ReferenceQueries.of, gaussians(9, 4), "csd", "t2i"),
-        ("known", ReferenceQueries.of, gaussians(20, 4), "match_distance", "t2i"),
+        ("at least 10", logits.ReferenceQueries.of, gaussians(9, 4), "csd", "t2i"),
+        ("known", logits.ReferenceQueries.of, gaussians(20, 4), "match_distance", "t2i"),
     ):
         raises(ValueError, message, function, *given)
 
@@ -160,12 +149,12 @@ def gaussians(n, seed, d=6):
 
 
 def mean_of_smallest(row):
-    return sum(sorted(row)[:N_CLOSE]) / N_CLOSE
+    return sum(sorted(row)[: logits.N_CLOSE]) / logits.N_CLOSE
 
 
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
 def test_features_are_those_of_a_loop_in_the_orientation_of_the_distance(direction):
-    reference = ReferenceQueries.of(gaussians(40, 0), "kl", direction)
+    reference = logits.ReferenceQueries.of(gaussians(40, 0), "kl", direction)
     queries, first = gaussians(3, 1), gaussians(3, 2)
     # KL is not symmetric; it takes the image first in either direction.
     kl = DISTANCES["kl"].matrix
@@ -177,12 +166,12 @@ def test_features_are_those_of_a_loop_in_the_orientation_of_the_distance(directi
 
 
 def test_a_sample_of_many_rounded_to_what_the_file_holds():
-    many = gaussians(N_REFERENCE + 500, 3)
-    reference = ReferenceQueries.of(many, "csd", "t2i", seed=1)
-    assert reference.embeddings.n == N_REFERENCE
+    many = gaussians(logits.N_REFERENCE + 500, 3)
+    reference = logits.ReferenceQueries.of(many, "csd", "t2i", seed=1)
+    assert reference.embeddings.n == logits.N_REFERENCE
     assert reference.embeddings.dtype == np.float16
     assert not np.array_equal(
-        reference.embeddings.mean, ReferenceQueries.of(many, "csd", "t2i", seed=2).embeddings.mean
+        reference.embeddings.mean, logits.ReferenceQueries.of(many, "csd", "t2i", seed=2).embeddings.mean
     )
 
 
@@ -193,11 +182,11 @@ def items(n=4000, seed=0, *, gallery=30):
     z = np.sort(rng.normal(-2, 1, (n, 20)), axis=1)[:, ::-1].copy()
     match = np.zeros((n, 20))
     match[:, 0] = rng.random(n) < 1 / (1 + np.exp(-2 * (reference[:, 0] - reference[:, 1])))
-    return NearestItems(z, match, gallery, reference)
+    return logits.NearestItems(z, match, gallery, reference)
 
 
 def test_the_first_hit_follows_them_and_the_others_stay_below_it():
-    fit, new = ConditionalLogits.fit([items()], n_queries=4000), items(seed=1)
+    fit, new = logits.ConditionalLogits.fit([items()], n_queries=4000), items(seed=1)
     assert fit.first is not None
     logit = fit.logit(new.logit, new.logit, new.n_gallery, new.reference)
     assert (logit[:, 1:] <= logit[:, :1]).all() and (np.diff(logit) <= 0).all()
@@ -213,14 +202,14 @@ def test_the_first_hit_follows_them_and_the_others_stay_below_it():
 
 
 def calibration(fit):
-    reference = ReferenceQueries.of(gaussians(30, 5), "csd", "t2i")
-    pairs = PairLogits(2.0, 1.0, 0.1)
+    reference = logits.ReferenceQueries.of(gaussians(30, 5), "csd", "t2i")
+    pairs = logits.PairLogits(2.0, 1.0, 0.1)
     scores = QueryScores.fit(torch.rand(30, 3), torch.eye(3).repeat(10, 1))
     return Calibration(**vars(pairs), t2i=DirectionCalibration(pairs, scores, fit, None, reference))
 
 
 def test_there_and_back_and_damaged_files_are_named(tmp_path):
-    made, path = calibration(ConditionalLogits.fit([items(300)], n_queries=300)), tmp_path / "calibration.json"
+    made, path = calibration(logits.ConditionalLogits.fit([items(300)], n_queries=300)), tmp_path / "calibration.json"
     made.save(path)
     found = Calibration.load(path)
     assert found.t2i.conditional == made.t2i.conditional and found.to_json() == made.to_json()
@@ -243,6 +232,6 @@ def test_there_and_back_and_damaged_files_are_named(tmp_path):
 
 
 def test_features_that_say_nothing_or_are_missing_leave_the_logits_as_they_are():
-    assert ConditionalLogits.fit([replace(items(300), reference=None)], n_queries=300).first is None
+    assert logits.ConditionalLogits.fit([replace(items(300), reference=None)], n_queries=300).first is None
     nan = replace(items(300), reference=np.full((300, 2), math.nan))
-    assert ConditionalLogits.fit([nan], n_queries=300).first is None
+    assert logits.ConditionalLogits.fit([nan], n_queries=300).first is None

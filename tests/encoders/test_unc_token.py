@@ -6,14 +6,7 @@ from support.raising import raises
 
 pytest.importorskip("tokenizers", reason="the extra backbones is not installed")
 
-from sfumato.encoders.clip import (
-    ClipImageConfig,
-    ClipTextConfig,
-    UncTokenImageEncoder,
-    UncTokenTextEncoder,
-    clip_image_encoder,
-    clip_text_encoder,
-)
+from sfumato.encoders import clip
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.heads import POOLINGS, GaussianHead, HeadOptions
 
@@ -29,13 +22,15 @@ TEXT = {"backbone": SIZES | OF_TEXT}
 
 def image_encoder(**options):
     torch.manual_seed(0)
-    inner = clip_image_encoder(ClipImageConfig(variance_blocks=0, final_norm=True), description=IMAGE)
-    return UncTokenImageEncoder(inner, **options).eval()
+    inner = clip.clip_image_encoder(clip.ClipImageConfig(variance_blocks=0, final_norm=True), description=IMAGE)
+    return clip.UncTokenImageEncoder(inner, **options).eval()
 
 
 def text_encoder(**options):
     torch.manual_seed(0)
-    return UncTokenTextEncoder(clip_text_encoder(ClipTextConfig(variance_blocks=0), description=TEXT), **options).eval()
+    return clip.UncTokenTextEncoder(
+        clip.clip_text_encoder(clip.ClipTextConfig(variance_blocks=0), description=TEXT), **options
+    ).eval()
 
 
 PIXELS = torch.rand(3, 3, 24, 24, generator=torch.Generator().manual_seed(1))
@@ -78,12 +73,12 @@ def test_padding_has_no_influence_on_texts(causal):
 
 
 def test_a_causal_text_does_not_see_what_is_appended_and_as_released_it_fills_the_context():
-    plain = clip_text_encoder(ClipTextConfig(variance_blocks=0), description=TEXT).eval()
-    encoder = UncTokenTextEncoder(plain).eval()
+    plain = clip.clip_text_encoder(clip.ClipTextConfig(variance_blocks=0), description=TEXT).eval()
+    encoder = clip.UncTokenTextEncoder(plain).eval()
     assert encoder.causal
     torch.testing.assert_close(encoder(Inputs(IDS, MASK)).mean[MASK], plain(Inputs(IDS, MASK)).mean[MASK])
     torch.testing.assert_close(encoder(Inputs(IDS)).mean, plain(Inputs(IDS)).mean)
-    free = UncTokenTextEncoder(plain).eval()
+    free = clip.UncTokenTextEncoder(plain).eval()
     free.causal = False
     assert (free(Inputs(IDS, MASK)).mean - plain(Inputs(IDS, MASK)).mean)[MASK].abs().max() > 1e-3
     encoder = text_encoder(released=True)

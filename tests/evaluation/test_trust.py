@@ -12,16 +12,8 @@ from support.raising import raises
 from support.references_metrics import csd_by_loops
 
 from sfumato import DISTANCES, GaussianEmbedding, RecallByUncertainty, Relevance, measure_trust
+from sfumato.evaluation import trust
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty, usable_estimators
-from sfumato.evaluation.trust import (
-    FIGURES,
-    TrustReport,
-    caption_distance,
-    caption_words,
-    described,
-    random_pairs,
-    resampled_together,
-)
 from sfumato.metrics.bootstrap import balanced_spearman
 
 N, M, D = 41, 29, 4
@@ -82,7 +74,7 @@ def test_every_figure_of_every_estimator_by_loops():
             expected = by_pairs(u[enough], [each[name][0] for each in absent])
             assert figures["out_of_gallery"].value == pytest.approx(expected, abs=0.01), name
         for figure, interval in figures.items():
-            assert figure in FIGURES and interval.low <= interval.high, (name, figure)
+            assert figure in trust.FIGURES and interval.low <= interval.high, (name, figure)
 
 
 def test_kl_goes_from_image_to_text_whoever_asks():
@@ -94,7 +86,7 @@ def test_kl_goes_from_image_to_text_whoever_asks():
     other = measure_trust(texts, images, relevance, Matching("kl", 1, 0, "i2t"), estimators=chosen, **QUICK)
     assert other.right_pairs.value != found.right_pairs.value
     # The pairs are drawn with the same seed: true and random distances from the matrix of the right direction.
-    pairs = random_pairs(relevance.select_queries(np.flatnonzero(has)), np.random.default_rng(0))
+    pairs = trust.random_pairs(relevance.select_queries(np.flatnonzero(has)), np.random.default_rng(0))
     own = matrix[has]
     assert ground_truth[has][pairs[:, 0], pairs[:, 1]].all() and not ground_truth[has][pairs[:, 0], pairs[:, 2]].any()
     expected = by_pairs(own[pairs[:, 0], pairs[:, 1]], own[pairs[:, 0], pairs[:, 2]])
@@ -112,11 +104,11 @@ def test_proxies_of_captions_are_judged_by_spearman():
     assert "multiplicity" not in result.estimators["total_variance"]
     relevance = Relevance.from_lists([[0, 1, 2], [3, 4], [5], []], n_gallery=6)
     mean = torch.tensor([[0.0, 0], [3, 4], [0, 1], [1, 1], [1, 1], [9, 9]])
-    found = caption_distance(GaussianEmbedding(mean, torch.zeros(6, 2)), relevance)
+    found = trust.caption_distance(GaussianEmbedding(mean, torch.zeros(6, 2)), relevance)
     np.testing.assert_allclose(found, [(25 + 1 + 18) / 3, 0, np.nan, np.nan])
     words = ["A red dog.", "a dog", "the dog runs", "Two men", "two  men!", "alone"]
     expected = 1 - (2 / 3 + 1 / 5 + 1 / 4) / 3
-    np.testing.assert_allclose(caption_words(words, relevance), [expected, 0, np.nan, np.nan])
+    np.testing.assert_allclose(trust.caption_words(words, relevance), [expected, 0, np.nan, np.nan])
 
 
 def test_equal_seeds_give_equal_figures_and_scenes_without_wrong_or_true_items_are_told():
@@ -139,7 +131,7 @@ def test_points_have_no_variance_to_judge_and_all_the_rest():
     result = measure_trust(queries, gallery, relevance, MATCHING, estimators=usable, multiplicity=True, **QUICK)
     silent = {name for name, figures in result.estimators.items() if not figures}
     assert silent == {"total_variance"}
-    report = TrustReport("test", "csd", False, M, N, 20, 0.95, 0, described(usable), {"t2i": result}, [])
+    report = trust.TrustReport("test", "csd", False, M, N, 20, 0.95, 0, trust.described(usable), {"t2i": result}, [])
     again = json.loads(json.dumps(report.to_json(), allow_nan=False))
     value = again["directions"]["t2i"]["estimators"]["margin"]["wrong_auroc"]
     assert value["low"] <= value["value"] <= value["high"] and again["estimators"]["margin"]["kind"] == "both"
@@ -160,7 +152,9 @@ def test_groups_widen_the_intervals_where_texts_have_one_image():
     few = Relevance.from_lists([[0, 1], [2], *[[k] for k in range(3, 11)]], n_gallery=11)
     many = Relevance.from_lists([[0, 1], [1, 2], *[[k] for k in range(3, 9)]], n_gallery=9)
     groups = np.arange(10)
-    assert resampled_together(few, groups, True).tolist() == [0, 0, 1, *range(2, 10)]
+    assert trust.resampled_together(few, groups, True).tolist() == [0, 0, 1, *range(2, 10)]
     shared = Relevance.from_lists([[0, 1], [1], *[[k] for k in range(2, 11)]], n_gallery=11)
-    assert resampled_together(shared, groups, True).tolist() == [0, 1, *range(2, 11)]
-    assert resampled_together(many, groups, True) is None and resampled_together(many, groups, False) is groups
+    assert trust.resampled_together(shared, groups, True).tolist() == [0, 1, *range(2, 11)]
+    assert (
+        trust.resampled_together(many, groups, True) is None and trust.resampled_together(many, groups, False) is groups
+    )

@@ -16,20 +16,6 @@ from sfumato.search.stores import protocol as stores
 from sfumato.search.stores.local import LocalStore
 from sfumato.search.stores.milvus import MilvusStore
 from sfumato.search.stores.pgvector import PgVectorStore
-from sfumato.search.stores.protocol import (
-    STORES,
-    Records,
-    WordStore,
-    anchored,
-    beside,
-    composed,
-    create_store,
-    open_store,
-    parse_where,
-    redacted,
-    register_store,
-    without_password,
-)
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = {"file": LocalStore, "postgresql": PgVectorStore, "milvus": MilvusStore, "milvus+http": MilvusStore}
@@ -48,12 +34,12 @@ def table():
 
 
 def test_every_store_has_a_row():
-    assert set(table()) == set(CLASSES) == set(STORES) - set(SAME)
-    assert all(STORES[name].factory == STORES[other].factory for name, other in SAME.items())
+    assert set(table()) == set(CLASSES) == set(stores.STORES) - set(SAME)
+    assert all(stores.STORES[name].factory == stores.STORES[other].factory for name, other in SAME.items())
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     for scheme, row in table().items():
         texts = CLASSES[stores.scheme(stores.beside(URLS[scheme]))]
-        assert row["search by words"] == ("yes" if issubclass(texts, WordStore) else "no"), scheme
+        assert row["search by words"] == ("yes" if issubclass(texts, stores.WordStore) else "no"), scheme
         named = re.findall(r"([a-z-]+) (\d+\.\d+\.\d+)", row["tested with"])
         assert named and all(pinned[name] == version for name, version in named), scheme
 
@@ -87,31 +73,31 @@ OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfet
 )
 def test_urls_are_checked_before_anything_is_made_or_connected(url, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    raises(UserError, said, create_store, url, 3, "f")
+    raises(UserError, said, stores.create_store, url, 3, "f")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_paths_passwords_and_second_stores_of_urls():
     home = Path("/of/shop")
-    assert anchored("store?engine=hnsw", home) == "/of/shop/store?engine=hnsw"
-    assert anchored("file:store", home) == "file:/of/shop/store"
-    assert anchored("file:/abs/store?x=1", home) == "file:/abs/store?x=1"
-    assert anchored("milvus:m.db", home) == "milvus:/of/shop/m.db"
+    assert stores.anchored("store?engine=hnsw", home) == "/of/shop/store?engine=hnsw"
+    assert stores.anchored("file:store", home) == "file:/of/shop/store"
+    assert stores.anchored("file:/abs/store?x=1", home) == "file:/abs/store?x=1"
+    assert stores.anchored("milvus:m.db", home) == "milvus:/of/shop/m.db"
     for remote in ("milvus+http://h:1/n", "postgresql://u@h/d?table=t"):
-        assert anchored(remote, home) == remote
+        assert stores.anchored(remote, home) == remote
     url = "postgresql://me:s3cr3t@h:1/d?table=t"
-    assert without_password(url) == "postgresql://me@h:1/d?table=t"
-    assert redacted(url) == "postgresql://me:***@h:1/d?table=t"
-    assert without_password("postgresql://:s3cr3t@h/0") == "postgresql://@h/0"
+    assert stores.without_password(url) == "postgresql://me@h:1/d?table=t"
+    assert stores.redacted(url) == "postgresql://me:***@h:1/d?table=t"
+    assert stores.without_password("postgresql://:s3cr3t@h/0") == "postgresql://@h/0"
     for plain in ("postgresql://me@h/d?table=t", "file:a@b", "store?engine=flat"):
-        assert without_password(plain) == redacted(plain) == plain
-    assert {url: beside(url) for url in ("store", "file:a/b?engine=hnsw", "milvus:x.db?index=HNSW")} == {
+        assert stores.without_password(plain) == stores.redacted(plain) == plain
+    assert {url: stores.beside(url) for url in ("store", "file:a/b?engine=hnsw", "milvus:x.db?index=HNSW")} == {
         "store": "store_texts",
         "file:a/b?engine=hnsw": "file:a/b_texts?engine=hnsw",
         "milvus:x.db?index=HNSW": "milvus:x.db?index=HNSW&name=sfumato_texts",
     }
-    assert beside("milvus+http://h:1/c") == "milvus+http://h:1/c_texts"
-    assert beside("postgresql://u@h/d?table=s.t") == "postgresql://u@h/d?table=s.t_texts"
+    assert stores.beside("milvus+http://h:1/c") == "milvus+http://h:1/c_texts"
+    assert stores.beside("postgresql://u@h/d?table=s.t") == "postgresql://u@h/d?table=s.t_texts"
 
 
 DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "2024-06-13T12:01:09", "2025", "")
@@ -131,39 +117,39 @@ DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "20
 )  # fmt: skip
 def test_a_filter_in_words(words, expected):
     if isinstance(expected, str):
-        return raises(ValueError, expected, parse_where, words)
+        return raises(ValueError, expected, stores.parse_where, words)
     folders = ("a", "a", "b", "b/c", None, "")
     items = [{"date": day} | ({} if f is None else {"folder": f}) for day, f in zip(DAYS, folders, strict=True)]
     items[3]["odd"] = "a=b"
-    wanted = parse_where(words)
+    wanted = stores.parse_where(words)
     assert [i for i, item in enumerate(items) if wanted.accepts(item, 1.0)] == expected
 
 
 def test_records_name_what_is_wrong_and_filters_take_letters_in_two_parts():
-    raises(ValueError, "1 ids, 2 vectors", Records, ("a",), np.zeros((2, 3), np.float32), np.zeros(2), ({}, {}))
+    raises(ValueError, "1 ids, 2 vectors", stores.Records, ("a",), np.zeros((2, 3), np.float32), np.zeros(2), ({}, {}))
     with pytest.raises(ValueError, match="'b' is not finite"):
-        Records(("a", "b"), np.array([[0], [np.inf]], np.float32), np.zeros(2), ({}, {}))
+        stores.Records(("a", "b"), np.array([[0], [np.inf]], np.float32), np.zeros(2), ({}, {}))
     for payload in ({"x": "a\0b"}, {"x": 3}, {"x": "\ud800"}, {"\0": "x"}):
         with pytest.raises(ValueError, match="payload of 'a' must be Unicode texts"):
-            Records(("a",), np.zeros((1, 3), np.float32), np.zeros(1), (payload,))
+            stores.Records(("a",), np.zeros((1, 3), np.float32), np.zeros(1), (payload,))
     for most in (-1.0, float("nan")):
         raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
-    raises(ValueError, r"\(n, e\) float32", Records, ("a",), np.zeros((1, 3)), np.zeros(1), ({},))
-    item = composed({"folder": "A\u0308rger", "_file": "A\u0308rger"})
+    raises(ValueError, r"\(n, e\) float32", stores.Records, ("a",), np.zeros((1, 3)), np.zeros(1), ({},))
+    item = stores.composed({"folder": "A\u0308rger", "_file": "A\u0308rger"})
     assert item == {"folder": "\u00c4rger", "_file": "A\u0308rger"}
-    assert all(parse_where([f"folder={form}"]).accepts(item, 1.0) for form in ("A\u0308rger", "\u00c4rger"))
+    assert all(stores.parse_where([f"folder={form}"]).accepts(item, 1.0) for form in ("A\u0308rger", "\u00c4rger"))
 
 
 @pytest.fixture
 def toy(monkeypatch):
-    monkeypatch.setattr("sfumato.search.stores.protocol.STORES", dict(STORES))
-    register_store("toy", store)
+    monkeypatch.setattr("sfumato.search.stores.protocol.STORES", dict(stores.STORES))
+    stores.register_store("toy", store)
 
 
 @pytest.mark.usefixtures("toy")
 class TestToyStore(StoreBasics):
     def create(self, tmp_path, dim):
-        return create_store(f"toy:{tmp_path}", dim, FINGERPRINT)
+        return stores.create_store(f"toy:{tmp_path}", dim, FINGERPRINT)
 
 
 def test_a_toy_store_answers_as_an_index_does_and_unknown_schemes_are_refused(tmp_path, toy):
@@ -175,10 +161,15 @@ def test_a_toy_store_answers_as_an_index_does_and_unknown_schemes_are_refused(tm
         again.upsert(kept.embeddings, ["item 3"], payloads=kept.payloads)
         assert_same(again.search(queries, 9), index.search(queries, 9))
         assert again.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
-    raises(UserError, re.escape(f"known: {', '.join([*STORES, 'toy'])}, or a path"), open_store, "nowhere:x")
-    raises(UserError, "there is none", open_store, "toy:nothing")
-    raises(ValueError, "'toy' is already registered", register_store, "toy", store)
+    raises(
+        UserError,
+        re.escape(f"known: {', '.join(stores.STORES)}, or a path"),
+        stores.open_store,
+        "nowhere:x",
+    )
+    raises(UserError, "there is none", stores.open_store, "toy:nothing")
+    raises(ValueError, "'toy' is already registered", stores.register_store, "toy", store)
     for wrong in ("x", "Toy", "to:y", ""):
-        raises(ValueError, r"two or more lower-case letters", register_store, wrong, store)
-    register_store("lazy", "a.module.that.is.not.there", is_path=True)  # Imported at first use only.
-    raises(ModuleNotFoundError, "a", open_store, "lazy:x")
+        raises(ValueError, r"two or more lower-case letters", stores.register_store, wrong, store)
+    stores.register_store("lazy", "a.module.that.is.not.there", is_path=True)  # Imported at first use only.
+    raises(ModuleNotFoundError, "a", stores.open_store, "lazy:x")

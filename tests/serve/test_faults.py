@@ -17,24 +17,9 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from support import serving
 from support.photographs import halves, heic, saved
 from support.raising import raises
-from support.serving import (  # fmt: skip
-    SlowModel,
-    add,
-    begun,
-    bomb,
-    by_image,
-    guard_of,
-    in_base64,
-    many_scans,
-    new_item,
-    picture,
-    problem,
-    remove,
-    served,
-    until,
-)
 
 from sfumato.data.images import POINTER, FolderImages, UploadedImages
 from sfumato.errors import UserError
@@ -48,17 +33,17 @@ from sfumato.serve.writing import Writer
 
 def test_pictures_that_are_none(client):
     for file, status, message in (
-        (bomb(), 413, "more pixels than the limit"),
-        (bomb(10_000, 5_000), 413, "10000 x 5000 are more pixels than the limit of 40000000"),
-        (picture()[:40], 422, "not an image"),
-        (picture(size=(200, 200), format="JPEG")[:500], 422, "cannot be decoded"),
-        (many_scans(5000), 422, "scans, more than the limit of 100"),
+        (serving.bomb(), 413, "more pixels than the limit"),
+        (serving.bomb(10_000, 5_000), 413, "10000 x 5000 are more pixels than the limit of 40000000"),
+        (serving.picture()[:40], 422, "not an image"),
+        (serving.picture(size=(200, 200), format="JPEG")[:500], 422, "cannot be decoded"),
+        (serving.many_scans(5000), 422, "scans, more than the limit of 100"),
         (b"", 422, "the file is empty"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 422, "not an image"),
     ):
-        asked = {"queries": [{"text": "fine"}, {"image": in_base64(file)}]}
-        told = problem(client.post("/v1/search", json=asked), status)
+        asked = {"queries": [{"text": "fine"}, {"image": serving.in_base64(file)}]}
+        told = serving.problem(client.post("/v1/search", json=asked), status)
         assert "body.queries.1.image" in told["detail"] and message in told["detail"]
 
 
@@ -70,11 +55,11 @@ def test_pictures_that_are_stored_or_shown():
     assert b"where I live" in file.getvalue()
     _, kept = stored(file.getvalue())
     assert b"where I live" not in kept and Image.open(io.BytesIO(kept)).size == (20, 30)
-    assert stored(picture(format="WEBP"))[1].startswith(b"\x89PNG")
-    told, copy = shown(picture(format="BMP"), None)
+    assert stored(serving.picture(format="WEBP"))[1].startswith(b"\x89PNG")
+    told, copy = shown(serving.picture(format="BMP"), None)
     assert told == {"type": "image/png"} and copy.startswith(b"\x89PNG")
-    assert shown(picture(), None) == ({"type": "image/png"}, b"")  # As it is.
-    raises(ValueError, "cannot be decoded", shown, picture(size=(200, 200), format="JPEG")[:500], 16)
+    assert shown(serving.picture(), None) == ({"type": "image/png"}, b"")  # As it is.
+    raises(ValueError, "cannot be decoded", shown, serving.picture(size=(200, 200), format="JPEG")[:500], 16)
     photograph, clear = halves((120, 80)), Image.new("RGBA", (120, 80), (0, 0, 0, 0))
     grey = Image.fromarray(np.full((80, 120), 40_000, np.uint16))
     scans = [saved("TIFF", photograph), saved("TIFF", grey)]
@@ -104,8 +89,8 @@ def climbing(tmp_path):
     """A folder with a picture in it, one beside it, and links out of it."""
     folder = tmp_path / "pictures"
     (folder / "inside").mkdir(parents=True)
-    (folder / "000.png").write_bytes(picture())
-    (tmp_path / "secret.png").write_bytes(picture("black"))
+    (folder / "000.png").write_bytes(serving.picture())
+    (tmp_path / "secret.png").write_bytes(serving.picture("black"))
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     (folder / "linked").symlink_to(tmp_path)
     (folder / "ring").symlink_to(folder / "ring")
@@ -122,7 +107,7 @@ def test_no_path_leads_out_of_the_service(client):
 
 def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_path, sources):
     pictures = FolderImages(climbing(tmp_path))
-    assert pictures.read("000.png", {}) == picture()
+    assert pictures.read("000.png", {}) == serving.picture()
     for id in (
         *("../secret.png", "link.png", "linked/secret.png", str(tmp_path / "secret.png"), "inside/../../secret.png"),
         *("ring", "", ".", "inside", "inside/../000.png", "000.png\0", "..\\secret.png", "a" * 5000),
@@ -131,31 +116,31 @@ def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_
         assert pictures.read(id, {}) is None, id
     assert FolderImages(tmp_path / "nowhere").read("000.png", {}) is None
     (tmp_path / "link").symlink_to(tmp_path / "pictures")
-    assert FolderImages(tmp_path / "link").read("000.png", {}) == picture()
+    assert FolderImages(tmp_path / "link").read("000.png", {}) == serving.picture()
     uploaded = UploadedImages(tmp_path / "uploads")
-    name = uploaded.write("../../x", picture())
-    assert uploaded.read("../../x", {POINTER: name}) == picture() and uploaded.read("../../x", {}) is None
+    name = uploaded.write("../../x", serving.picture())
+    assert uploaded.read("../../x", {POINTER: name}) == serving.picture() and uploaded.read("../../x", {}) is None
     for wrong in ("../../secret.png", "/etc/passwd", "", name + "/..", name.upper(), "\0"):
         assert uploaded.read("x", {POINTER: wrong}) is None
     assert {p.parent.parent for p in tmp_path.rglob("*") if p.is_file() and len(p.name) == 32} == {tmp_path / "uploads"}
     folder, gallery = tmp_path / "pictures", sources.galleries["images"].gallery
-    (folder / "not-an-item.png").write_bytes(picture())
-    with served(replace(sources, galleries={"images": ServedGallery(gallery, FolderImages(folder))})) as client:
+    (folder / "not-an-item.png").write_bytes(serving.picture())
+    with serving.served(replace(sources, galleries={"images": ServedGallery(gallery, FolderImages(folder))})) as client:
         assert client.get("/v1/pictures/000.png").status_code == 200
-        problem(client.get("/v1/pictures/not-an-item.png"), 404)
-        problem(client.get("/v1/pictures/001.png"), 404)  # An item whose file has gone.
+        serving.problem(client.get("/v1/pictures/not-an-item.png"), 404)
+        serving.problem(client.get("/v1/pictures/001.png"), 404)  # An item whose file has gone.
 
 
 def test_limits(sources):
-    with served(sources, max_upload_mb=0.02, max_pixels=1000, max_results=5, max_batch=2) as client:
-        told = problem(client.post("/v1/search", **by_image(b"x" * 25_000)), 413)
+    with serving.served(sources, max_upload_mb=0.02, max_pixels=1000, max_results=5, max_batch=2) as client:
+        told = serving.problem(client.post("/v1/search", **serving.by_image(b"x" * 25_000)), 413)
         assert "25000 bytes are more than the limit of 20000" in told["detail"]
-        for file in (b"x" * 100_000, b"x" * 5_000_000, picture(size=(40, 40))):
-            problem(client.post("/v1/search", **by_image(file)), 413)
+        for file in (b"x" * 100_000, b"x" * 5_000_000, serving.picture(size=(40, 40))):
+            serving.problem(client.post("/v1/search", **serving.by_image(file)), 413)
         spaces, head = (b" " * 1000 for _ in range(110)), {"Content-Type": "application/json"}
-        problem(client.post("/v1/search", content=spaces, headers=head), 413)
-        problem(client.post("/v1/search", json={"queries": [{"text": "a"}] * 3}), 422)
-        told = problem(client.post("/v1/search", json={"queries": [{"text": "a"}], "max_results": 6}), 422)
+        serving.problem(client.post("/v1/search", content=spaces, headers=head), 413)
+        serving.problem(client.post("/v1/search", json={"queries": [{"text": "a"}] * 3}), 422)
+        told = serving.problem(client.post("/v1/search", json={"queries": [{"text": "a"}], "max_results": 6}), 422)
         assert "more than the limit of 5" in told["detail"]
         assert len(client.get("/v1/search?q=a").json()["answers"][0]["hits"]) == 5  # The usual 10 are not asked for.
 
@@ -178,57 +163,57 @@ def test_malformed_requests_never_make_it_stumble(client, monkeypatch):
 @pytest.fixture
 def slowly(sources):
     """The same whose model waits for a signal."""
-    return Sources(SlowModel(sources.model), "slow", sources.galleries)
+    return Sources(serving.SlowModel(sources.model), "slow", sources.galleries)
 
 
 def test_too_many_requests_are_sent_away_and_those_who_leave_take_theirs_along(slowly):
     limits = {"batch_size": 1, "queue": 3, "max_batch": 3, "batch_window_ms": 0}
-    with served(slowly, **limits) as client, concurrent.futures.ThreadPoolExecutor(10) as pool:
+    with serving.served(slowly, **limits) as client, concurrent.futures.ThreadPoolExecutor(10) as pool:
         slowly.model.go.clear()
         asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(10)]
-        until(lambda: 'sfumato_waiting{kind="text"} 3.0' in client.get("/metrics").text)
-        until(lambda: sum(one.done() for one in asked) == 6)
+        serving.until(lambda: 'sfumato_waiting{kind="text"} 3.0' in client.get("/metrics").text)
+        serving.until(lambda: sum(one.done() for one in asked) == 6)
         assert client.get("/healthz").status_code == 200
         slowly.model.go.set()
         answers = [one.result() for one in asked]
         for answer in (a for a in answers if a.status_code != 200):
-            assert problem(answer, 503) and answer.headers["retry-after"] == "1"
+            assert serving.problem(answer, 503) and answer.headers["retry-after"] == "1"
         assert [a.status_code for a in answers].count(200) == 4  # One at work and three that waited.
         assert client.get("/v1/search?q=a").status_code == 200
-    with served(slowly, max_requests=2) as client, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with serving.served(slowly, max_requests=2) as client, concurrent.futures.ThreadPoolExecutor(2) as pool:
         slowly.model.go.clear()
         asked = [pool.submit(client.get, "/v1/search?q=a") for _ in range(2)]
-        until(lambda: guard_of(client.app)._slots.used == 2)
-        assert problem(client.get("/v1/info"), 503) and client.get("/readyz").status_code == 200
+        serving.until(lambda: serving.guard_of(client.app)._slots.used == 2)
+        assert serving.problem(client.get("/v1/info"), 503) and client.get("/readyz").status_code == 200
         slowly.model.go.set()
         assert [one.result().status_code for one in asked] == [200, 200]
-    with served(slowly, batch_size=4) as client:
+    with serving.served(slowly, batch_size=4) as client:
         slowly.model.go.clear()
         for _ in range(6):
             with socket.create_connection(("127.0.0.1", client.base_url.port)) as connection:
                 connection.sendall(b"GET /v1/search?q=gone HTTP/1.1\r\nHost: a\r\n\r\n")
-                until(lambda: guard_of(client.app)._slots.used)
-            until(lambda: not guard_of(client.app)._slots.used)
+                serving.until(lambda: serving.guard_of(client.app)._slots.used)
+            serving.until(lambda: not serving.guard_of(client.app)._slots.used)
         slowly.model.sizes.clear()
         slowly.model.go.set()
         assert client.get("/v1/search?q=here").status_code == 200
         assert sum(slowly.model.sizes) <= 2 + 4  # What was at work went on; of the rest nothing was computed.
-        until(lambda: 'route="/v1/search",status="499"} 6.0' in client.get("/metrics").text)
+        serving.until(lambda: 'route="/v1/search",status="499"} 6.0' in client.get("/metrics").text)
 
 
 def test_what_takes_too_long_is_504_and_a_model_that_fails_500(slowly, caplog):
-    with served(slowly, timeout=0.5) as client:
+    with serving.served(slowly, timeout=0.5) as client:
         slowly.model.go.clear()
-        told = problem(client.get("/v1/search?q=a"), 504)
+        told = serving.problem(client.get("/v1/search?q=a"), 504)
         assert "No answer within 0.5 seconds" in told["detail"]
         slowly.model.go.set()
         assert client.get("/v1/search?q=a").status_code == 200
-        with begun(client, "POST /v1/search", b"{", 50) as connection:  # And no more of the body.
+        with serving.begun(client, "POST /v1/search", b"{", 50) as connection:  # And no more of the body.
             assert connection.recv(1000).startswith(b"HTTP/1.1 408")
-    with served(slowly) as client:
+    with serving.served(slowly) as client:
         slowly.model.embed_texts = lambda texts: 1 / 0
         client.app.state.service.embedder.model = slowly.model
-        told = problem(client.get("/v1/search?q=a"), 500)
+        told = serving.problem(client.get("/v1/search?q=a"), 500)
         assert "division" not in told["detail"]
         assert told["detail"].split()[-1] in caplog.text and "ZeroDivisionError" in caplog.text
 
@@ -248,7 +233,7 @@ def test_not_ready_before_and_after(slowly):
 
     before, while_it_runs, after = asyncio.run(statuses())
     assert while_it_runs.status_code == 200
-    assert problem(before, 503)["code"] == problem(after, 503)["code"] == "not-ready"
+    assert serving.problem(before, 503)["code"] == serving.problem(after, 503)["code"] == "not-ready"
 
 
 def test_a_store_that_fails_is_503(writable, monkeypatch, caplog):
@@ -258,20 +243,20 @@ def test_a_store_that_fails_is_503(writable, monkeypatch, caplog):
         raise UserError("the disk is full")
 
     monkeypatch.setattr(collection.store, "upsert", fail)
-    answer = add(writable, "a")
-    assert "the store failed" in problem(answer, 503)["detail"].lower() and answer.headers["retry-after"]
+    answer = serving.add(writable, "a")
+    assert "the store failed" in serving.problem(answer, 503)["detail"].lower() and answer.headers["retry-after"]
     monkeypatch.setattr(collection.store, "search", fail)
-    assert "log" in problem(searched := writable.get("/v1/search?q=a"), 503)["detail"]
+    assert "log" in serving.problem(searched := writable.get("/v1/search?q=a"), 503)["detail"]
     assert "the disk is full" not in answer.text + searched.text  # Paths and hosts are for the log.
     assert caplog.text.count("the disk is full") == 2
     monkeypatch.undo()
     assert writable.get("/v1/search?q=a").status_code == 200
-    problem(writable.get("/v1/items/a"), 404)
+    serving.problem(writable.get("/v1/items/a"), 404)
 
 
 def test_several_items_are_stored_or_none(writable, monkeypatch):
     def add(*items):
-        new = [new_item(id, colour, payload=payload) for id, colour, payload in items]
+        new = [serving.new_item(id, colour, payload=payload) for id, colour, payload in items]
         return writable.post("/v1/items", json={"items": new})
 
     def files():
@@ -289,22 +274,22 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
 
     monkeypatch.setattr(collection.store, "upsert", fail)
     both = ("one", "blue", {"by": "you", "at": "home"}), ("two", "blue", {})
-    problem(add(*both), 503)
-    problem(writable.get("/v1/items/one"), 404)
+    serving.problem(add(*both), 503)
+    serving.problem(writable.get("/v1/items/one"), 404)
     assert writable.get("/v1/items/two").json() == record.json()
     assert writable.get("/v1/pictures/two").content == shown.content
     monkeypatch.undo()
     assert add(*both).status_code == 201 and len(files()) == 2
     assert writable.get("/v1/pictures/two").content == writable.get("/v1/pictures/one").content != shown.content
     assert writable.get("/v1/info").json()["galleries"]["images"]["fields"] == ["at", "by"]
-    assert remove(writable, "one").json()["deleted"] == 1 and len(files()) == 1
+    assert serving.remove(writable, "one").json()["deleted"] == 1 and len(files()) == 1
     assert writable.get("/v1/pictures/two").status_code == 200
 
 
 def sent(client, id):
     """The connection of a request that adds an item."""
-    body = json.dumps({"items": [new_item(id)]}).encode()
-    return begun(client, "POST /v1/items", body, len(body))
+    body = json.dumps({"items": [serving.new_item(id)]}).encode()
+    return serving.begun(client, "POST /v1/items", body, len(body))
 
 
 def test_a_write_that_nobody_waits_for_does_not_begin(writable, monkeypatch):
@@ -318,11 +303,11 @@ def test_a_write_that_nobody_waits_for_does_not_begin(writable, monkeypatch):
         with sent(writable, "second"):
             assert queued.acquire(timeout=20)
     gone = 'sfumato_requests_total{method="POST",route="/v1/items",status="499"} 2.0'
-    until(lambda: gone in writable.get("/metrics").text)
+    serving.until(lambda: gone in writable.get("/metrics").text)
     go.set()
-    assert remove(writable, "000.png").status_code == 200  # After both.
+    assert serving.remove(writable, "000.png").status_code == 200  # After both.
     assert writable.get("/v1/items/first").status_code == writable.get("/v1/pictures/first").status_code == 200
-    problem(writable.get("/v1/items/second"), 404)
+    serving.problem(writable.get("/v1/items/second"), 404)
 
 
 def test_batcher():
@@ -362,13 +347,13 @@ def test_batcher():
 
 def test_every_error_is_a_problem_that_can_be_said(client):
     ask = {"queries": [{"text": "a"}]}
-    problem(client.get("/nothing"), 404)
-    problem(client.get("/v1/search/"), 404)
-    problem(client.put("/v1/search", json=ask), 405)
+    serving.problem(client.get("/nothing"), 404)
+    serving.problem(client.get("/v1/search/"), 404)
+    serving.problem(client.put("/v1/search", json=ask), 405)
     assert client.put("/v1/search").headers["allow"]
-    problem(client.post("/v1/search", content=b"{}", headers={"Content-Type": "text/plain"}), 415)
-    problem(client.post("/v1/search", files={"image": ("a", picture())}), 415)
-    problem(client.post("/v1/items", data={"id": "a"}), 415)
+    serving.problem(client.post("/v1/search", content=b"{}", headers={"Content-Type": "text/plain"}), 415)
+    serving.problem(client.post("/v1/search", files={"image": ("a", serving.picture())}), 415)
+    serving.problem(client.post("/v1/items", data={"id": "a"}), 415)
     for body, where in (
         (b"", "body"), (b"[" * 100_000, "body"), (b'{"queries":[{"text":"\xff"}]}', "body"),
         (b'{"queries":[{"text":"\\ud800"}]}', "body"),
@@ -383,7 +368,9 @@ def test_every_error_is_a_problem_that_can_be_said(client):
         (b'{"queries":[{"text":"a","id":"b"}]}', "body.queries.0"), (b'{"queries":[]}', "body.queries"),
         (b'{"queries":[{"image":"\xc3\xa9"}]}', "body.queries.0.image"), (b"null", "body"),
     ):  # fmt: skip
-        told = problem(client.post("/v1/search", content=body, headers={"Content-Type": "application/json"}), 422)
+        told = serving.problem(
+            client.post("/v1/search", content=body, headers={"Content-Type": "application/json"}), 422
+        )
         assert told["errors"][0]["where"] == where, told
         message, in_words = told["errors"][0]["message"], b"u0000" in body or b'"  "' in body
         assert message and ("NUL" in message) == in_words and "pattern" not in told["detail"]
@@ -391,10 +378,10 @@ def test_every_error_is_a_problem_that_can_be_said(client):
             assert f"{where}: unknown field '{where.rpartition('.')[2]}'" in told["detail"]
     wrong = "search", "search?q=", "search?q=a&where=nothing", "search?q=a&x=1", "items?limit=0"
     for path in wrong:
-        assert problem(client.get(f"/v1/{path}"), 422)["errors"][0]["where"].startswith("query"), path
+        assert serving.problem(client.get(f"/v1/{path}"), 422)["errors"][0]["where"].startswith("query"), path
     assert "expected FIELD=VALUE" in client.get("/v1/search?q=a&where=nothing").json()["detail"]
-    problem(client.get("/v1/items/nobody"), 404)
-    problem(client.post("/v1/search", json={"queries": [{"id": "nobody"}]}), 404)
+    serving.problem(client.get("/v1/items/nobody"), 404)
+    serving.problem(client.post("/v1/search", json={"queries": [{"id": "nobody"}]}), 404)
     response = Refusal(422, "\ud800" * 2000, errors=[("body.\ud800", "x" * 5000)] * 100).response()
     assert len(response.body) < 20_000 and b"?" in response.body
 

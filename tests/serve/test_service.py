@@ -11,22 +11,8 @@ import threading
 import httpx
 import pytest
 from PIL import ExifTags, Image
+from support import serving
 from support.raising import raises
-from support.serving import (  # fmt: skip
-    KEY,
-    Process,
-    add,
-    begun,
-    collected,
-    in_base64,
-    new_item,
-    picture,
-    ready,
-    remove,
-    search,
-    served,
-    until,
-)
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.images import SplitImages, UploadedImages
@@ -81,9 +67,9 @@ CASES = [
     ({"text": "red", "without": ["a circle"]}, {}),
     ({"text": "red", "also": ["circle"], "without": ["a circle"]}, {}),
     ({"id": "110.png"}, {"max_results": 3}),
-    ({"image": in_base64(picture()), "name": "x.png"}, {"max_results": 3}),
-    ({"image": in_base64(picture())}, {"gallery": "texts", "max_results": 4, "coverage": 0.8}),
-    ({"image": in_base64(picture())}, {"gallery": "texts", "filter": TWO}),
+    ({"image": serving.in_base64(serving.picture()), "name": "x.png"}, {"max_results": 3}),
+    ({"image": serving.in_base64(serving.picture())}, {"gallery": "texts", "max_results": 4, "coverage": 0.8}),
+    ({"image": serving.in_base64(serving.picture())}, {"gallery": "texts", "filter": TWO}),
     ({"text": "red"}, {"gallery": "texts", "filter": {"ranges": {"text": ["a blue cross", "a blue d"]}}}),
 ]
 
@@ -104,16 +90,16 @@ def library(sources, query, gallery="images", max_results=10, filter=None, absta
 
 @pytest.mark.parametrize(("query", "options"), CASES)
 def test_an_answer_is_that_of_the_library(client, sources, query, options):
-    (answer,) = search(client, query, **options)
+    (answer,) = serving.search(client, query, **options)
     same(answer, found := library(sources, query, **options))
     names = {"text": found.query, "image": query.get("name", "image 1"), "id": query.get("id")}
     assert answer["query"] == names[answer["kind"]] and answer["kind"] in query
 
 
 def test_links_mixed_kinds_and_promises_are_those_of_json_and_the_library(client, sources):
-    red, blue = ({"image": in_base64(picture(colour))} for colour in ("red", "blue"))
+    red, blue = ({"image": serving.in_base64(serving.picture(colour))} for colour in ("red", "blue"))
     queries = red, {"text": "a bar"}, {"id": "110.png"}, blue
-    for answer, query in zip(search(client, *queries, max_results=3), queries, strict=True):
+    for answer, query in zip(serving.search(client, *queries, max_results=3), queries, strict=True):
         same(answer, library(sources, query, max_results=3))
     several = {"also": ["circle"], "without": ["a circle"]}
     values = {"where": ["text:a red circle", "text:a blue cross", "text:nothing"]}
@@ -126,24 +112,24 @@ def test_links_mixed_kinds_and_promises_are_those_of_json_and_the_library(client
         ({"max_total_variance": 3.0, "order": "distance"}, {}, {"filter": {"max_total_variance": 3.0}}),
     ):
         link = client.get("/v1/search", params={"q": RED["text"], **words})
-        assert link.json()["answers"] == search(client, {**RED, **query}, **options)
+        assert link.json()["answers"] == serving.search(client, {**RED, **query}, **options)
     for wrong, where in (({"where": ["date=2023", "date=2024"]}, "query.where"), ({"without": " "}, "query.without.0")):
         refused = client.get("/v1/search", params={"q": "a", **wrong})
         assert refused.status_code == 422 and refused.json()["errors"][0]["where"] == where
-    refused = search(client, {"id": "000.png", "without": ["red"]}, status=422)
+    refused = serving.search(client, {"id": "000.png", "without": ["red"]}, status=422)
     assert "stand beside a text" in refused["detail"]
     told = client.get("/v1/info").json()["galleries"]["images"]
     assert 0.5 in told["risks"] and told["coverages"] == [0.5, 0.8, 0.9, 0.95]
     for risk in told["risks"]:
-        search(client, RED, abstain=risk)
-    assert "no limit has a risk" in search(client, RED, abstain=0.0001, status=422)["detail"]
-    assert "a filter may remove" in search(client, RED, coverage=0.5, filter=TWO, status=422)["detail"]
+        serving.search(client, RED, abstain=risk)
+    assert "no limit has a risk" in serving.search(client, RED, abstain=0.0001, status=422)["detail"]
+    assert "a filter may remove" in serving.search(client, RED, coverage=0.5, filter=TWO, status=422)["detail"]
     for promise in ("abstain", "coverage", "min_probability"):
-        for query in ({"image": in_base64(picture())}, {"id": "000.png"}):
-            refused = search(client, {"text": "fine"}, query, **{promise: 0.5}, status=422)
+        for query in ({"image": serving.in_base64(serving.picture())}, {"id": "000.png"}):
+            refused = serving.search(client, {"text": "fine"}, query, **{promise: 0.5}, status=422)
             assert f"{promise} works only with queries by text" in refused["detail"]
             assert refused["errors"][0]["where"] == promise
-        refused = search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
+        refused = serving.search(client, {"text": "a"}, gallery="texts", **{promise: 0.5}, status=422)
         assert "works only with queries by image" in refused["detail"]
 
 
@@ -155,7 +141,7 @@ def test_info_and_metrics(client):
     client.get("/v1/items/000.png")
     client.request("BREW", "/v1/items/000.png")
     # Counted after its answer.
-    until(lambda: 'route="/v1/items/{id:path}",status="405"' in client.get("/metrics").text)
+    serving.until(lambda: 'route="/v1/items/{id:path}",status="405"' in client.get("/metrics").text)
     text = client.get("/metrics").text
     assert 'sfumato_requests_total{method="GET",route="/v1/items/{id:path}",status="200"}' in text
     for method, path, route in (
@@ -201,7 +187,7 @@ def test_pictures_and_files_of_the_page_are_the_files_and_travel_once(client, da
     assert again.status_code == 304 and not again.content
     small = client.get("/v1/pictures/051.png?size=16")
     assert decode_image(small.content, None).shape == (3, 16, 16) and small.headers["etag"] != answer.headers["etag"]
-    (hit, *_) = search(client, {"id": "051.png"})[0]["hits"]
+    (hit, *_) = serving.search(client, {"id": "051.png"})[0]["hits"]
     assert client.get(hit["picture"]).status_code == 200
     for path in ("/", "/page/page.js", "/page/page.css"):
         plain = client.get(path, headers={"Accept-Encoding": "identity"})
@@ -218,12 +204,12 @@ def test_pictures_and_files_of_the_page_are_the_files_and_travel_once(client, da
 def test_a_collection_of_texts_beside_pictures_and_galleries_that_do_not_fit(run, data, collection, tmp_path, sources):
     loaded = load_run(run)
     lines = GalleryPart(loaded.model.embed_texts(["a red bar"]), ["one"], ["a red bar"])
-    with served(open_sources(collection, texts=collected(loaded, lines, tmp_path / "texts"))) as client:
+    with serving.served(open_sources(collection, texts=serving.collected(loaded, lines, tmp_path / "texts"))) as client:
         added = client.post("/v1/items", json={"gallery": "texts", "items": [{"id": "two", "text": "a blue bar"}]})
         assert added.json() == {"gallery": "texts", "stored": 1, "created": 1, "n": 2}
         assert added.headers["location"] == "/v1/items/two?gallery=texts"
         assert client.get("/v1/items/two?gallery=texts").json()["payload"] == {"text": "a blue bar"}
-        wrong = add(client, "3", gallery="texts")
+        wrong = serving.add(client, "3", gallery="texts")
         assert wrong.status_code == 422 and "takes items with text" in wrong.json()["detail"]
     raises(UserError, "give a collection of texts there", open_sources, collection, texts=collection)
     loaded = load_run(run)
@@ -234,33 +220,36 @@ def test_a_collection_of_texts_beside_pictures_and_galleries_that_do_not_fit(run
 
 
 def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
-    red, blue = picture("red"), picture("blue", format="JPEG")
-    new = new_item("new/1", payload={"by": "me"}), {"id": "new 2", "image": in_base64(blue)}
+    red, blue = serving.picture("red"), serving.picture("blue", format="JPEG")
+    new = serving.new_item("new/1", payload={"by": "me"}), {"id": "new 2", "image": serving.in_base64(blue)}
     answer = writable.post("/v1/items", json={"items": new})
     assert answer.status_code == 201, answer.text
     assert answer.json() == {"gallery": "images", "stored": 2, "created": 2, "n": 50}
     assert writable.get("/v1/items/new%2F1").json()["payload"] == {"by": "me"}
-    found = search(writable, {"image": in_base64(red)}, max_results=3)[0]["hits"]
+    found = serving.search(writable, {"image": serving.in_base64(red)}, max_results=3)[0]["hits"]
     assert "new/1" in [h["id"] for h in found]
     shown = writable.get("/v1/pictures/new/1")
     assert (decode_image(shown.content, None) == decode_image(red, None)).all()
     assert shown.headers["cache-control"] == "private, no-cache"
     assert writable.get("/v1/pictures/new%202").headers["content-type"] == "image/jpeg"
     assert writable.get("/v1/pictures/000.png").status_code == 200  # Of before, from the folder.
-    again = writable.post("/v1/items", json={"items": [new_item("new/1", "green", payload={"by": "you"})]})
+    again = writable.post("/v1/items", json={"items": [serving.new_item("new/1", "green", payload={"by": "you"})]})
     assert again.json()["n"] == 50 and writable.get("/v1/items/new/1").json()["payload"] == {"by": "you"}
     assert writable.get("/v1/pictures/new/1").headers["etag"] != shown.headers["etag"]
-    assert remove(writable, "new/1").json() == {"gallery": "images", "deleted": 1, "n": 49}
-    assert remove(writable, "new/1").json()["deleted"] == 0 and writable.get("/v1/pictures/new/1").status_code == 404
-    assert remove(writable, "new 2", "new 2", "nobody").json() == {"gallery": "images", "deleted": 1, "n": 48}
+    assert serving.remove(writable, "new/1").json() == {"gallery": "images", "deleted": 1, "n": 49}
+    assert (
+        serving.remove(writable, "new/1").json()["deleted"] == 0
+        and writable.get("/v1/pictures/new/1").status_code == 404
+    )
+    assert serving.remove(writable, "new 2", "new 2", "nobody").json() == {"gallery": "images", "deleted": 1, "n": 48}
     assert not [f for f in (writable.folder / "pictures").rglob("*") if f.is_file()]
 
 
 def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writable, caplog):
-    assert add(writable, "new").status_code == 201
+    assert serving.add(writable, "new").status_code == 201
     files = sorted((collection / "pictures").rglob("*"))
-    with served(open_sources(collection)) as second:
-        for answer in (add(second, "other"), remove(second, "new")):
+    with serving.served(open_sources(collection)) as second:
+        for answer in (serving.add(second, "other"), serving.remove(second, "new")):
             assert answer.status_code == 409
             assert answer.json()["detail"].startswith("Another process writes to this collection: send writes to")
         assert second.get("/v1/items/new").status_code == 200 and second.get("/v1/search?q=red").status_code == 200
@@ -270,37 +259,37 @@ def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writabl
 
 @pytest.mark.parametrize("path", ["/v1/items", "/v1/items/delete"])
 def test_a_write_that_waits_for_another_service_is_not_made_once_its_caller_has_gone(writable, path, monkeypatch):
-    assert add(writable, "kept").status_code == 201
+    assert serving.add(writable, "kept").status_code == 201
     images, come = writable.app.state.service.sources.galleries["images"].writable, threading.Event()
     noted = lambda folder, timeout: (come.set(), writers_lock(folder, 20))[1]
     monkeypatch.setattr("sfumato.serve.writing.writers_lock", noted)
-    body = json.dumps({"ids": ["kept"]} if path.endswith("delete") else {"items": [new_item("late")]}).encode()
+    body = json.dumps({"ids": ["kept"]} if path.endswith("delete") else {"items": [serving.new_item("late")]}).encode()
     with writers_lock(images.folder, 5):
-        with begun(writable, f"POST {path}", body, len(body)):
+        with serving.begun(writable, f"POST {path}", body, len(body)):
             assert come.wait(20)
-        until(lambda: 'status="499"' in writable.get("/metrics").text)
+        serving.until(lambda: 'status="499"' in writable.get("/metrics").text)
     monkeypatch.undo()
-    assert add(writable, "next").status_code == 201  # Made after what waited.
+    assert serving.add(writable, "next").status_code == 201  # Made after what waited.
     assert [writable.get(f"/v1/items/{id}").status_code for id in ("kept", "late", "next")] == [200, 404, 200]
 
 
 def test_ids_that_no_path_can_hold_are_refused(kept):
     for id in ("two\nlines", "bell\a", "..", "."):
-        answer = add(kept, "good", id)
+        answer = serving.add(kept, "good", id)
         assert answer.status_code == 422 and f"body.items.1.id: the id {id!r} " in answer.json()["detail"]
-        assert kept.get("/v1/items/good").status_code == 404 and remove(kept, id).json()["deleted"] == 0
+        assert kept.get("/v1/items/good").status_code == 404 and serving.remove(kept, id).json()["deleted"] == 0
 
 
 def test_a_batch_is_stored_whole_and_photographs_bring_their_fields(writable):
-    torn = in_base64(picture(size=(200, 200), format="JPEG")[:600])
+    torn = serving.in_base64(serving.picture(size=(200, 200), format="JPEG")[:600])
     for bad, where in (
         ({"id": "bad", "image": torn}, "body.items.1.image"), ({"id": "bad", "image": "****"}, "body.items.1.image"),
-        (new_item("good"), "body.items.1.id"), ({"id": "bad", "text": "a"}, "body.items.1"),
-        ({"id": "bad"}, "body.items.1"), (new_item("bad\0"), "body.items.1.id"),
-        (new_item("bad", payload={"a": 1}), "body.items.1.payload.a"),
-        (new_item("bad", payload={"_file": "reserved"}), "body.items.1.payload._file"),
+        (serving.new_item("good"), "body.items.1.id"), ({"id": "bad", "text": "a"}, "body.items.1"),
+        ({"id": "bad"}, "body.items.1"), (serving.new_item("bad\0"), "body.items.1.id"),
+        (serving.new_item("bad", payload={"a": 1}), "body.items.1.payload.a"),
+        (serving.new_item("bad", payload={"_file": "reserved"}), "body.items.1.payload._file"),
     ):  # fmt: skip
-        answer = writable.post("/v1/items", json={"items": [new_item("good"), bad]})
+        answer = writable.post("/v1/items", json={"items": [serving.new_item("good"), bad]})
         assert answer.status_code == 422 and answer.json()["errors"][0]["where"] == where, answer.text
     assert writable.get("/v1/info").json()["galleries"]["images"]["n"] == 48
     assert not (writable.folder / "pictures").exists()
@@ -308,7 +297,7 @@ def test_a_batch_is_stored_whole_and_photographs_bring_their_fields(writable):
     exif[ExifTags.Base.ImageDescription], exif[ExifTags.Base.Model] = "a dog at the gate", "EOS 5D"
     exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.DateTimeOriginal] = "2024:06:13 12:01:09"
     exif.get_ifd(ExifTags.IFD.GPSInfo)[ExifTags.GPS.GPSLatitude] = (48.0, 51.0, 0.0)
-    image = in_base64(picture(format="JPEG", exif=exif))
+    image = serving.in_base64(serving.picture(format="JPEG", exif=exif))
     items = [{"id": "a", "image": image}, {"id": "b", "image": image, "payload": {"captions": "mine", "by": "me"}}]
     assert writable.post("/v1/items", json={"items": items}).status_code == 201
     own = {"date": "2024-06-13T12:01:09", "camera": "EOS 5D"}
@@ -321,9 +310,9 @@ def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):
     sources = open_sources(collection)
     gallery = sources.galleries["images"]
     gallery.images = UploadedImages(collection / "pictures", SplitImages({"000.png": None}))
-    with served(sources) as client:
-        add(client, "new")
-        hits = search(client, {"text": "a"}, max_results=49)[0]["hits"]
+    with serving.served(sources) as client:
+        serving.add(client, "new")
+        hits = serving.search(client, {"text": "a"}, max_results=49)[0]["hits"]
         assert {h["id"] for h in hits if h["picture"]} == {"000.png", "new"}
         assert client.get("/v1/items/001.png").json()["picture"] is None
 
@@ -332,24 +321,29 @@ def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monke
     sources, calls, go = open_sources(collection), [], threading.Event()
     gallery = sources.galleries["images"].gallery
     monkeypatch.setattr(gallery.store, "optimise", lambda: (calls.append(len(gallery)), go.wait(20)))
-    with served(sources, optimise_after=3) as client:
-        assert add(client, "1").status_code == add(client, "2").status_code == 201 and not calls
-        assert add(client, "3").status_code == 201  # And does not wait for it.
-        until(lambda: calls)
-        assert calls == [51] and search(client, {"text": "a"})
+    with serving.served(sources, optimise_after=3) as client:
+        assert serving.add(client, "1").status_code == serving.add(client, "2").status_code == 201 and not calls
+        assert serving.add(client, "3").status_code == 201  # And does not wait for it.
+        serving.until(lambda: calls)
+        assert calls == [51] and serving.search(client, {"text": "a"})
         go.set()
-        assert add(client, "4").status_code == 201 and calls == [51]
+        assert serving.add(client, "4").status_code == 201 and calls == [51]
     assert calls == [51, 52]
-    with served(open_sources(collection)) as client:
+    with serving.served(open_sources(collection)) as client:
         again = client.app.state.service.sources.galleries["images"].gallery
         monkeypatch.setattr(again.store, "optimise", lambda: calls.append(0))
-        search(client, {"text": "a"})
+        serving.search(client, {"text": "a"})
     assert calls == [51, 52]  # Nothing was written.
 
 
 def test_keys_and_hosts_keep_strangers_out(sources):
-    with served(sources, keys=(KEY, "another-key-as-good")) as client:
-        for headers in ({}, {"X-API-Key": "wrong"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": "Bearer"}):
+    with serving.served(sources, keys=(serving.KEY, "another-key-as-good")) as client:
+        for headers in (
+            {},
+            {"X-API-Key": "wrong"},
+            {"Authorization": f"Basic {serving.KEY}"},
+            {"Authorization": "Bearer"},
+        ):
             with httpx.Client(base_url=client.base_url, headers=headers, trust_env=False) as stranger:
                 for path in ("/v1/info", "/metrics", "/docs", "/openapi.json", "/v1/pictures/000.png", "/nothing"):
                     answer = stranger.get(path)
@@ -357,10 +351,10 @@ def test_keys_and_hosts_keep_strangers_out(sources):
                 for path in ("/", "/healthz", "/readyz", "/page/page.css"):
                     assert stranger.get(path).status_code == 200, path
                 assert stranger.get("/page/../v1/info").status_code == 401
-        for headers in ({"X-API-Key": KEY}, {"Authorization": "bearer another-key-as-good"}):
+        for headers in ({"X-API-Key": serving.KEY}, {"Authorization": "bearer another-key-as-good"}):
             with httpx.Client(base_url=client.base_url, headers=headers, trust_env=False) as friend:
                 assert friend.get("/v1/info").status_code == 200
-    with served(sources, hosts=hosts_of("127.0.0.1", [])) as client:
+    with serving.served(sources, hosts=hosts_of("127.0.0.1", [])) as client:
         for query, code in (("q=k%FCche", "encoding"), ("q=a&q=b", "twice"), ("&".join("a" * 1001), "encoding")):
             answer = client.get(f"/v1/search?{query}")
             assert answer.status_code == 400 and answer.json()["code"] == code
@@ -376,7 +370,7 @@ def test_keys_and_hosts_keep_strangers_out(sources):
         assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["cache-control"] == "no-store"
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
-    check_host("0.0.0.0", Settings(keys=(KEY,)), False)
+    check_host("0.0.0.0", Settings(keys=(serving.KEY,)), False)
     check_host("0.0.0.0", Settings(hosts=hosts_of("0.0.0.0", ["a.example"])), True)
     check_host("127.0.0.2", Settings(), False)
     assert hosts_of("0.0.0.0", []) == () and hosts_of("0.0.0.0", ["a.example"])[-1] == "a.example"
@@ -386,14 +380,14 @@ def test_keys_and_hosts_keep_strangers_out(sources):
 
 @pytest.mark.slow
 def test_what_was_acknowledged_survives_kill_9(collection):
-    process, acknowledged, sent = Process(collection), [], threading.Event()
-    until(lambda: ready(process.client))
+    process, acknowledged, sent = serving.Process(collection), [], threading.Event()
+    serving.until(lambda: serving.ready(process.client))
 
     def ingest():
         for i in range(10_000):
             ids = [f"k{i}-{j}" for j in range(3)]
             try:
-                answer = add(process.client, *ids)
+                answer = serving.add(process.client, *ids)
             except httpx.HTTPError:
                 return
             assert answer.status_code == 201
@@ -407,7 +401,7 @@ def test_what_was_acknowledged_survives_kill_9(collection):
     process.send_signal(signal.SIGKILL)
     thread.join()
     assert process.finish()[0] == -signal.SIGKILL
-    with served(open_sources(collection)) as client:
+    with serving.served(open_sources(collection)) as client:
         for id in acknowledged:
             assert client.get(f"/v1/items/{id}").status_code == 200
             assert client.get(f"/v1/pictures/{id}").status_code == 200

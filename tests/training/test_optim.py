@@ -17,16 +17,7 @@ from sfumato.encoders.scratch import Encoder, SmallImageEncoder, SmallTextEncode
 from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.models.recipe import check_recipe, load_recipe
 from sfumato.models.sections import OptimConfig
-from sfumato.training import loop
-from sfumato.training import step as learner
-from sfumato.training.step import (
-    build_optimiser,
-    clip_gradients,
-    freeze_encoder,
-    freeze_for_epoch,
-    learning_rate_factor,
-    set_learning_rate,
-)
+from sfumato.training import loop, step
 
 
 def clip_model(image_blocks=3, text_blocks=2, *, variance_blocks=1):
@@ -97,7 +88,7 @@ def test_learning_rates_are_counted_from_the_top_whatever_the_depth():
     config = OptimConfig(lr=1.0, layer_decay=0.7, **multipliers)
     for (depths, table), kind in itertools.product(TABLE, ("adamw", "adamp")):
         model, loss = clip_model(*depths[:2], variance_blocks=depths[2]), LOSSES["pcmepp"]()
-        optimiser = build_optimiser(model, loss, config.model_copy(update={"name": kind}))
+        optimiser = step.build_optimiser(model, loss, config.model_copy(update={"name": kind}))
         got = {name: options_of(optimiser, model.get_parameter(name))[0] for name in table}
         assert got == pytest.approx(table, rel=1e-12, abs=0), depths
         assert [options_of(optimiser, p)[0] for p in loss.parameters()] == [20, 20]
@@ -119,7 +110,7 @@ STAYS = [
 
 def test_matrices_alone_decay_and_every_parameter_is_in_one_group():
     model, loss = clip_model(), LOSSES["pcmepp"]()
-    optimiser = build_optimiser(model, loss, OptimConfig(weight_decay=0.3, layer_decay=0.7))
+    optimiser = step.build_optimiser(model, loss, OptimConfig(weight_decay=0.3, layer_decay=0.7))
     held = [id(p) for g in optimiser.param_groups for p in g["params"]]
     everything = [*model.parameters(), *loss.parameters()]
     assert sorted(held) == sorted(id(p) for p in everything) and len(set(held)) == len(held)
@@ -131,11 +122,11 @@ def test_matrices_alone_decay_and_every_parameter_is_in_one_group():
 def test_a_step_of_adamw_moves_every_parameter_as_far_as_its_rate_and_the_schedules_factor_say():
     """AdamW's first step is p (1 - lr decay) - lr sign(g) for any size of g; lr includes the schedule's factor."""
     model, loss = clip_model(), LOSSES["pcmepp"]()
-    optimiser = build_optimiser(model, loss, OptimConfig(lr=1e-2, layer_decay=0.5, weight_decay=0.1, eps=1e-16))
+    optimiser = step.build_optimiser(model, loss, OptimConfig(lr=1e-2, layer_decay=0.5, weight_decay=0.1, eps=1e-16))
     everything = [*model.parameters(), *loss.parameters()]
     rates = [options_of(optimiser, p) for p in everything]
     for _ in range(3):  # What was set before does not compound.
-        set_learning_rate(optimiser, 0.25)
+        step.set_learning_rate(optimiser, 0.25)
     generator = torch.Generator().manual_seed(3)
     before = [p.detach().clone() for p in everything]
     for parameter in everything:
@@ -148,7 +139,7 @@ def test_a_step_of_adamw_moves_every_parameter_as_far_as_its_rate_and_the_schedu
 
 def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
     model, loss = clip_model(), LOSSES["pcmepp"]()
-    optimiser = build_optimiser(model, loss, OptimConfig(lr=1e-2, weight_decay=0.5))
+    optimiser = step.build_optimiser(model, loss, OptimConfig(lr=1e-2, weight_decay=0.5))
 
     def moved():
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -161,11 +152,11 @@ def test_freezing_rests_the_image_network_but_not_its_variance_blocks():
     moved()  # So that there are moments, which would go on moving a parameter whose gradient is merely zero.
     resting = {n for n, _ in model.named_parameters() if n.startswith("image.encoder.") and "variance_blocks" not in n}
     matrices = {n for n, _ in model.named_parameters() if n.endswith(("mlp.fc1.weight", "linear.weight"))}
-    freeze_encoder(model.image.encoder, True)
+    step.freeze_encoder(model.image.encoder, True)
     frozen = moved()
     assert len(resting) > 20 and not frozen & resting and matrices - resting <= frozen
     assert "image.encoder.variance_blocks.0.self_attn.v_proj.weight" in frozen
-    freeze_encoder(model.image.encoder, False)
+    step.freeze_encoder(model.image.encoder, False)
     assert matrices <= moved()
 
 
@@ -177,10 +168,10 @@ def test_pre_trained_parameters_of_each_side_are_frozen_in_its_epochs():
     ]  # fmt: skip
     for encoder, expected in cases:
         names = {name for name, _ in encoder.named_parameters()}
-        freeze_encoder(encoder, True)
+        step.freeze_encoder(encoder, True)
         frozen = {name for name, p in encoder.named_parameters() if not p.requires_grad}
         assert frozen == ({n for n in names if not n.startswith("variance_")} if expected is None else expected)
-        freeze_encoder(encoder, False)
+        step.freeze_encoder(encoder, False)
         assert all(p.requires_grad for p in encoder.parameters())
     model = clip_model()
     names = "image.encoder.shared_blocks.0.mlp.fc1.weight", "text.encoder.shared_blocks.0.mlp.fc1.weight"
@@ -190,7 +181,7 @@ def test_pre_trained_parameters_of_each_side_are_frozen_in_its_epochs():
         ({"first_stage_epochs": 1}, 0, [False, False]),
         ({"first_stage_epochs": 1}, 1, [True, True]),
     ):
-        freeze_for_epoch(model, epoch, OptimConfig(**options))
+        step.freeze_for_epoch(model, epoch, OptimConfig(**options))
         assert [model.get_parameter(name).requires_grad for name in names] == expected, options
 
 
@@ -210,7 +201,7 @@ class TwoNorms(Encoder):
 def test_running_statistics_rest_with_their_network_and_go_on_where_layers_learn():
     def changed(encoder, inputs, *, frozen):
         encoder.train()
-        freeze_encoder(encoder, frozen)
+        step.freeze_encoder(encoder, frozen)
         before = {name: value.clone() for name, value in encoder.named_buffers()}
         encoder(inputs)
         return {n for n, value in encoder.named_buffers() if not torch.equal(before[n], value)}
@@ -264,7 +255,7 @@ SCHEDULES = [
 def test_the_schedule_is_the_table():
     for options, epochs, table in SCHEDULES:
         config = OptimConfig(**options)
-        got = {progress: learning_rate_factor(progress, config, epochs=epochs) for progress in table}
+        got = {progress: step.learning_rate_factor(progress, config, epochs=epochs) for progress in table}
         assert got == pytest.approx(table, abs=1e-12), options
 
 
@@ -282,22 +273,22 @@ def test_gradients_are_clipped_at_a_joint_norm_before_each_step(tmp_path, monkey
         (0.0, [[300.0], [400.0]], 500, [[300.0], [400.0]]),
     ):
         parameters = with_gradients(*given)
-        assert clip_gradients(iter(parameters), norm) == pytest.approx(measured)
+        assert step.clip_gradients(iter(parameters), norm) == pytest.approx(measured)
         for parameter, gradient in zip(parameters, left, strict=True):
             torch.testing.assert_close(parameter.grad, torch.tensor(gradient))
-    assert clip_gradients(with_gradients([math.inf, 1.0]), 2.0) == math.inf
-    assert math.isnan(clip_gradients(with_gradients([math.nan]), 0.0))
+    assert step.clip_gradients(with_gradients([math.inf, 1.0]), 2.0) == math.inf
+    assert math.isnan(step.clip_gradients(with_gradients([math.nan]), 0.0))
     recipe, norms = load_recipe(make_toy(tmp_path), ["train.epochs=2", "optim.clip_norm=0.01"]), []
     assert check_recipe({"name": "x"}, "here").optim.clip_norm == 2
 
-    def spy(model, loss, config):
-        optimiser = build_optimiser(model, loss, config)
+    def spy(model, loss, config, build=step.build_optimiser):
+        optimiser = build(model, loss, config)
         trained = [*model.parameters(), *loss.parameters()]
         squares = lambda: sum(p.grad.double().square().sum().item() for p in trained if p.grad is not None)
         optimiser.register_step_pre_hook(lambda *_: norms.append(math.sqrt(squares())))
         return optimiser
 
-    monkeypatch.setattr(learner, "build_optimiser", spy)
+    monkeypatch.setattr(step, "build_optimiser", spy)
     loop.fit(recipe, tmp_path / "run")
     lines = log_of(tmp_path / "run")
     assert len(norms) >= 4 and norms == pytest.approx([0.01] * len(norms), rel=1e-3)

@@ -17,13 +17,7 @@ from support.words import folded, too_wide
 from sfumato import GaussianEmbedding, PairData, Problems, Relevance, audit_pairs, fit, load_recipe
 from sfumato.data.images import MemoryImage
 from sfumato.data.splits import images_of_part, parse_part, without_part
-from sfumato.evaluation.pair_scores import (
-    NEIGHBOURS,
-    MissingScores,
-    wrong_fraction,
-    wrong_fraction_interval,
-    wrong_probability,
-)
+from sfumato.evaluation import pair_scores
 from sfumato.metrics.bootstrap import auroc
 from sfumato.models.embed import load_splits
 from sfumato.models.run import load_run
@@ -67,7 +61,7 @@ def loop(distance, listed):
                 continue
             of_image = sorted(distance[i, j] for j in range(m) if not listed[i, j])
             of_text, d = sorted(distance[k, t] for k in range(n) if not listed[k, t]), distance[i, t]
-            nearest = [np.mean(some[:NEIGHBOURS]) if some else d for some in (of_image, of_text)]
+            nearest = [np.mean(some[: pair_scores.NEIGHBOURS]) if some else d for some in (of_image, of_text)]
             ranks = [sum(x < d for x in some) for some in (of_image, of_text)]
             result.append((i, t, d, d - sum(nearest) / 2, *ranks))
     return np.array(result)
@@ -88,15 +82,15 @@ def test_scores_are_those_of_slow_loops(points, memory_mb):
     np.testing.assert_array_equal(scores.better_text, rest.argmin(1)[scores.image])
     np.testing.assert_array_equal(scores.better_image, rest.argmin(0)[scores.text])
     np.testing.assert_allclose(scores.better_text_distance, rest.min(1)[scores.image], rtol=1e-5)
-    near = {(i, t) for i in range(17) for t in rest[i].argsort()[:NEIGHBOURS]}
-    near |= {(i, t) for t in range(29) for i in rest[:, t].argsort()[:NEIGHBOURS]}
+    near = {(i, t) for i in range(17) for t in rest[i].argsort()[: pair_scores.NEIGHBOURS]}
+    near |= {(i, t) for t in range(29) for i in rest[:, t].argsort()[: pair_scores.NEIGHBOURS]}
     assert set(zip(missing.image.tolist(), missing.text.tolist(), strict=True)) == near
     np.testing.assert_allclose(missing.distance, np.sort([rest[pair] for pair in near]), rtol=1e-5)
     for k in range(len(missing)):
         row, column = rest[missing.image[k]], rest[:, missing.text[k]]
         for rank, others in ((missing.text_rank[k], row), (missing.image_rank[k], column)):
             true = (others < rest[missing.image[k], missing.text[k]]).sum()
-            assert rank == (true if true < NEIGHBOURS else -1)
+            assert rank == (true if true < pair_scores.NEIGHBOURS else -1)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.5])
@@ -120,18 +114,18 @@ def test_fraction_of_wrong_pairs_is_estimated(share):
     wrong = random.random(200_000) < share
     x = random.normal(size=200_000) + 2.0 * wrong
     log_odds = 2.0 - 2.0 * x  # log N(x; 0, 1) - log N(x; 2, 1)
-    found = wrong_fraction(log_odds)
+    found = pair_scores.wrong_fraction(log_odds)
     assert found == pytest.approx(wrong.mean(), abs=0.015)
-    p = wrong_probability(log_odds, found)
+    p = pair_scores.wrong_probability(log_odds, found)
     assert p.mean() == pytest.approx(found, abs=6e-4)
     for low in (0.0, 0.3, 0.6):
         some = (p >= low) & (p < low + 0.3)
         assert not some.any() or p[some].mean() == pytest.approx(wrong[some].mean(), abs=0.04)
-    low, high = wrong_fraction_interval(log_odds[:860])
+    low, high = pair_scores.wrong_fraction_interval(log_odds[:860])
     assert 0 <= low <= wrong[:860].mean() <= high <= 1 and high - low < 0.12
-    np.testing.assert_array_equal(wrong_probability(log_odds, 0.0), 0)
-    np.testing.assert_array_equal(wrong_probability(log_odds, 1.0), 1)
-    raises(ValueError, r"fraction must lie in \[0, 1\], got 2", wrong_probability, log_odds, 2)
+    np.testing.assert_array_equal(pair_scores.wrong_probability(log_odds, 0.0), 0)
+    np.testing.assert_array_equal(pair_scores.wrong_probability(log_odds, 1.0), 1)
+    raises(ValueError, r"fraction must lie in \[0, 1\], got 2", pair_scores.wrong_probability, log_odds, 2)
 
 
 def test_equal_distances_wordings_and_bad_input():
@@ -224,7 +218,7 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
 
 def test_what_is_shown_is_varied_and_wrong_pairs_are_told_apart():
     image, text = np.array([0, 0, 0, 0, 1, 2, 3, 4]), np.array([0, 1, 2, 3, 0, 0, 0, 5])
-    scores = MissingScores(image, text, np.zeros(8), np.zeros(8), np.zeros(8))
+    scores = pair_scores.MissingScores(image, text, np.zeros(8), np.zeros(8), np.zeros(8))
     assert varied(scores, 9) == [0, 1, 2, 4, 5, 7] and varied(scores, 2) == [0, 1] and varied(scores, 0) == []
     figures = {"n_pairs": 860, "wrong_share": 0.48, "wrong_share_interval": [0.44, 0.52], "suspects": 258}
     first, second = wrong_pairs(figures)
