@@ -4,6 +4,7 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Literal
 
 Direction = Literal["i2t", "t2i"]
@@ -47,6 +48,12 @@ def check_ids(ids: Iterable[str], what: str) -> None:
     for row, id in enumerate(ids):
         if error := id_error(id):
             raise ValueError(f"{what}: row {row}: {error}")
+
+
+def fits_pattern(path: str, pattern: str) -> bool:
+    """Whether a path with "/" fits a shell pattern; one without a slash may fit the last part alone."""
+    path, pattern = (unicodedata.normalize("NFC", one.strip("/")) for one in (path, pattern))
+    return fnmatchcase(path, pattern) or ("/" not in pattern and fnmatchcase(path.rpartition("/")[2], pattern))
 
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -102,7 +102,7 @@ def test_a_folder_is_searched_without_hidden_files_and_the_moving_part_of_live_p
     assert image_files(tmp_path, problems) == image_files(tmp_path) == kept
     link, live, others = problems.summary().splitlines()
     assert "Live Photo" in live and "nas: a link to a folder elsewhere" in link
-    assert "6 files with other endings, not looked at: hidden 4, " in others and ".pdf 1" in others
+    assert "6 files not looked at: hidden 4, " in others and ".pdf 1" in others
     assert image_files(tmp_path, endings=frozenset({".pdf"})) == ["notes.pdf"]
 
 

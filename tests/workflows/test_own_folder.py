@@ -62,9 +62,35 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     index.gallery.close()
     status, gone, _ = sfumato("delete", out, "red.png", "holiday/orange.png", "nothing.png", "--json")
     assert status == 2 and json.loads(gone) == {"deleted": 2, "unknown": ["nothing.png"]}
+    status, gone, said = sfumato("delete", out, "INNER/*", "inner/*k.png", "nothing[", "--json")
+    assert (status, json.loads(gone)) == (2, {"deleted": 1, "unknown": ["INNER/*", "nothing["]})
+    assert "inner/*k.png: 1 item fits" in said
     assert (pictures / "red.png").exists()
     (found,) = sfumato.json("search", out, "red", "-k", 9)
-    assert len(found["hits"]) == 7 and "red.png" not in {hit["id"] for hit in found["hits"]}
+    assert len(found["hits"]) == 6 and "red.png" not in {hit["id"] for hit in found["hits"]}
+
+
+def test_what_is_excluded_is_counted_kept_for_later_and_taken_back(sfumato, tmp_path):
+    folder, out = draw(tmp_path / "photos", *COLOURS), tmp_path / "mine"
+    for inner in ("private/deep", "old/thumbs", "old/e\u0301te"):
+        draw(folder / inner, "red")
+    (folder / "private" / ".nomedia").touch()
+    excluded = "--exclude", "thumbs", "--exclude", "bl*", "--exclude", "*.gif"
+    printed = folded(sfumato.printed("index", "--data", folder, "--out", out, *excluded))
+    assert "4 images excluded: " in printed
+    assert all(part in printed for part in ("thumbs 1", "bl* 2", "*.gif 0", ".nomedia 1")) and "hidden" not in printed
+    inside = {"red.png", "green.png", "white.png", "old/e\u0301te/red.png"}
+    assert ids(out).keys() == inside
+    draw(folder / "later" / "thumbs", "pink")
+    done = sfumato.json("index", "--sync", "--out", out, "--exclude", "old/\u00e9te")
+    assert (done["n"], done["deleted"], done["excluded"]) == (3, 1, 6) and ids(out).keys() < inside
+    assert sfumato.json("index", "--data", folder / "later", "--add", "--out", out)["n"] == 3
+    (folder / "private" / ".nomedia").unlink()
+    assert sfumato.json("index", "--sync", "--out", out, "--exclude", "")["n"] == 9
+    assert "go" in sfumato.refused("index", "--images", folder, "--out", tmp_path / "a", "--exclude", "x")
+    (folder / ".nomedia").touch()
+    for command in (("index", "--data", folder), ("train", "own-pictures", f"data.path={folder}")):
+        assert "9 images excluded: .nomedia 9" in sfumato(*command, "--out", tmp_path / command[0])[2]
 
 
 def test_a_search_is_filtered_and_misspelt_words_and_scripts_are_said(sfumato, tmp_path, pictures):

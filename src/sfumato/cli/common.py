@@ -182,7 +182,7 @@ def parse_names(listed: str) -> list[str]:
 def problems_suffix(problems: Any) -> str:
     """What was left out and why, as the end of a line."""
     left_out = f"; {problems.left_out} left out" if problems.left_out else ""
-    return f"{left_out}:\n{problems.summary()}" if left_out or problems.remarks or problems.others else ""
+    return "" if problems.is_empty else f"{left_out}:\n{problems.summary()}"
 
 
 if TYPE_CHECKING:

@@ -55,6 +55,12 @@ class IndexFlags:
     add: bool = flag(False, "Add to the collection that --out holds already.", "--add")
     sync: bool = flag(False, "Follow the folders of a collection: new, changed, moved, deleted files.", "--sync")
     force: bool = flag(False, "With --sync, delete items even if they are most.", "--force")
+    exclude: list[str] | None = flag(
+        None,
+        "Shell pattern of paths below the folder that are not indexed, e.g. private or '*.png'; repeatable, and kept"
+        " for --add and --sync ('' forgets those before). A folder with a file .nomedia is not indexed either.",
+        metavar="PATTERN",
+    )
 
     def check(self, out: Path) -> None:
         """Refuse what does not go together, and a folder that holds something else, before anything is embedded."""
@@ -64,6 +70,8 @@ class IndexFlags:
         given = (self.data, place, self.split, self.texts, self.sync or None)
         if sum(s is not None for s in given) != 1:
             raise UserError("give one of --data FOLDER, --images FOLDER, --split NAME, --texts FILE, --sync")
+        if self.exclude and not self.sync and (self.as_data().data is None or self.embedded):
+            raise UserError("--exclude goes with --data and --sync; it is about files of images")
         if (self.add or self.sync) and self.store is not None:
             raise UserError("--add and --sync write to the store of the collection; leave --store out")
         collection = is_collection(out)
@@ -154,18 +162,18 @@ def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> 
     from sfumato.workflows.index import check_new
     from sfumato.workflows.own_folder import add_data, index_data, move_sources, sync_data
 
-    store = given.store or "file:"
+    store, exclude = given.store or "file:", given.exclude or []
     with writing(out):
         if given.sync:
             if given.images is not None:
                 move_sources(out, [str(given.images)])
-            n, done = sync_data(model, out, force=given.force)
+            n, done = sync_data(model, out, force=given.force, exclude=exclude)
         elif given.add:
-            n, done = add_data(model, given.data or "", out)
+            n, done = add_data(model, given.data or "", out, exclude)
         else:
             if not is_collection(out):
                 check_new(out, model.distance, store)
-            n, done = index_data(model, given.data or "", out, store)
+            n, done = index_data(model, given.data or "", out, store, exclude)
     result = {"out": str(out), "n": n, "model": model.source, **done.to_json()}
     line = f"{counted(n, 'image')} in the collection, by the model {model.source}: {out} ({done.line})"
     print_result(result, as_json, line + problems_suffix(done.problems))
@@ -176,7 +184,7 @@ def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> 
 @command()
 def delete(
     folder: Path = word(..., "Folder of a collection.", "COLLECTION"),
-    ids: list[str] = word(..., "Ids of items, as a search shows them.", "ID"),
+    ids: list[str] = word(..., "Ids of items, as a search shows them, or shell patterns of ids: 'beach/*'.", "ID"),
     as_json: AsJson = False,
 ) -> None:
     """Delete items from a collection; the files stay."""

@@ -24,6 +24,7 @@ from sfumato.data.image_decoding import IMAGE_ENDINGS, decode_image, needs_extra
 from sfumato.data.photographs import names_in, sidecars
 from sfumato.errors import UserError, counted, printable
 from sfumato.files import sync_folder, write_atomically
+from sfumato.ids import fits_pattern
 
 
 class ImageSource(Protocol):
@@ -114,6 +115,7 @@ class Problems:
         self.notes: list[Problem] = []  # what was left out and is no fault of the data
         self.remarks: list[Problem] = []  # what lacks something and was not left out
         self.others = Counter[str]()  # number of files that nothing looks at, by their ending
+        self.excluded = Counter[str]()  # number of images that are not wanted, by the pattern or .nomedia
 
     def __len__(self) -> int:
         return len(self.items)
@@ -153,6 +155,11 @@ class Problems:
         """Number of all that was left out, with the notes; ``len`` counts the unusable items alone."""
         return len(self.items) + len(self.notes)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to say."""
+        return not (self.left_out or self.remarks or self.others or self.excluded)
+
     def write(self, path: str | Path) -> None:
         """Write the list as JSONL, one {"place", "reason"} a line; an empty file if there are no problems.
 
@@ -183,7 +190,10 @@ class Problems:
             lines.append(f"  {first}{f' and {len(others):,} more' if others else ''}{reason}")
         if n := self.others.total():
             endings = ", ".join(f"{ending} {k:,}" for ending, k in self.others.most_common())
-            lines.append(f"  {counted(n, 'file')} with other endings, not looked at: {endings}")
+            lines.append(f"  {counted(n, 'file')} not looked at: {endings}")
+        if self.excluded:
+            reasons = ", ".join(f"{printable(why)} {k:,}" for why, k in self.excluded.items())
+            lines.append(f"  {counted(self.excluded.total(), 'image')} excluded: {reasons}")
         return "\n".join(lines) or "  (no item was unusable)"
 
     def check(self, total: int, max_fraction: float, *, setting: str = "data.max_problem_fraction=") -> None:
@@ -202,33 +212,48 @@ class Problems:
             raise UserError(f"{found}; correct them, or raise that fraction:\n{self.summary()}")
 
 
+NO_MEDIA = ".nomedia"
+"""A file whose folder, with those below it, is not to be shown; as on Android."""
+
 _HIDDEN = frozenset({"@eadir", "#recycle", "$recycle.bin", "__macosx"})
 _LIVE, _MOVING = {".heic", ".heif", ".jpg", ".jpeg"}, {".mov", ".mp4"}
 
 
 def image_files(
-    folder: Path, problems: Problems | None = None, *, endings: frozenset[str] = IMAGE_ENDINGS
+    folder: Path,
+    problems: Problems | None = None,
+    *,
+    endings: frozenset[str] = IMAGE_ENDINGS,
+    exclude: Sequence[str] = (),
 ) -> list[str]:
     """Paths of the images below a folder, relative to it with "/", sorted part by part.
 
-    Hidden files and folders are skipped, links to folders are not followed. With ``problems`` the files that need an
-    extra are left out and noted, as are links to folders elsewhere, and other files are counted; without, every
-    computer lists the same files.
+    Hidden files and folders are skipped, as is what fits a pattern of ``exclude`` or lies beside or below a file
+    .nomedia; links to folders are not followed. With ``problems`` the files that need an extra are left out and noted,
+    as are links to folders elsewhere, and other files are counted; without, every computer lists the same files.
     """
-    return sorted(_below(folder, "", problems, endings), key=lambda name: name.split("/"))
+    return sorted(_below(folder, "", problems, endings, exclude), key=lambda name: name.split("/"))
 
 
-def _below(folder: Path, below: str, problems: Problems | None, endings: frozenset[str]) -> Iterator[str]:
+def _below(
+    folder: Path, below: str, problems: Problems | None, endings: frozenset[str], exclude: Sequence[str], why: str = ""
+) -> Iterator[str]:
+    """The images below a part of a folder; where it is not wanted for a reason, they are counted alone."""
     names: list[str] = []
     others: list[str] = []
     own = Problems() if problems is None else problems
+    if not why and os.path.lexists(folder / below / NO_MEDIA):
+        why = NO_MEDIA
     try:
         with os.scandir(folder / below) as found:
             for item in found:
+                unwanted = why or next((one for one in exclude if fits_pattern(below + item.name, one)), "")
                 if item.name.startswith(".") or item.name.lower() in _HIDDEN:
-                    own.others["hidden"] += 1
+                    own.others["hidden"] += not unwanted
                 elif item.is_dir(follow_symlinks=False):
-                    yield from _below(folder, f"{below}{item.name}/", problems, endings)
+                    yield from _below(folder, f"{below}{item.name}/", problems, endings, exclude, unwanted)
+                elif unwanted:
+                    own.excluded[unwanted] += os.path.splitext(item.name)[1].lower() in endings
                 elif os.path.isdir(item.path):  # A link; what lies in the folder is listed without it.
                     if not Path(os.path.realpath(item.path)).is_relative_to(os.path.realpath(folder)):
                         own.note(item.path, "a link to a folder elsewhere is not followed; add that folder, too")
@@ -241,7 +266,8 @@ def _below(folder: Path, below: str, problems: Problems | None, endings: frozens
     except OSError as error:
         if problems is None or not below:
             raise
-        problems.add(folder / below, f"cannot be read: {error.strerror}")
+        if not why:
+            problems.add(folder / below, f"cannot be read: {error.strerror}")
     split = {name: os.path.splitext(name.lower()) for name in names}
     stills = {split[name][0] for name in names if split[name][1] in _LIVE and os.path.getsize(folder / below / name)}
     there = names_in(folder / below) if problems is not None else {}

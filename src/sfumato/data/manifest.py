@@ -273,7 +273,7 @@ def usable_captions(location: str, captions: Iterable[str], problems: Problems) 
 
 
 def _nothing_usable(source: Path, problems: Problems) -> UserError:
-    if problems.left_out:
+    if problems.left_out or problems.excluded:
         return UserError(f"{source} holds no usable pair of image and caption:\n{problems.summary()}")
     if source.is_dir():
         expected = "expected images, each with a .txt file of the same name that holds its captions, one a line"

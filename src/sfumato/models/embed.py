@@ -200,7 +200,7 @@ def embed_folder(model: Model, folder: Path) -> NamedItems:
     endings, problems = file_endings(model.model), Problems()
     ids = image_files(folder, problems, endings=endings)
     if not ids:
-        why = f":\n{problems.summary()}" if problems.left_out else f" (looked for {spelt(endings)})"
+        why = f" (looked for {spelt(endings)})" if problems.is_empty else f":\n{problems.summary()}"
         raise UserError(f"no images in {folder}{why}")
     return embed_sources(model, [FileImage(folder / i) for i in ids], ids, problems)
 

@@ -319,7 +319,7 @@ class Gallery(ABC):
         Images nearly the same as one above fold into it: the squared distance of their means is a small fraction of
         the usual one.
         """
-        folds = options.duplicates == "fold" and self.scorer.direction == "t2i"
+        folds = options.duplicates == "fold" and self.scorer.direction == "t2i" and self.size > 0
         limit, wanted = SAME * self._usual_distance() if folds else 0.0, 2 * k + 10 if folds else k
         while True:
             found, context = self._ranked(queries, wanted, options, about, n)

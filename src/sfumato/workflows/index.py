@@ -25,10 +25,10 @@ from sfumato.data.images import (
 )
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.processors import EmbeddingProcessor
-from sfumato.errors import UserError, first_line, need, progress_bar
+from sfumato.errors import UserError, counted, first_line, need, progress_bar, say
 from sfumato.files import RECIPE
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.ids import Direction, check_ids
+from sfumato.ids import Direction, check_ids, fits_pattern
 from sfumato.models import embed
 from sfumato.models.calibrate import describe_calibration
 from sfumato.models.embed import embedding_steps, encode_each, load_splits
@@ -150,12 +150,23 @@ def copy_index(folder: str | Path, out: str | Path, store: str, *, source_store:
 
 
 def delete_items(folder: Path, ids: Sequence[str]) -> tuple[int, list[str]]:
-    """Delete items of a collection. Returns their number, and the ids that it does not have."""
+    """Delete the items with some ids, or that fit shell patterns; first it says how many fit.
+
+    Returns their number, and the ids and patterns without an item.
+    """
     if not is_collection(folder):
         raise UserError(f"{folder} is no collection, so nothing can be deleted; sfumato index --data makes one")
     with GaussianCollection.open(folder) as collection:
-        known = collection.get(list(dict.fromkeys(ids))).ids
-        return remove_items(collection, known), [i for i in dict.fromkeys(ids) if i not in known]
+        known, unknown = set(collection.get(list(dict.fromkeys(ids))).ids), list[str]()
+        for pattern in [i for i in dict.fromkeys(ids) if i not in known]:
+            fit: set[str] = set()
+            if not {*"*?["}.isdisjoint(pattern):
+                fit = {i for records in collection.store.scan() for i in records.ids if fits_pattern(i, pattern)}
+            if fit:
+                say(f"{pattern}: {counted(len(fit), 'item')} fit{'s' * (len(fit) == 1)}")
+            unknown += [] if fit else [pattern]
+            known |= fit
+        return remove_items(collection, sorted(known)), unknown
 
 
 def remove_items(collection: GaussianCollection, ids: Sequence[str]) -> int:

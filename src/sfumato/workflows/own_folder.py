@@ -77,7 +77,8 @@ class Filled:
     def to_json(self) -> dict[str, Any]:
         """The numbers, the store and the note."""
         n_problems = self.problems.left_out + len(self.problems.remarks)
-        return {name: n for name, n in vars(self).items() if name != "problems"} | {"problems": n_problems}
+        numbers = {"problems": n_problems, "excluded": self.problems.excluded.total()}
+        return {name: n for name, n in vars(self).items() if name != "problems"} | numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,11 +203,13 @@ class Filling:
         self._waiting = []
 
 
-def index_data(model: Model, data: str, out: Path, store: str = "file:") -> tuple[int, Filled]:
+def index_data(
+    model: Model, data: str, out: Path, store: str = "file:", exclude: Sequence[str] = ()
+) -> tuple[int, Filled]:
     """Make a collection of what a user named, or go on with an interrupted one. Returns (its items, what was done)."""
     if is_collection(out):
-        return add_data(model, data, out)
-    source, done, endings = named_source(data), Filled(), file_endings(model.model)
+        return add_data(model, data, out, exclude)
+    source, done, endings = named_source(data).excluding(exclude), Filled(), file_endings(model.model)
     items = some_items(list_items(source, endings, done.problems), source, endings, done.problems)
     with contextlib.ExitStack() as stack:
 
@@ -231,7 +234,7 @@ def index_data(model: Model, data: str, out: Path, store: str = "file:") -> tupl
 _GO_ON = "it was interrupted while being filled; run the same command again, and it goes on"
 
 
-def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
+def add_data(model: Model, data: str, out: Path, exclude: Sequence[str] = ()) -> tuple[int, Filled]:
     """Add what a user named to a collection; what is there and unchanged stays."""
     with GaussianCollection.open(out, unfinished=True) as collection:
         check_same(collection, model, "t2i")
@@ -240,6 +243,7 @@ def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
         if number == len(sources):
             source = replace(source, begin=_beginning(source, sources) if len(collection) else "")
             sources.append(source)
+        sources[number] = sources[number].excluding(exclude, below)
         endings = file_endings(model.model)
         items = some_items(list_items(sources[number], endings, done.problems), source, endings, done.problems)
         items = [item for item in items if item.file.startswith(below)]
@@ -251,12 +255,12 @@ def add_data(model: Model, data: str, out: Path) -> tuple[int, Filled]:
         return len(collection), done
 
 
-def sync_data(model: Model, out: Path, *, force: bool = False) -> tuple[int, Filled]:
+def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence[str] = ()) -> tuple[int, Filled]:
     """Bring a collection in step with its sources: new, changed, moved and deleted files."""
     done = Filled()
     with GaussianCollection.open(out, unfinished=True) as collection:
         check_same(collection, model, "t2i")
-        if not (sources := sources_of(collection)):
+        if not (sources := [one.excluding(exclude) for one in sources_of(collection)]):
             raise UserError(f"{out} names no folder of its images; add one with sfumato index --data FOLDER --add")
         removed, endings = set(collection.metadata.get("removed", [])), file_endings(model.model)
         scanned = (zip(records.ids, records.payloads, strict=True) for records in collection.store.scan())
@@ -276,7 +280,7 @@ def sync_data(model: Model, out: Path, *, force: bool = False) -> tuple[int, Fil
         if not force and len(vanished) > max(_FEW, _MOST_DELETED * n_own) and 2 * n_new < len(vanished):
             raise UserError(
                 f"{len(vanished):,} of {n_own:,} images are not in {', '.join(one.root for one in sources)} any more,"
-                " and nothing was changed; if a folder has moved, say so with --images NEW; --force deletes them"
+                " or excluded, and nothing was changed; if a folder has moved, say so with --images NEW; --force deletes them"
             )
         if not force and (folder := _emptied([_path_of(known[i], i, sources) for i in vanished], sources)):
             raise UserError(
@@ -287,6 +291,8 @@ def sync_data(model: Model, out: Path, *, force: bool = False) -> tuple[int, Fil
             for number, (source, items) in enumerate(zip(sources, listed, strict=True)):
                 Filling(model, source, number, collection, known, done).fill(items, gone)
             done.deleted = collection.delete(list(_look_up(collection, vanished)))
+            if exclude:
+                collection.keep({"sources": [vars(one) for one in sources]})
             _finish(collection, model, done)
         return len(collection), done
 

@@ -30,6 +30,7 @@ from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.sources import is_dataset_folder, read_dataset
 from sfumato.errors import UserError
 from sfumato.files import RECIPE, read_json
+from sfumato.ids import fits_pattern
 from sfumato.models.embed import load_splits, split_names
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.gallery import Gallery
@@ -43,6 +44,7 @@ class Source:
     kind: str  # "folder", "manifest", "karpathy", "coco", "datasets" or "shards"
     root: str  # folder that the images lie in
     begin: str = ""  # beginning of the ids of its items
+    exclude: Sequence[str] = ()  # patterns of paths below the root that are not wanted
 
     def moved(self, root: str) -> "Source":
         """The same source with another root."""
@@ -50,6 +52,12 @@ class Source:
         if os.path.isabs(path) and Path(path).is_relative_to(self.root):
             path = str(Path(root, Path(path).relative_to(self.root)))
         return replace(self, root=root, path=path)
+
+    def excluding(self, patterns: Sequence[str], below: str = "") -> "Source":
+        """The same source without what fits these patterns below a part of it, too; "" forgets those before it."""
+        every = [*self.exclude, *(one and below + one for one in patterns)]
+        forgotten = len(every) - every[::-1].index("") if "" in every else 0
+        return replace(self, exclude=list(dict.fromkeys(every[forgotten:])))
 
 
 def named_source(data: str) -> Source:
@@ -112,11 +120,24 @@ class Item:
 
 
 def list_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
-    """The images of a source; nothing but names is read."""
+    """The images of a source that are wanted; nothing but names is read."""
+    problems.excluded.update(dict.fromkeys(source.exclude, 0))
     names_of = functools.cache(names_in)
     if source.kind == "folder":
-        names = image_files(Path(source.root), problems, endings=endings)
+        names = image_files(Path(source.root), problems, endings=endings, exclude=source.exclude)
         return [_file_item(source, name, name, {}, names_of) for name in names]
+    found, wanted = _listed(source, problems, names_of), list[Item]()
+    for item in found:
+        path = item.file or item.id.removeprefix(source.begin)
+        if why := next((one for one in source.exclude if fits_pattern(path, one)), ""):
+            problems.excluded[why] += 1
+        else:
+            wanted.append(item)
+    return wanted
+
+
+def _listed(source: Source, problems: Problems, names_of: Callable[[Path], Mapping[str, str]]) -> list[Item]:
+    """The images of a source that is no folder."""
     if source.kind == "manifest":
         return list(_manifest_items(source, problems, names_of))
     if source.kind in ("karpathy", "coco", "datasets"):
@@ -133,7 +154,7 @@ def list_items(source: Source, endings: frozenset[str], problems: Problems) -> l
 def some_items(items: list[Item], source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
     """The items, of which there must be some."""
     if not items and not problems.left_out:
-        others = f":\n{problems.summary()}" if problems.others else ""
+        others = "" if problems.is_empty else f":\n{problems.summary()}"
         raise UserError(f"no images in {source.path} (looked for {spelt(endings)}){others}")
     return items
 
