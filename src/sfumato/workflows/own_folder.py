@@ -279,8 +279,8 @@ def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence
         n_own, n_new = sum(ROOT in payload for payload in known.values()), len(there - known.keys())
         if not force and len(vanished) > max(_FEW, _MOST_DELETED * n_own) and 2 * n_new < len(vanished):
             raise UserError(
-                f"{len(vanished):,} of {n_own:,} images are not in {', '.join(one.root for one in sources)} any more,"
-                " or excluded, and nothing was changed; if a folder has moved, say so with --images NEW; --force deletes them"
+                f"{len(vanished):,} of {n_own:,} images are not in {', '.join(one.root for one in sources)} any more, or"
+                " excluded, and nothing was changed; if a folder has moved, say so with --images NEW; --force deletes them"
             )
         if not force and (folder := _emptied([_path_of(known[i], i, sources) for i in vanished], sources)):
             raise UserError(
