@@ -265,7 +265,7 @@ def test_what_is_said_of_an_answer(visit, service):
     expect(panel(page).locator(".guess")).to_have_text(guesses)
     folded = panel(page).locator(".folded")
     expect(folded).to_have_text("+2 similar")
-    expect(panel(page).locator("[data-count]")).to_contain_text("the 24 closest of")  # with the two
+    expect(panel(page).locator("[data-count]")).to_contain_text("the 24 closest of 48 images, 2 of them under “similar”")
     folded.click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("2 of 3")
@@ -274,6 +274,10 @@ def test_what_is_said_of_an_answer(visit, service):
     expect(dialog).to_contain_text(third["id"])
     page.keyboard.press("Escape")
     expect(folded).to_be_focused()
+    answer["hits"] = [{**first, "match_probability": 0.1}]
+    enter(page, "one result")
+    expect(panel(page).locator("[data-count]")).to_contain_text("This is the closest of 48 images.")
+    expect(page.locator("#status")).to_contain_text(" 1 result.")
     page.unroute("**/v1/search")
     page.get_by_role("button", name="a red circle").click()
     expect(panel(page).locator("h2")).to_have_text("“a red circle”")

@@ -231,7 +231,7 @@ def test_a_synchronisation_deletes_only_what_is_gone(sfumato, tmp_path):
         collection.upsert(some.embeddings, ["own"], payloads=[{}])
     (tmp_path / "other").mkdir()
     told = sfumato.refused("index", "--sync", "--images", tmp_path / "other", "--out", out)
-    assert "15 of 15 images are not in" in told and len(ids(out)) == 16
+    assert "15 of 15 images are excluded, or not in" in told and len(ids(out)) == 16
     sfumato.json("index", "--sync", "--images", folder, "--out", out)
     os.utime(folder / "2.png")
     (folder / "3.png").unlink()

@@ -216,7 +216,7 @@ def embed_sources(
             items, progress=advance, on_error=lambda i, error: problems.add(sources[i].location, str(error))
         )
     if not len(kept):
-        raise UserError(f"none of {len(items)} images can be used:\n{problems.summary()}")
+        raise UserError(f"none of {counted(len(items), 'image')} can be used:\n{problems.summary()}")
     with progress_bar("embedding images", len(kept)) as advance:
         embeddings = model.model.image.embed(store, progress=advance)
     return embeddings, [ids[i] for i in kept], problems

@@ -10,4 +10,5 @@ def check_address(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        raise UserError(f"cannot serve at {host}:{port} ({error.strerror}); choose another --host or --port") from error
+        why = str(error.strerror).partition(" (while")[0]  # The rest is the address once more.
+        raise UserError(f"cannot serve at {host}:{port} ({why}); choose another --host or --port") from error

@@ -19,7 +19,7 @@ from typing import Literal
 import uvicorn
 from fastapi import FastAPI
 
-from sfumato.errors import UserError
+from sfumato.errors import UserError, counted
 from sfumato.serve.guard import share_memory
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
@@ -132,7 +132,8 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        held = ", ".join(f"{served.gallery.size} {name}" for name, served in self._service.sources.galleries.items())
+        galleries = self._service.sources.galleries.items()
+        held = ", ".join(counted(served.gallery.size, name.removesuffix("s")) for name, served in galleries)
         print(f"serving {held}: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 

@@ -20,7 +20,7 @@ from sfumato.data.image_decoding import is_cut, needs_extra
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
 from sfumato.data.photographs import UNREADABLE
 from sfumato.encoders.processors import in_threads
-from sfumato.errors import UserError, progress_bar
+from sfumato.errors import UserError, counted, progress_bar
 from sfumato.files import available_cores
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import id_error, is_text
@@ -226,7 +226,7 @@ def index_data(
         made: list[GaussianCollection] = []
         Filling(model, source, 0, create, {}, done).fill(items, {})
         if not made:
-            raise UserError(f"none of {len(items)} images can be used:\n{done.problems.summary()}")
+            raise UserError(f"none of {counted(len(items), 'image')} can be used:\n{done.problems.summary()}")
         _finish(made[0], model, done)
         return len(made[0]), done
 
@@ -279,8 +279,9 @@ def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence
         n_own, n_new = sum(ROOT in payload for payload in known.values()), len(there - known.keys())
         if not force and len(vanished) > max(_FEW, _MOST_DELETED * n_own) and 2 * n_new < len(vanished):
             raise UserError(
-                f"{len(vanished):,} of {n_own:,} images are not in {', '.join(one.root for one in sources)} any more, or"
-                " excluded, and nothing was changed; if a folder has moved, say so with --images NEW; --force deletes them"
+                f"{len(vanished):,} of {n_own:,} images are excluded, or not in"
+                f" {', '.join(one.root for one in sources)} any more, and nothing was changed; if a folder has moved,"
+                " say so with --images NEW; --force deletes them"
             )
         if not force and (folder := _emptied([_path_of(known[i], i, sources) for i in vanished], sources)):
             raise UserError(

@@ -200,7 +200,7 @@ async function search(slot, { more = false } = {}) {
 }
 
 // Both in one, as a second announcement may cut the first short.
-const tell = () => running.some(Boolean) || ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${wordsOf(answer)}. ${answer.hits.length} results.`).join(" "));
+const tell = () => running.some(Boolean) || ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${wordsOf(answer)}. ${some(answer.hits.length, "result")}.`).join(" "));
 
 // ---- the answers
 
@@ -315,13 +315,16 @@ function counted({ hits, calibrated, verdict, target, expected_matches: expected
   const size = ({ duplicates = [] }) => 1 + duplicates.length; // nearly the same images are about as probable
   const total = (some) => some.reduce((n, hit) => n + size(hit), 0);
   const whole = filtered() ? hits.length < wanted : total(hits) >= n;
-  const closest = whole ? `all ${things(state.gallery, total(hits))}${filtered() ? " that pass the filter" : ""}` : `the ${total(hits)} ${target === "fits" ? "most likely" : "closest"} of ${among()}`;
+  const [one, alike] = [total(hits) === 1, total(hits) - hits.length];
+  const closest = (whole ? `${one ? `the only ${state.gallery.slice(0, -1)}` : `all ${things(state.gallery, total(hits))}`}${filtered() ? ` that pass${one ? "es" : ""} the filter` : ""}`
+    : `the ${one ? "" : `${total(hits)} `}${target === "fits" ? "most likely" : "closest"} of ${among()}`) + (alike ? `, ${alike} of them under “similar”` : "");
+  const these = `${one ? "This is" : "These are"} ${closest}.`;
   const sum = (some) => some.reduce((sum, hit) => sum + size(hit) * hit.match_probability, 0);
-  if (!calibrated || verdict.kind === "unfamiliar" || (target === "fits" && !state.least)) return `These are ${closest}.`;
+  if (!calibrated || verdict.kind === "unfamiliar" || (target === "fits" && !state.least)) return these;
   if (!state.least) {
     const rest = !whole ? Math.round(expected) - Math.round(sum(hits)) : 0;
     const others = rest > 0 ? `, and about ${count(rest)} of the others` : "";
-    return `These are ${closest}.` + (sum(hits) < 1 ? "" : ` About ${count(sum(hits))} of these should match${others}.`);
+    return these + (sum(hits) < 1 ? "" : ` About ${count(sum(hits))} of these should match${others}.`);
   }
   const left = hits.filter((hit) => hit.match_probability >= state.least);
   const which = `a probability of at least ${percent(state.least)}`;
