@@ -265,7 +265,8 @@ def test_what_is_said_of_an_answer(visit, service):
     expect(panel(page).locator(".guess")).to_have_text(guesses)
     folded = panel(page).locator(".folded")
     expect(folded).to_have_text("+2 similar")
-    expect(panel(page).locator("[data-count]")).to_contain_text("the 24 closest of 48 images, 2 of them under “similar”")
+    said = "the 24 closest of 48 images, 2 of them under “similar”"
+    expect(panel(page).locator("[data-count]")).to_contain_text(said)
     folded.click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("2 of 3")

@@ -186,6 +186,18 @@ def _open(data: bytes) -> Image.Image:
 _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 
 
+PIXELS = "_pixels"
+"""Payload field: the number of pixels of an image, by which one stands for those that are nearly the same."""
+
+
+def n_pixels(data: bytes) -> int:
+    """Number of pixels of an image file, before any are reduced; 0 if its header cannot be read."""
+    with suppress(ValueError), opened_image(data, max_pixels=None) as image:
+        reduced = (getattr(image, "decoderconfig", ()) or (1,))[0]
+        return image.width * image.height * int(reduced) ** 2
+    return 0
+
+
 def is_cut(data: bytes) -> bool:
     """Whether a JPEG file ends before its end marker; it is then read as far as it goes, and the rest is grey."""
     if not data.startswith(b"\xff\xd8\xff"):

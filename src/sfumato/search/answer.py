@@ -255,7 +255,8 @@ class Hit:
         uncertainty: total variance of the item.
         payload: texts stored with the item, e.g. {"path": ...}.
         best_text: the text of the item that has most of the query's words; "" where texts were no evidence.
-        duplicates: ids of nearly the same images farther down, where they were folded into this hit.
+        duplicates: ids of nearly the same images, where they were folded into this hit. It is the largest of them, and
+            has the distance and the probability of the first.
     """
 
     id: str

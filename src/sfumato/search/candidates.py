@@ -14,6 +14,7 @@ import numpy as np
 from sfumato.arrays import as_numpy, joined_rows, sigmoid
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import BARE, KNOWN, MODEL, N_NEAR, Evidence, FitsCalibration, list_features
+from sfumato.data.image_decoding import PIXELS
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
@@ -346,18 +347,27 @@ def hits_of(
 def folded(hits: Sequence[Hit], means: Mapping[str, np.ndarray], k: int, limit: float) -> tuple[Hit, ...]:
     """The first k of some hits that are not nearly the same as one above; the others are duplicates of these.
 
-    means: of the hits by id; hits without one were deleted meanwhile. limit: of the squared distance of two means.
+    The largest image stands for those that are nearly the same, in the place of the first. means: of the hits by id;
+    hits without one were deleted meanwhile. limit: of the squared distance of two means.
     """
-    kept, duplicates = list[Hit](), list[list[str]]()
+    groups = list[list[Hit]]()
     for hit in hits:
         if (mean := means.get(hit.id)) is None:
             continue
-        above = np.stack([means[other.id] for other in kept] or [mean + math.inf])
+        above = np.stack([means[first.id] for first, *_ in groups] or [mean + math.inf])
         near = np.flatnonzero(((above - mean) ** 2).sum(1) <= limit)
         if len(near):
-            duplicates[near[0]].append(hit.id)
-        elif len(kept) < k:
-            kept.append(hit)
-            duplicates.append([])
-    pairs = enumerate(zip(kept, duplicates, strict=True), 1)
-    return tuple(replace(hit, rank=rank, duplicates=tuple(ids)) for rank, (hit, ids) in pairs)
+            groups[near[0]].append(hit)
+        elif len(groups) < k:
+            groups.append([hit])
+    return tuple(_largest(group, rank) for rank, group in enumerate(groups, 1))
+
+
+def _largest(group: Sequence[Hit], rank: int) -> Hit:
+    """The largest image of a group, with the distance and the probability of the first."""
+    sizes = [hit.payload.get(PIXELS, "") for hit in group]
+    place = max(range(len(group)), key=lambda j: int(sizes[j]) if sizes[j].isdecimal() else 0)
+    first, best = group[0], group[place]
+    same = {"distance": first.distance, "match_probability": first.match_probability}
+    others = tuple(hit.id for hit in group if hit is not best)
+    return replace(best, rank=rank, best_text=best.best_text or first.best_text, duplicates=others, **same)

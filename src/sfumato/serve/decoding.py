@@ -27,7 +27,7 @@ from typing import IO, Any, Generic, TypeVar
 import numpy as np
 from PIL import Image, ImageOps
 
-from sfumato.data.image_decoding import Fit, decode_image, opened_image
+from sfumato.data.image_decoding import PIXELS, Fit, decode_image, n_pixels, opened_image
 from sfumato.data.photographs import describe_image
 
 Result = TypeVar("Result")
@@ -84,7 +84,7 @@ def stored(data: bytes) -> Message:
     with opened_image(data) as image:
         format = "PNG" if image.format == "TIFF" or image.format not in _PHOTOGRAPHS else "JPEG"
     pixels = np.ascontiguousarray(decode_image(data, None).transpose(1, 2, 0))
-    return {"fields": describe_image(data)}, _encoded(Image.fromarray(pixels), format)
+    return {"fields": {**describe_image(data), PIXELS: str(n_pixels(data))}}, _encoded(Image.fromarray(pixels), format)
 
 
 def shown(data: bytes, size: int | None) -> Message:

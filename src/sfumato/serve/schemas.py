@@ -100,7 +100,7 @@ class SearchFields(Model):
         None, gt=0, lt=1, description="also return the set of items that holds a match with at least this probability"
     )
     duplicates: Literal["show", "fold"] = Field(
-        "show", description="fold: an image that is nearly the same as a hit above is among the duplicates of that hit"
+        "show", description="fold: of images nearly the same the largest is a hit, and the others are its duplicates"
     )
     order: Literal["fits", "distance"] = Field(
         "fits",

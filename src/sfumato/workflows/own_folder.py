@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sfumato.data.image_decoding import is_cut, needs_extra
+from sfumato.data.image_decoding import PIXELS, is_cut, n_pixels, needs_extra
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
 from sfumato.data.photographs import UNREADABLE
 from sfumato.encoders.processors import in_threads
@@ -143,6 +143,7 @@ class Filling:
             data = item.image.read_bytes()
             digest = hashlib.blake2b(data, digest_size=16).hexdigest()
             payload = {**item.fields(data, own), ROOT: str(self.number), STAT: item.stat, DIGEST: digest}
+            payload[PIXELS] = str(n_pixels(data))
             if is_cut(data):
                 own.remark(item.image.location, "the file is cut short; the rest of the image is grey")
             if any(one.reason.startswith(UNREADABLE) for one in own.remarks):
