@@ -368,6 +368,6 @@ def _largest(group: Sequence[Hit], rank: int) -> Hit:
     sizes = [hit.payload.get(PIXELS, "") for hit in group]
     place = max(range(len(group)), key=lambda j: int(sizes[j]) if sizes[j].isdecimal() else 0)
     first, best = group[0], group[place]
-    same = {"distance": first.distance, "match_probability": first.match_probability}
     others = tuple(hit.id for hit in group if hit is not best)
-    return replace(best, rank=rank, best_text=best.best_text or first.best_text, duplicates=others, **same)
+    best = replace(best, distance=first.distance, match_probability=first.match_probability)
+    return replace(best, rank=rank, best_text=best.best_text or first.best_text, duplicates=others)
