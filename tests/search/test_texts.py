@@ -194,6 +194,35 @@ def test_queries_without_a_text_go_by_distance_and_the_stores_stay_in_step(made,
         assert asked(opened, "cake")[0].hits == b.hits
 
 
+@pytest.mark.parametrize("target", ["fits", "listed"])
+@pytest.mark.parametrize("large", [False, True])
+def test_a_filter_takes_items_away_and_changes_no_probability(made, target, large):
+    collection, texts, dates = (
+        made[0],
+        ("dog", "harbour at night", "a tent", "zebra"),
+        [f"2024-{m + 1:02}" for m in range(12)],
+    )
+    if large:
+        collection.n_exact, collection.n_sample = 10, 50
+    every = asked(collection, *texts, k=60, target=target)
+    for left in (dates, dates[3:4], random.Random(1).sample(dates, 5), dates[::2]):
+        for one, some in zip(
+            every, asked(collection, *texts, k=60, target=target, filter=Filter({"date": left})), strict=True
+        ):
+            said = {hit.id: hit.match_probability for hit in one if hit.payload["date"] in left}
+            found = {hit.id: hit.match_probability for hit in some if not large or hit.id in said}
+            assert found == pytest.approx({i: said[i] for i in found}, rel=1e-6) and (found or large)
+            if not large:
+                assert list(found) == list(said) and some.expected_matches == pytest.approx(
+                    sum(said.values()), rel=1e-3
+                )
+            before, nothing = (each.nothing_probability or 0.0 for each in (one, some))
+            assert nothing >= before
+            if left is dates:
+                assert nothing == pytest.approx(before, rel=1e-6, abs=0)
+                assert some.verdict == one.verdict and some.expected_matches == pytest.approx(one.expected_matches)
+
+
 def test_what_another_process_has_changed_is_found(made, tmp_path):
     collection, _ = made
     collection.close()

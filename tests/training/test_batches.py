@@ -158,7 +158,7 @@ def test_an_epoch_follows_from_its_number_and_the_seed_alone(style):
     assert not all(map(torch.equal, plan_tensors(first.mix), plan_tensors(second.mix)))
     draws = [batches.augmentation.generator(*key).initial_seed() for key in ((0, 0), (1, 0), (0, 1), (0, 0))]
     assert draws[0] == draws[3] and len(set(draws)) == 3
-    steps = [plan_tensors(batches.augmentation.plans([7], (16, 16), 0, step)[0]) for step in (0, 1)]
+    steps = [plan_tensors(batches.augmentation.plans([6], (16, 16), 0, step)[0]) for step in (0, 1)]
     assert all(map(torch.equal, steps[0], plan_tensors(first.mix))) and not all(map(torch.equal, *steps))
     assert not same(first, next(iter(indexed(recipe(style=style, mixed_share=0.5, seed=1), alone()).epoch(0))))
 
@@ -211,12 +211,12 @@ def test_words_of_padded_texts_are_not_damaged_and_masking_needs_its_token():
     assert left.mask.sum() < 150 and set(left.values[left.mask].tolist()) == {1}
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("size", [4, 5, 8])
 def test_processes_share_the_batches_of_one_without_gaps_or_doubles(size):
     settings = recipe(mixed_share=0.8, label_smoothing=0.05)
     whole = list(indexed(settings, alone()).epoch(3))
     parts = [list(indexed(settings, ProcessGroup(rank, size, CPU)).epoch(3)) for rank in range(size)]
-    assert [len(b.images) for b in whole] == [7, 5]  # No multiple of the processes.
+    assert [len(b.images) for b in whole] == [6, 6]  # No multiple of the processes.
     mixed = 0
     for batch, shares in zip(whole, zip(*parts, strict=True), strict=True):
         images, texts = zip(*map(drawn, shares), strict=True)

@@ -1,6 +1,7 @@
 """Pairs of images and texts: matches, graded labels, parts for cross-fitting, and the sampling of batches."""
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -211,25 +212,22 @@ class PairSampler:
         if self.epoch_over == "groups":
             return max(1, len(self.data.texts) // min(self.batch_size, len(self._group_starts)))
         total = len(self._drawn_images) if self.epoch_over == "images" else len(self.data.pairs)
-        full, rest = divmod(total, self.batch_size)
-        return full + (rest >= 2)
+        return min(math.ceil(total / self.batch_size), total // 2)
 
     def batches(self, epoch: int) -> Iterator[PairBatch]:
-        """The batches of an epoch."""
+        """The batches of an epoch, of nearly equal sizes: the large gradient of a few pairs can ruin a training."""
         random = np.random.default_rng([self.seed, epoch])
-        size = self.batch_size
         if self.epoch_over == "pairs":
             images, texts = self.data.pairs[random.permutation(len(self.data.pairs))].T
         else:
             if self.epoch_over == "images":
                 images = random.permutation(self._drawn_images)
             else:
-                size = min(size, len(self._group_starts))
+                size = min(self.batch_size, len(self._group_starts))
                 images = np.concatenate([self._one_of_each_group(random, size) for _ in range(len(self))])
             texts = self._some_texts(images, random)
-        for i in range(len(self)):
-            part = slice(i * size, (i + 1) * size)
-            yield PairBatch(images[part], texts[part], partial(self._labels, images[part], texts[part]))
+        for of, own in zip(np.array_split(images, len(self)), np.array_split(texts, len(self)), strict=True):
+            yield PairBatch(of, own, partial(self._labels, of, own))
 
     def _some_texts(self, images: np.ndarray, random: np.random.Generator) -> np.ndarray:
         """One text of each image at random, by the weights of the pairs."""

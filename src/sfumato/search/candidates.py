@@ -18,7 +18,7 @@ from sfumato.data.image_decoding import PIXELS
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
-from sfumato.search.stores.protocol import Records, VectorStore
+from sfumato.search.stores.protocol import Filter, Records, VectorStore
 from sfumato.search.texts import ItemTexts, TextStore, word_stems
 
 _COUNTED_SECONDS = 5.0
@@ -256,8 +256,8 @@ _USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
 class TextSearch:
     """Queries by text, and the sample of the gallery that says which words are rare and how far items usually are.
 
-    own: the texts of the sample; scorer: None of a model that is not calibrated; n: items that may be
-    found; model: its name.
+    own: the texts of the sample; scorer: None of a model that is not calibrated; n, size: numbers of items that may be
+    found, and of all; model: its name; filter: of what may be found, while lists are those of the whole gallery.
     """
 
     def __init__(
@@ -268,15 +268,28 @@ class TextSearch:
         sample: SampledItems,
         own: ItemTexts,
         n: int,
+        size: int,
         model: str,
+        filter: Filter | None,
     ) -> None:
-        self.forms, self.fits, self.scorer, self.sample, self.own, self.n = forms, fits, scorer, sample, own, n
+        self.forms, self.fits, self.scorer, self.sample, self.own = forms, fits, scorer, sample, own
+        self.n, self.size, self._filter = n, size, filter
+        self._passing = self._accepted(sample.uncertainty, sample.payloads)
         texts = [form.joined for form in forms]
         self.vectors = sentence_vectors(texts)  # (q, 384)
         self.logits = [fits.of(len(word_stems(text))) for text in texts]
         self.prior = fits.query_prior(self.vectors)  # (q,)
         self.near = fits.nearness(self.vectors) if model == MODEL else None  # (q,)
         self.with_texts = own.has_texts.sum() / max(1, len(own.has_texts))  # fraction of the items
+        passing = own.has_texts[self._passing]
+        self._silent = 1 - passing.sum() / max(1, len(passing))  # fraction of those that may be found
+
+    def _accepted(self, uncertainty: np.ndarray, payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
+        """Positions of the items that the filter accepts."""
+        if self._filter is None:
+            return np.arange(len(payloads))
+        rows = zip(payloads, uncertainty.tolist(), strict=True)
+        return np.array([j for j, row in enumerate(rows) if self._filter.accepts(*row)], np.int64)
 
     def _image_logit(self, distance: np.ndarray, usual: np.ndarray) -> np.ndarray:
         """(q, c) logits of pairs; of a model that is not calibrated, with the mean and spread that `small` has."""
@@ -298,29 +311,43 @@ class TextSearch:
         return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
 
     def ranked(
-        self, i: int, usual: np.ndarray, found: Candidates, items: ItemTexts, k: int, *, by_distance: bool
+        self, i: int, usual: np.ndarray, found: Candidates, items: ItemTexts, k: int, n_list: int, *, by_distance: bool
     ) -> Ranked:
-        """What fits query i among some items, all of the gallery or more than fit. usual (1, s): of the sample."""
-        if not found.ids:
-            return Ranked((), found, 0.0, 1.0)
+        """What fits query i among some items, all of the gallery or more than fit. usual (1, s): of the sample.
+
+        The list of the query is made of the first n_list of them, whether they may be found or not.
+        """
+        passing = self._accepted(found.uncertainty, found.payloads)
+        if not len(passing):
+            return Ranked((), found.take([]), 0.0, 1.0)
         logits = self.logits[i]
         known = self._evidence(i, items, found.distance[None], usual)
         pair = logits.of_pairs(known)
-        listed = list_features(-np.sort(-pair, axis=1)[:, :N_NEAR], known.n_words, known.prior)
+        listed = list_features(-np.sort(-pair[:, :n_list], axis=1)[:, :N_NEAR], known.n_words, known.prior)
         logit = self._of_hits(i, items, known, pair, listed)
-        total = float(sigmoid(logit).sum())
+        fits, rest, outside = sigmoid(logit), np.empty(0), self.sample.without(found.ids)
         if not self.sample.whole:
             others = self._evidence(i, self.own, usual, usual)
             rest = sigmoid(self._of_hits(i, self.own, others, logits.of_pairs(others), listed))
-            outside = self.sample.without(found.ids)
-            (total,) = estimated_sums(sigmoid(logit)[None], rest[None], outside, self.n)
-        key = -found.distance if by_distance else logit
-        top = _highest(key, found, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
+
+        def expected(here: np.ndarray, there: np.ndarray, n: int) -> float:
+            if self.sample.whole:
+                return float(fits[here].sum())
+            return estimated_sums(fits[None, here], rest[None, there], outside[:, there], n)[0]
+
+        total = expected(passing, self._passing, self.n)
         # The best may fit, and then something does.
-        nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(sigmoid(logit).max()))
+        nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(fits[:n_list].max()))
+        if self._filter is not None:  # All that fit in the gallery may be among what the filter takes away.
+            everything = expected(np.arange(len(fits)), np.arange(len(rest)), self.size)
+            gone = max(0.0, 1 - total / max(everything, 1e-12)) ** max(1.0, everything / max(1e-12, 1 - nothing))
+            nothing = min(nothing + (1 - nothing) * gone, 1 - float(fits[passing].max()))
+        some, logit = found.take(passing.tolist()), logit[passing]
+        key = -some.distance if by_distance else logit
+        top = _highest(key, some, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
         known_to_model = self.near is not None and self.near[i] >= KNOWN
-        unjudged = 0.0 if known_to_model else 1 - self.with_texts
-        return Ranked(top, found.take([int(found.distance.argmin())]), total, nothing, unjudged)
+        unjudged = 0.0 if known_to_model else self._silent
+        return Ranked(top, some.take([int(some.distance.argmin())]), total, nothing, unjudged)
 
 
 def _highest(

@@ -139,21 +139,26 @@ class Gallery(ABC):
         queries (n, d).
         """
         queries, scorer, sums = self.checked(queries), self.scorer, list[float]()
-        n = self.size if filter is None else self.count(filter)
+        n, size = self.size if filter is None else self.count(filter), self.size
         if n == 0 or queries.n == 0:
             return [0.0] * queries.n
-        sample = self._sampled(n, filter)
+        # Probabilities are those of the whole gallery, whatever a filter leaves of it.
+        every = self._sampled(size, None)
+        sample = every if filter is None else self._sampled(n, filter)
+        if every.whole:
+            passing = slice(None) if filter is None else [every.column[i] for i in sample.ids if i in every.column]
+            for start, block in every.blocks(queries):
+                context = scorer.context(block, queries[start : start + len(block)], every.items)
+                sums += scorer.match_probability(block, size, context)[:, passing].sum(1).tolist()
+            return sums
         for start, block in sample.blocks(queries):
             some = queries[start : start + len(block)]
-            if sample.whole:
-                context = scorer.context(block, some, sample.items)
-                sums += scorer.match_probability(block, n, context).sum(1).tolist()
-                continue
             found = self._near(some, filter)
-            distance, context = padded(found), self._context(some, found)
+            context = self._context(some, found if filter is None else self.closest(some, scorer.n_nearest))
+            distance = padded(found)
             outside = np.concatenate([sample.without(each.ids) for each in found])
-            head = np.where(np.isinf(distance), 0, scorer.match_probability(distance, n, context))
-            sums += estimated_sums(head, scorer.match_probability(block, n, context), outside, n)
+            head = np.where(np.isinf(distance), 0, scorer.match_probability(distance, size, context))
+            sums += estimated_sums(head, scorer.match_probability(block, size, context), outside, n)
         return sums
 
     def _near(self, queries: GaussianEmbedding, filter: Filter | None) -> list[Candidates]:
@@ -185,24 +190,28 @@ class Gallery(ABC):
         most of the query's rare words, are compared.
         """
         filter, by_distance = options.filter, options.order == "distance"
-        sample = self._sampled(n, filter)
+        sample = self._sampled(self.size, None)
         if self.texts is None or (own := sample.texts) is None:
             return []
         scorer, model = self.scorer if self.calibrated else None, str(self.metadata.get("run", ""))
-        asked = TextSearch(forms, self.fits, scorer, sample, own, n, model)
-        near = [] if sample.whole else self._near(queries, filter)
-        agreeing = [] if sample.whole else self.texts.closest(asked.vectors, self.n_exact, filter)
+        asked = TextSearch(forms, self.fits, scorer, sample, own, n, self.size, model, filter)
+        filters = [None] if filter is None else [None, filter]  # The list of a query is that of the whole gallery.
+        near = [[] if sample.whole else self._near(queries, one) for one in filters]
+        agreeing = [[] if sample.whole else self.texts.closest(asked.vectors, self.n_exact, one) for one in filters]
         found = list[Ranked]()
         for start, block in sample.blocks(queries):
             for i, usual in enumerate(block[:, None], start):
                 if sample.whole:
-                    found.append(asked.ranked(i, usual, sample.candidates(usual[0]), own, k, by_distance=by_distance))
-                    continue
-                others = {*agreeing[i].ids, *self._having(forms[i].joined, own.rarity, filter, n)} - {*near[i].ids}
-                compared = near[i].joined(self._found_by(queries[i : i + 1], sorted(others)))
-                items = self.texts.of(compared.ids, compared.payloads, agreeing[i])
-                ranked = asked.ranked(i, usual, compared, items, k, by_distance=by_distance)
-                found.append(replace(ranked, near=near[i]))
+                    compared, items, n_list = sample.candidates(usual[0]), own, len(own.words)
+                else:
+                    compared, n_list = near[0][i], 0
+                    for one, closest, texts in zip(filters, near, agreeing, strict=True):
+                        having = self._having(forms[i].joined, own.rarity, one, self.size)
+                        others = {*closest[i].ids, *texts[i].ids, *having} - {*compared.ids}
+                        compared = compared.joined(self._found_by(queries[i : i + 1], sorted(others)))
+                        n_list = n_list or len(compared.ids)
+                    items = self.texts.of(compared.ids, compared.payloads, agreeing[0][i])
+                found.append(asked.ranked(i, usual, compared, items, k, n_list, by_distance=by_distance))
         return found
 
     def _having(self, text: str, rarity: Callable[[str], float], filter: Filter | None, n: int) -> list[str]:
@@ -277,7 +286,7 @@ class Gallery(ABC):
         most = None if options.max_set is None else options.max_set + 1
         inside = nothing if radius is None else self.within(queries, radius, most=most)
         sets = [
-            None if each is None else self._hits(each.first(options.max_set), n, context[i])
+            None if each is None else self._hits(each.first(options.max_set), context[i])
             for i, each in enumerate(inside)
         ]
         others = queries[np.array([each.expected is None for each in found], bool)]
@@ -342,10 +351,12 @@ class Gallery(ABC):
             found = dict(zip(rows, self._by_texts(queries[np.array(rows)], forms, k, options, n), strict=False))
         others = [i for i in range(queries.n) if i not in found]
         some = queries[np.array(others, np.int64)]
-        near = self.closest(some, max(k, self.scorer.n_nearest), options.filter) if others else []
-        context = self._context(some, near)  # That of all queries where a guarantee is asked for.
+        n_near, filter = self.scorer.n_nearest, options.filter
+        near = self.closest(some, max(k, n_near), filter) if others else []
+        every = near if filter is None or not others else self.closest(some, n_near)
+        context = self._context(some, every)  # That of all queries where a guarantee is asked for.
         for row, (i, closest) in enumerate(zip(others, near, strict=True)):
-            found[i] = Ranked(self._hits(closest.first(k), n, context[row]), closest)
+            found[i] = Ranked(self._hits(closest.first(k), context[row]), closest)
         least, ranked = options.min_probability or 0.0, list[Ranked]()
         for i in range(queries.n):
             kept = tuple(hit for hit in found[i].hits if hit.match_probability >= least)
@@ -412,5 +423,5 @@ class Gallery(ABC):
         check_finite(queries, "search")
         return queries.numpy().to(np.float32)
 
-    def _hits(self, found: Candidates, n_gallery: int, context: QueryContext) -> tuple[Hit, ...]:
-        return hits_of(found, self.scorer.match_probability(found.distance, n_gallery, context))
+    def _hits(self, found: Candidates, context: QueryContext) -> tuple[Hit, ...]:
+        return hits_of(found, self.match_probability(found.distance, context))
