@@ -74,7 +74,7 @@ def test_what_cannot_be_used_is_named(datasets, tmp_path):
     kinds = {"a": datasets.Image(), "caption": datasets.Value("string")}
     datasets.Dataset.from_list(rows, datasets.Features(kinds)).save_to_disk(str(tmp_path / "saved"))
     found, problems = read(tmp_path / "saved", val_fraction=0, test_fraction=0)
-    assert found["train"].texts == ("one", "two") and "row 2: empty caption" in problems.summary()
+    assert found["train"].texts == ("one", "two") and "row 2: no caption; 2 of 3 images" in problems.summary()
     raises(OSError, "row 1: no image", found["train"].images[1].read_bytes)
     both = datasets.load_from_disk(str(tmp_path / "saved")).add_column("n", [1, 2, 3])
     both = both.map(lambda row: {"b": row["a"]}, features=datasets.Features({**both.features, "b": datasets.Image()}))

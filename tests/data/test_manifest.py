@@ -117,12 +117,16 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
     splits, found = read(path)
     assert splits == {"train": {"a.png": ["fine"], "c.webp": ["fine too"]}}
     reasons = dict(found)
-    assert [place for place, _ in found] == [":1", ":1", *(f":{k}" for k in (2, *range(4, 18), 19))]
+    assert [place for place, _ in found] == [f":{k}" for k in (2, *range(4, 8), *range(11, 18), 19)]
+    problems = Problems()
+    read_manifest(path, problems)
+    assert "m.jsonl:9: no caption; 2 of 3 images have one and are used" in problems.summary(3)
+    assert "m.jsonl:8 (kept): no captions: the columns are image; expected captions" in problems.summary(3)
     starts = {
-        1: "empty caption", 2: "not JSON", 4: "expected an object with image and captions, got list",
+        2: "not JSON", 4: "expected an object with image and captions, got list",
         5: "no image: the columns are captions; expected image among them", 6: "no image: found 5; expected a path",
-        7: "captions: found ['x', 5]", 8: "no captions: the columns are image; expected captions", 9: "empty caption",
-        10: "empty caption", 11: f"image {pictures}/gone.png is missing", 12: f"image {pictures}/my pictures is miss",
+        7: "captions: found ['x', 5]", 11: f"image {pictures}/gone.png is missing",
+        12: f"image {pictures}/my pictures is missing",
         13: "not UTF-8", 14: "not UTF-8", 15: "not JSON", 16: "not JSON", 17: "image 'AAA", 19: "not UTF-8",
     }  # fmt: skip
     for line, start in starts.items():
@@ -148,7 +152,7 @@ def test_bad_csv_lines(pictures):
     own = {"a.png": ["fine"], "b.jpg": ["[not JSON"], "c.webp": ["two\nlines"], "my pictures/d.PNG": ["last"]}
     assert splits["train"] == own
     starts = {
-        ":3": "more values than the 2 columns", ":4": "not CSV", ":5": "captions: found None", ":6": "not UTF-8",
+        ":3": "more values than the 2 columns", ":4": "not CSV", ":6": "not UTF-8",
         ":8": "captions: found ['x', 5]", ":11": "not CSV: field larger",
     }  # fmt: skip
     assert [place for place, _ in found] == list(starts)
@@ -209,7 +213,10 @@ def test_folders_of_pictures_and_captions(pictures):
     (pictures / "readme.md").write_text("not a picture")
     splits, found = read(pictures)
     assert splits == {"train": {"a.png": ["one", "zwei"], "my pictures/d.PNG": ["three"]}}
-    assert found == [("b.txt", "empty caption"), ("c.webp", "no captions: c.txt is missing")]
+    problems = Problems()
+    read_image_folder(pictures, problems)
+    assert found == [] and [*problems.bare] == ["b.jpg", "c.webp"] and problems.left_out == 2
+    assert "b.jpg and 1 more: no caption; 2 of 4 images have one and are used" in problems.summary()
     (pictures / "a.txt").write_bytes(b"caf\xe9")
     (pictures / "b.txt").write_text("fine")
     strange = pictures / "caf\udce9.png"
@@ -254,7 +261,7 @@ def test_caption_ids_that_rows_share_or_that_do_not_fit(pictures):
         {"image": "c.webp", "captions": ["a dog"]},
     ]
     data, problems = many_to_many(write_jsonl(pictures / "m.jsonl", rows))
-    assert problems == [("1", "empty caption")]
+    assert problems == []
     assert data.text_ids == ("1", "r", "b.jpg#1", "c.webp#0") and data.texts == ("a dog", "red", "blue", "a dog")
     assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [1, 2], [2, 3]]
     wrong = [[1], [1, 2.5], [2, "seen"]]

@@ -114,6 +114,8 @@ class Problems:
         self.items: list[Problem] = []
         self.notes: list[Problem] = []  # what was left out and is no fault of the data
         self.remarks: list[Problem] = []  # what lacks something and was not left out
+        self.bare: dict[str, tuple[str, ImageSource]] = {}  # images without a caption by id, each with its place
+        self.captioned = 0  # number of images beside these
         self.others = Counter[str]()  # number of files that nothing looks at, by their ending
         self.excluded = Counter[str]()  # number of images that are not wanted, by the pattern or .nomedia
 
@@ -153,7 +155,12 @@ class Problems:
     @property
     def left_out(self) -> int:
         """Number of all that was left out, with the notes; ``len`` counts the unusable items alone."""
-        return len(self.items) + len(self.notes)
+        return len(self.items) + len(self.notes) + len(self.bare)
+
+    @property
+    def _noted(self) -> list[Problem]:
+        reason = f"no caption; {self.captioned:,} of {self.captioned + len(self.bare):,} images have one and are used"
+        return [*self.notes, *(_problem(location, reason) for location, _ in self.bare.values())]
 
     @property
     def is_empty(self) -> bool:
@@ -166,7 +173,7 @@ class Problems:
         Args:
             path: the file.
         """
-        found = [*self.items, *self.notes, *self.remarks]
+        found = [*self.items, *self._noted, *self.remarks]
         lines = (json.dumps(problem.to_json(), ensure_ascii=False) + "\n" for problem in found)
         write_atomically(path, "".join(lines))
 
@@ -183,7 +190,7 @@ class Problems:
         more = len(self.items) - most
         lines += [f"  ... and {more} more"] if more > 0 else []
         noted: dict[str, list[str]] = {}
-        for end, found in (("", self.notes), (" (kept)", self.remarks)):
+        for end, found in (("", self._noted), (" (kept)", self.remarks)):
             for one in found:
                 noted.setdefault(f"{end}: {one.reason}", []).append(one.location)
         for reason, (first, *others) in itertools.islice(noted.items(), most):

@@ -209,9 +209,9 @@ def _item(location: str, values: dict[str, Any], root: Path, problems: Problems,
     if not isinstance(image, str) or not image.strip():
         found = f"found {reprlib.repr(image)}; expected a path"
         raise ValueError(f"no image: {found if 'image' in values else expected_columns(list(values), ['image'])}")
-    if captioned and captions is None and not {"captions", "caption"} & values.keys():
-        raise ValueError(f"no captions: {expected_columns(list(values), ['captions'])}")
-    if not captioned and (not captions or _is_missing(captions)):
+    if captioned and values.keys().isdisjoint(("captions", "caption")):
+        problems.remark(location, f"no captions: {expected_columns(list(values), ['captions'])}")
+    if not captions or _is_missing(captions):
         captions = []
     captions = [captions] if isinstance(captions, str) else captions
     captions = ["" if _is_missing(one) else one for one in captions] if isinstance(captions, list) else captions
@@ -223,10 +223,9 @@ def _item(location: str, values: dict[str, Any], root: Path, problems: Problems,
     others = (one for one in values.values() if isinstance(one, str))
     if not all(map(is_text, (identity, split, *captions, *ids, *values, *others))):
         raise ValueError("not UTF-8, or a text with NUL or half a character; save the manifest as UTF-8")
-    own = problems if captioned else Problems()  # Without a caption an image is not left out.
-    texts = usable_captions(location, captions or ([""] if captioned else []), own)
+    texts = usable_captions(location, captions, problems if captioned else Problems())
     path = root / image
-    if (texts or not captioned) and not os.path.isfile(path):  # Unlike Path.is_file, false for no path at all.
+    if not os.path.isfile(path):  # Unlike Path.is_file, false for no path at all.
         raise ValueError(f"image {reprlib.repr(image) if len(image) > 500 else path} is missing")
     named = tuple((ids[number], text) for number, text in texts.items())
     return SourceItem(identity, FileImage(path), named, canonical_split(split), location)
@@ -261,14 +260,11 @@ def canonical_split(name: str) -> str:
     return _SPLIT_NAMES.get(name, name)
 
 
-def usable_captions(location: str, captions: Iterable[str], problems: Problems) -> dict[int, str]:
+def usable_captions(location: str, captions: Sequence[str], problems: Problems) -> dict[int, str]:
     """The captions that are not empty, stripped of surrounding white space."""
-    usable = {}
-    for number, caption in enumerate(captions):
-        if caption.strip():
-            usable[number] = caption.strip()
-        else:
-            problems.add(location, "empty caption")
+    usable = {number: caption.strip() for number, caption in enumerate(captions) if caption.strip()}
+    if usable and len(usable) < len(captions):
+        problems.remark(location, "empty caption")
     return usable
 
 
@@ -284,13 +280,17 @@ def _nothing_usable(source: Path, problems: Problems) -> UserError:
 def splits_of_items(
     items: Iterable[SourceItem], source: Path, problems: Problems, val_fraction: float, test_fraction: float
 ) -> dict[str, PairData]:
-    """Convert items to splits; those of one image and split are merged: many manifests have a row for each caption."""
+    """Convert items to splits; those of one image and split are merged: many manifests have a row for each caption.
+
+    Images without a caption are kept with the problems, which counts those with one: an index takes both.
+    """
     items = list(items)
     named = any(item.split for item in items)
     chosen: dict[str, SourceItem] = {}
-    wordings: dict[str, str] = {}
+    wordings, bare = dict[str, str](), dict[str, SourceItem]()
     for item in items:
         if not (texts := _consistent(item, wordings, problems)):
+            bare.setdefault(item.id, item)
             continue
         split = (item.split or "train") if named else hashed_split(item.id, val_fraction, test_fraction)
         known = chosen.setdefault(item.id, replace(item, split=split, texts=()))
@@ -298,6 +298,8 @@ def splits_of_items(
             chosen[item.id] = replace(known, texts=known.texts + texts)
         else:
             problems.add(item.location, f"id {item.id!r} occurred before, with another image or split")
+    problems.bare |= {i: (item.location, item.image) for i, item in bare.items() if i not in chosen}
+    problems.captioned += len(chosen)
     if not chosen:
         raise _nothing_usable(source, problems)
     return make_splits(chosen.values())
@@ -357,24 +359,22 @@ def _folder_items(folder: Path, problems: Problems) -> Iterator[SourceItem]:
         captions = next((image.with_name(n) for n in beside if n.lower().endswith(".txt")), image.with_suffix(".txt"))
         if not is_text(relative.as_posix()):
             problems.add(image, "the name is not valid UTF-8")
-        elif not captions.exists():
-            problems.add(image, f"no captions: {captions.name} is missing")
         elif named and relative.parts[0] not in named:
             problems.add(image, f"lies outside of the split folders {', '.join(sorted(named))}")
-        elif texts := _read_captions(captions, folder, problems):
+        elif (texts := _read_captions(captions, folder, problems) if captions.exists() else []) is not None:
             split = named[relative.parts[0]] if named else ""
             captioned = tuple(("", text) for text in texts)
             yield SourceItem(relative.as_posix(), FileImage(image), captioned, split, str(image))
 
 
-def _read_captions(path: Path, folder: Path, problems: Problems) -> list[str]:
-    """The captions of a file; if it cannot be used, an empty list, and the problem is recorded."""
+def _read_captions(path: Path, folder: Path, problems: Problems) -> list[str] | None:
+    """The captions of a file; if it cannot be used, None, and the problem is recorded."""
     try:
         lines = read_regular(path, MAX_SIDECAR, folder).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         problems.add(path, f"not UTF-8: {error.reason} at byte {error.start}")
-        return []
+        return None
     except (OSError, ValueError) as error:
         problems.add(path, f"cannot be read: {getattr(error, 'strerror', error)}")
-        return []
-    return list(usable_captions(str(path), [line for line in lines if line.strip()] or [""], problems).values())
+        return None
+    return [line.strip() for line in lines if line.strip()]

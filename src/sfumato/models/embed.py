@@ -267,10 +267,15 @@ def embed_split_images(model: Model, data: DataConfig, split: str) -> NamedItems
     splits = load_splits(data, problems)
     names = split_names(splits, split)
     prepared = [prepare_split(model.model, chosen_split(splits, name, data), problems, name) for name in names]
+    bare, problems.bare = problems.bare if split == "all" else {}, {}
     say_problems(problems)
+    parts = [model.model.image.embed(part.images) for part in prepared]
     ids = [i for part in prepared for i in part.data.image_ids]
+    if bare:
+        embeddings, more, _ = embed_sources(model, [image for _, image in bare.values()], [*bare], problems)
+        parts, ids = [*parts, embeddings], [*ids, *more]
     check_ids(ids, f"the images of the split {split}")
-    return GaussianEmbedding.cat([model.model.image.embed(part.images) for part in prepared]), ids, problems
+    return GaussianEmbedding.cat(parts), ids, problems
 
 
 def embed_table(model: Model, paths: str) -> NamedItems:

@@ -24,7 +24,7 @@ from sfumato.data.images import (
     image_files,
 )
 from sfumato.data.manifest import COLUMNS, MANIFEST_SUFFIXES, manifest_items
-from sfumato.data.pairs import PairData
+from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.data.photographs import describe_image, file_fields, names_in, sidecars
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.sources import is_dataset_folder, read_dataset
@@ -147,7 +147,11 @@ def _listed(source: Source, problems: Problems, names_of: Callable[[Path], Mappi
             splits = read_coco_captions(source.path, problems, images=source.root)
         else:
             splits = read_karpathy(source.path, source.root, problems)
-        return [item for data in splits.values() for item in _data_items(source, data)]
+        more = make_pair_data(
+            [*problems.bare], [image for _, image in problems.bare.values()], [[]] * len(problems.bare)
+        )
+        problems.bare.clear()
+        return [item for data in (*splits.values(), more) for item in _data_items(source, data)]
     return _data_items(source, read_shards(expand_shards(source.path), problems))
 
 
@@ -218,9 +222,11 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
     elif "split" in source and (Path(run) / RECIPE).is_file():
         from sfumato.models.recipe import load_recipe  # Runs need torch.
 
-        splits = load_splits(load_recipe(Path(run) / RECIPE).data, Problems())
+        problems = Problems()
+        splits = load_splits(load_recipe(Path(run) / RECIPE).data, problems)
         parts = [splits[name] for name in split_names(splits, source["split"]) if name in splits]
         images = {i: image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
+        images |= {i: image for i, (_, image) in problems.bare.items()}
         if images and not any(isinstance(image, EmbeddingRow) for image in images.values()):
             found = SplitImages(images)
     if sources := sources_of(gallery):
