@@ -235,8 +235,7 @@ def test_a_run_that_states_keys_of_a_former_version_opens_if_they_had_the_value_
     path.write_text(former)
     assert load_recipe(path) == now
     path.write_text(former.replace("match_weight = 2.0", "seed = 0"))
-    with pytest.raises(UserError, match="unknown key 'loss.seed'"):  # It was a key of another loss.
-        load_recipe(path)
+    raises(UserError, "unknown key 'loss.seed'", load_recipe, path)
     path.write_text(text.replace("[data]\n", '[data]\nheld_out_style = "noto"\n'))
     raises(UserError, "data.held_out_style='noto': this key is gone, .* always 'fluent3d' now", load_recipe, path)
 

@@ -78,8 +78,7 @@ def test_what_cannot_be_shuffled_is_refused_and_tight_data_find_their_only_way()
     assert shuffle_pairs(captions(2, 5), 1.0, 0)[1].tolist() == [1] * 5 + [0] * 5
     names, pairs = ("a", "b", "c"), [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [0, 2]]
     ring = PairData(names, (FileImage("x"),) * 3, names, names, ("tag",) * 3, pairs)
-    with pytest.raises(ValueError, match="no way"):
-        shuffle_pairs(ring, 1.0, 0)  # each text has one wrong image only, and two pairs
+    raises(ValueError, "no way", shuffle_pairs, ring, 1.0, 0)
     assert noisy_pairs(ring, shuffle_pairs(ring, 1 / 3, 0)[1]).sum() == 2
 
 

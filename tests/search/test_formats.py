@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.raising import raises
 from support.rare_words import quick_vectors
 
 from sfumato import GaussianCollection, GaussianEmbedding, load_embeddings
@@ -89,10 +90,7 @@ def test_a_file_of_milvus_lite_of_an_earlier_version(old):
 
 def refused(open_it, found, known):
     """The error names both formats and the way out."""
-    with pytest.raises(
-        UserError, match=rf"has format \S*\b{found}, written by a later version.*up to \S*\b{known}\. Up"
-    ):
-        open_it()
+    raises(UserError, rf"has format \S*\b{found}, written by a later version.*up to \S*\b{known}\. Up", open_it)
 
 
 def test_folders_of_an_earlier_version_open_and_of_a_later_one_are_refused(old, sfumato):
