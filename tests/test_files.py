@@ -1,4 +1,4 @@
-"""Files are whole or absent, whatever happens on the way."""
+"""Files are whole or absent; messages for a terminal; ids that no gallery takes."""
 
 import math
 import os
@@ -6,11 +6,16 @@ import stat
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+import torch
 from support.raising import raises
 
+from sfumato import GaussianCollection, GaussianEmbedding, GaussianIndex
+from sfumato.errors import UserError, as_typed, explain_os_error, printable
 from sfumato.files import write_atomically, write_json
+from sfumato.ids import check_ids, id_error
 
 
 def test_text_bytes_and_json_are_written_whole(tmp_path):
@@ -56,3 +61,53 @@ def test_permissions_are_ordinary_and_a_process_killed_before_the_rename_leaves_
     """
     assert subprocess.run([sys.executable, "-c", textwrap.dedent(program)]).returncode == -9
     assert path.read_text() == "old"
+
+
+def test_links_to_themselves_and_full_disks_are_explained(tmp_path):
+    (tmp_path / "a").symlink_to("a")
+    with pytest.raises(OSError) as caught:
+        (tmp_path / "a").read_bytes()
+    assert "a: is a link that leads back to itself" in explain_os_error(caught.value)
+    message = "here/index: the disk is full; free some space, then run the same command again"
+    assert explain_os_error(UserError(message)) == message, "a message of ours keeps its path"
+    assert explain_os_error(OSError(28, "No space left on device", "a/b")).startswith("a/b: the disk is full")
+
+
+def test_what_a_terminal_or_a_shell_would_take_otherwise_is_escaped(sfumato):
+    assert printable("a\x1b[2Jb\rc\x00\u202e\udce9\u2028 é ü 中\td\ne") == (
+        "a\\x1b[2Jb\\rc\\x00\\u202e\\udce9\\u2028 é ü 中\td\ne"
+    )
+    assert printable("x" * 30 + "\n" + "y" * 5, most=10) == "x" * 10 + " ...\nyyyyy"
+    told = sfumato.refused("train", "\x1b[31mno\r.toml")
+    assert "\\x1b[31mno\\r.toml" in told and "\x1b" not in told and "\r" not in told
+    words = ["sfumato", "search", Path("my runs/ü"), "it's a dog", "--out=x"]
+    assert as_typed(*words) == "sfumato search 'my runs/ü' 'it'\"'\"'s a dog' --out=x"
+    printed = subprocess.run(["sh", "-c", f"printf '%s\\n' {as_typed(*words)}"], capture_output=True, check=True).stdout
+    assert printed.decode().splitlines() == [str(word) for word in words]
+
+
+GOOD = ("a", "birds/7 ü.jpg", "...", "./a.jpg", "../a.jpg", "a/..", "👩‍🎨", " ", 'it\'s "1"')
+BAD = {
+    "": "is empty", ".": "names a folder in paths", "..": "names a folder in paths",
+    "a\nb": "holds a line break or another control character", "a\r": "holds a line break",
+    "\ttab": "another control character", "nul\0": "another control character", "\x85": "another control character",
+    "a\u2028b": "holds a line break", "\ud800": "is not Unicode",
+}  # fmt: skip
+
+
+def test_what_is_an_id():
+    assert [id_error(id) for id in GOOD] == [""] * len(GOOD)
+    for id, reason in BAD.items():
+        assert reason in id_error(id) and repr(id) in id_error(id) and id_error(id).isprintable()
+    check_ids(GOOD, "these")
+    raises(ValueError, r"^these: row 2: the id 'x\\ny' holds a line break", check_ids, ["a", "b", "x\ny", "."], "these")
+
+
+@pytest.mark.parametrize("id", [id for id in BAD if id and id.isascii() and "\0" not in id])
+def test_every_door_names_the_id_and_its_row(tmp_path, id):
+    embeddings, ids = GaussianEmbedding(torch.zeros(3, 4), torch.zeros(3, 4)), ["fine", id, "also fine"]
+    told = rf"row 1: the id {id!r} ".replace("\\", "\\\\").replace(".", "\\.")
+    raises(ValueError, "GaussianIndex: " + told, GaussianIndex.build, embeddings, ids)
+    with GaussianCollection.create(tmp_path / "c", d=4) as made:
+        raises(ValueError, "GaussianCollection: " + told, made.upsert, embeddings, ids)
+        assert len(made) == 0

@@ -1,4 +1,4 @@
-"""What follows a frozen backbone: whitening against numpy, backbones side by side, pooled texts."""
+"""Frozen backbones and embeddings as inputs: whitening against numpy, the cache of features, rows of tables."""
 
 import hashlib
 import io
@@ -10,16 +10,25 @@ from PIL import Image
 from support.raising import raises
 
 from sfumato.data.emoji import load_emoji
+from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable
 from sfumato.data.image_decoding import decode_image
+from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.encoders import package_weights
 from sfumato.encoders.backbones import SideBySide, image_backbone, text_backbone
 from sfumato.encoders.convolutional import efficientnet_lite
 from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore
-from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
+from sfumato.encoders.feature_rows import (
+    EmbeddingImageConfig,
+    EmbeddingTextConfig,
+    FeatureInput,
+    build_embeddings,
+    described_by,
+)
+from sfumato.encoders.frozen import FeatureCache, FrozenImageConfig, FrozenTextConfig, cached_features
 from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.encoders.joint import TransformersNetwork
 from sfumato.encoders.package_weights import WEIGHTS, MiniLM, package_folder
+from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.encoders.towers import build_frozen
 from sfumato.errors import UserError
 
@@ -208,3 +217,133 @@ def test_a_text_is_embedded_once_for_both_uses_and_only_the_latest_are_kept(monk
     monkeypatch.setattr(package_weights, "_LATEST", 4)
     text_backbone("minilm-l6-v2")([f"word {i}" for i in range(9)])
     assert len(network._sentences) == 4
+
+
+class Counting:
+    """A backbone that turns a text into as many tokens as it has letters, and counts what it was asked for."""
+
+    channels = 3
+    fingerprint = "counting"
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, items):
+        if "bad" in items:
+            raise ValueError("cannot decode")
+        self.asked += items
+        return [np.full((len(i), 3), len(i), np.float16) for i in items]
+
+
+reading = lambda *texts: [lambda t=t: t for t in texts]
+
+
+def test_items_are_computed_once_by_content_and_read_back_in_order(tmp_path):
+    backbone = Counting()
+    store, kept = cached_features(backbone, reading("ab", "c", "ab", "defg"), tmp_path, batch_size=2)
+    assert sorted(backbone.asked) == ["ab", "c", "defg"]
+    assert kept.tolist() == [0, 1, 2, 3] and store.lengths.tolist() == [2, 1, 2, 4]
+    again = Counting()
+    store, _ = cached_features(again, reading("defg", "c", "new"), tmp_path, batch_size=2)
+    assert again.asked == ["new"]
+    batch = store.batch(np.array([0, 1])).to("cpu")
+    assert batch.values.shape == (2, 4, 3) and batch.mask.tolist() == [[True] * 4, [True, False, False, False]]
+    assert batch.values[0].eq(4).all() and batch.values[1, 0].eq(1).all() and batch.values[1, 1:].eq(0).all()
+
+
+def test_bad_items_are_told_and_left_out(tmp_path):
+    def gone():
+        raise FileNotFoundError("gone")
+
+    told, items = {}, [*reading("ab", "bad", "c", "bad"), gone]
+    tell = lambda i, error: told.update({i: str(error)})
+    store, kept = cached_features(Counting(), items, tmp_path, on_error=tell)
+    assert kept.tolist() == [0, 2] and len(store) == 2
+    assert told.pop(3).startswith("the same content as another item") and told == {1: "cannot decode", 4: "gone"}
+    raises(ValueError, "cannot decode", cached_features, Counting(), reading("bad"), tmp_path)
+
+
+@pytest.mark.parametrize("file", ["rows.f16", "index.bin"])
+@pytest.mark.parametrize("cut", [1, 5, 7])
+def test_a_writer_that_died_loses_only_its_tail(tmp_path, file, cut):
+    cached_features(Counting(), reading("ab", "c", "defg"), tmp_path, batch_size=1)
+    path = next(tmp_path.glob(f"*/{file}"))
+    path.write_bytes(path.read_bytes()[:-cut])
+    again = Counting()
+    store, _ = cached_features(again, reading("ab", "c", "defg", "hi"), tmp_path, batch_size=1)
+    assert set(again.asked) <= {"defg", "hi"} and "hi" in again.asked
+    for position, length in enumerate((2, 1, 4, 2)):
+        values = store.batch(np.array([position])).to("cpu").values
+        assert values.shape == (1, length, 3) and values.eq(length).all()
+
+
+def test_records_cut_or_of_another_fingerprint_never_come_back_with_others(tmp_path):
+    cached_features(Counting(), reading("ab", "defg"), tmp_path, batch_size=1)
+    path = next(tmp_path.glob("*/rows.f16"))
+    path.write_bytes(path.read_bytes()[: 2 * 3 * 3])
+    cached_features(Counting(), reading("hijklmn"), tmp_path)
+    store, _ = cached_features(Counting(), reading("defg"), tmp_path)
+    assert store.batch(np.array([0])).to("cpu").values.eq(4).all()
+    FeatureCache(tmp_path, "a", 3).append([hashlib.sha256(b"x").digest()], [np.zeros((1, 3))])
+    assert FeatureCache(tmp_path, "b", 3).known() == {}
+    assert len(FeatureCache(tmp_path, "a", 3).known()) == 1
+    raises(ValueError, "holds a cache of other features", FeatureCache, tmp_path, "a", 4)
+
+
+VALUES = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)).half()
+TABLE = EmbeddingTable("mine.npy", [[VALUES]])
+
+
+def npy(values):
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+context = lambda tmp_path, description=None: BuildContext(8, False, 0.25, 0.0, tmp_path, description=description)
+
+
+def test_rows_go_into_batches_as_one_token_each_and_files_of_one_vector_are_read_too():
+    store, kept = EmbeddingProcessor(6).read([EmbeddingRow(TABLE, row) for row in (3, 19, 0, 7)])
+    assert len(store) == 4 and kept.tolist() == [0, 1, 2, 3]
+    inputs = store.batch(np.array([2, 0, 0])).to("cpu")
+    assert inputs.mask is None and inputs.values.dtype == torch.float32
+    torch.testing.assert_close(inputs.values, VALUES[[0, 3, 3]].float().unsqueeze(1), rtol=0, atol=0)
+    items = [lambda: npy(np.arange(6.0)), EmbeddingRow(TABLE, 5), lambda: npy(np.ones((1, 6), np.float32))]
+    store, kept = EmbeddingProcessor(6).read(items)
+    expected = torch.stack([torch.arange(6.0), VALUES[5].float(), torch.ones(6)]).unsqueeze(1)
+    torch.testing.assert_close(store.batch(np.arange(3)).to("cpu").values, expected, rtol=0, atol=0)
+    problems = {}
+    wrong = [lambda: npy(np.ones(5)), lambda: npy(np.ones((2, 6))), items[0], lambda: b"no"]
+    store, kept = EmbeddingProcessor(6).read(wrong, on_error=problems.__setitem__)
+    assert kept.tolist() == [2] and sorted(problems) == [0, 1, 3]
+    assert "holds 1 x 5 numbers; this model reads one embedding of 6" in str(problems[0])
+    raises(ValueError, "holds 2 x 6 numbers", EmbeddingProcessor(6).read, wrong[1:])
+    text = "reads embeddings and has no encoder for 'a dog': give a .npy file of 6"
+    raises(UserError, text, EmbeddingProcessor(6).read, [lambda: "a dog"], on_error=lambda i, error: None)
+    message = "mine.npy: has 6 channels, and this model reads 7"
+    raises(UserError, message, EmbeddingProcessor(7).read, [EmbeddingRow(TABLE, 0)])
+
+
+@pytest.mark.parametrize("config", [EmbeddingImageConfig(whiten=0), EmbeddingTextConfig(whiten=0)])
+def test_the_encoder_whitens_and_describes_itself(tmp_path, config):
+    processor, encoder = build_embeddings(config, context(tmp_path, {"channels": 6}))
+    assert processor.channels == encoder.channels == 6 and encoder.description == {"channels": 6}
+    store, _ = processor.read([EmbeddingRow(TABLE, row) for row in range(20)])
+    encoder.eval().fit(store)
+    out = encoder(store.batch(np.arange(20)).to("cpu")).mean[:, 0]
+    values = VALUES.double()
+    expected = (values - values.mean(0)) / values.std(0, unbiased=False)
+    torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-5)
+    raises(ValueError, "has the channels of its data; none are given", build_embeddings, config, context(tmp_path))
+
+
+def test_data_say_how_many_channels_they_have():
+    rows = tuple(EmbeddingRow(TABLE, row) for row in range(2))
+    wide = tuple(EmbeddingRow(EmbeddingTable("w", [[VALUES, VALUES], [torch.ones(40, 1)]]), row) for row in range(2))
+    texts = ("c", "d"), ("c", "d"), ("caption",) * 2
+    data = PairData(("a", "b"), rows, *texts, np.array([[0, 0], [1, 1]]), text_rows=wide)
+    assert described_by(data) == {"image": {"channels": 6}, "text": {"channels": 7}}
+    assert described_by(make_pair_data([], [], [])) == {}
+    of_rows = lambda text_rows: PairData(("a",), rows[:1], *texts, np.array([[0, 0]]), text_rows=text_rows)
+    raises(ValueError, "got 1 text rows for 2 texts", of_rows, wide[:1])

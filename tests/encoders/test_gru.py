@@ -1,4 +1,4 @@
-"""Whole words: their vocabulary, vectors from files, and the GRU against a loop over single texts without padding."""
+"""Words and regions: vectors from files, the GRU and the graph of regions against loops; padding is not there."""
 
 import math
 
@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 from support.raising import raises
+from torch import nn
 
+from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.encoders.encoder_protocol import Inputs
+from sfumato.encoders.feature_rows import GraphLayer, RegionEncoder, RegionProcessor, RegionReasoning
 from sfumato.encoders.scratch import WordEncoder, read_word_vectors, word_tokenizer
 from sfumato.errors import UserError
 
@@ -126,3 +129,149 @@ def test_word_vectors_are_shared_unless_they_are_frozen_and_the_variances_gru_is
     assert moved[1] == {n for n, _ in frozen.named_parameters() if n.startswith("variance_gru.")}
     assert moved[0] == moved[1] | {"words.weight"} and "words.weight" in frozen.state_dict()
     assert math.isclose(frozen.words.weight.abs().max(), 0.1, rel_tol=0.3) and frozen.words.weight.abs().max() <= 0.1
+
+
+def layer_of(width, seed=0):
+    torch.manual_seed(seed)
+    layer = GraphLayer(width).double()
+    nn.init.normal_(layer.norm.weight)
+    nn.init.normal_(layer.norm.bias)
+    layer.norm.running_mean.normal_()
+    layer.norm.running_var.uniform_(0.5, 2)
+    return layer
+
+
+def loop(layer, regions, lengths, *, training):
+    """Equation by equation: lists of regions, no mask, no matrix products of several regions."""
+
+    def linear(module, vector):
+        rows = zip(module.weight.tolist(), module.bias.tolist(), strict=True)
+        return [sum(w * v for w, v in zip(row, vector, strict=True)) + b for row, b in rows]
+
+    moved = []
+    for n, length in enumerate(lengths):
+        own = [regions[n, i].tolist() for i in range(length)]
+        theta, phi, g = ([linear(m, v) for v in own] for m in (layer.theta, layer.phi, layer.g))
+        for i in range(length):
+            message = [0.0] * len(own[0])
+            for j in range(length):
+                relation = sum(a * b for a, b in zip(theta[i], phi[j], strict=True)) / length
+                message = [m + relation * x for m, x in zip(message, g[j], strict=True)]
+            moved.append(((n, i), linear(layer.out, message)))
+    values = np.array([vector for _, vector in moved])
+    norm = layer.norm
+    mean, var = (values.mean(0), values.var(0)) if training else (norm.running_mean.numpy(), norm.running_var.numpy())
+    weight, bias = (p.detach().numpy() for p in (norm.weight, norm.bias))
+    normal = (values - mean) / np.sqrt(var + norm.eps) * weight + bias
+    return {place: regions[place].numpy() + row for (place, _), row in zip(moved, normal, strict=True)}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_graph_layer_is_the_loop(training):
+    layer = layer_of(4).train(training)
+    lengths = [3, 5, 1]
+    regions = torch.randn(3, 5, 4, dtype=torch.float64)
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    expected = loop(layer, regions, lengths, training=training)
+    with torch.no_grad():
+        found = layer(regions, mask)
+    for place, vector in expected.items():
+        np.testing.assert_allclose(found[place].numpy(), vector, rtol=1e-10, atol=1e-12)
+    assert torch.equal(found[~mask], regions[~mask])
+
+
+def test_a_new_layer_is_the_identity_and_a_single_region_is_normalised_by_the_running_statistics():
+    torch.manual_seed(0)
+    layer, regions = GraphLayer(6), torch.randn(2, 4, 6)
+    found = layer(regions, torch.ones(2, 4, dtype=torch.bool))
+    assert torch.equal(found, regions)
+    found.square().sum().backward()
+    assert layer.norm.weight.grad.abs().sum() > 0
+    layer = layer_of(4).train()
+    regions, mask = torch.randn(1, 2, 4, dtype=torch.float64), torch.tensor([[True, False]])
+    before = {name: value.clone() for name, value in layer.norm.named_buffers()}
+    expected = loop(layer, regions, [1], training=False)
+    found = layer(regions, mask)
+    np.testing.assert_allclose(found[0, 0].detach().numpy(), expected[0, 0], rtol=1e-10, atol=1e-12)
+    assert all(torch.equal(value, before[name]) for name, value in layer.norm.named_buffers())
+    found.sum().backward()
+    assert layer.out.weight.grad.abs().sum() > 0
+
+
+def encoder_of(seed=0, **options):
+    torch.manual_seed(seed)
+    encoder = RegionEncoder(5, 6, layers=2, **options)
+    for module in encoder.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            nn.init.normal_(module.weight)
+    return encoder
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+def test_padding_and_holes_are_as_if_the_item_came_alone(recurrent):
+    encoder = encoder_of(recurrent=recurrent, variance=True).eval()
+    features = torch.randn(2, 4, 5)
+    mask = torch.tensor([[False, True, False, True], [True, True, True, False]])
+    found = encoder(Inputs(features, mask))
+    for n in range(2):
+        alone = encoder(Inputs(features[n : n + 1, mask[n]]))
+        for whole, single in ((found.mean, alone.mean), (found.log_var, alone.log_var)):
+            shown = whole[n] if recurrent else whole[n, mask[n]]
+            torch.testing.assert_close(shown, single[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_gru_ends_at_the_last_region_in_their_order():
+    torch.manual_seed(1)
+    reasoning = RegionReasoning(5, 6, layers=0, recurrent=True)
+    features, mask = torch.randn(2, 3, 5), torch.tensor([[True, True, True], [True, True, False]])
+    found = reasoning(features, mask)[:, 0]
+    for n, length in enumerate((3, 2)):
+        unit = nn.functional.normalize(reasoning.linear(features[n, :length]), dim=-1)
+        state = torch.zeros(1, 6)
+        cell = nn.GRUCell(5 + 1, 6)
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            setattr(cell, name, getattr(reasoning.gru, f"{name}_l0"))
+        for region in unit:
+            state = cell(region[None], state)
+        torch.testing.assert_close(found[n], state[0])
+
+
+def test_the_log_variance_shares_nothing_with_the_mean_and_regions_are_dropped_while_training():
+    encoder = encoder_of(variance=True)
+    inputs = Inputs(torch.randn(3, 4, 5))
+    encoder(inputs).log_var.sum().backward()
+    assert all(p.grad is None for p in encoder.mean.parameters())
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in encoder.variance_layers.parameters())
+    shapes = [[tuple(p.shape) for p in part.parameters()] for part in (encoder.mean, encoder.variance_layers)]
+    assert shapes[0] == shapes[1]
+    assert encoder_of().variance_layers is None and encoder_of()(inputs).log_var is None
+    encoder = RegionEncoder(5, 6, layers=0, recurrent=False, variance=True, region_dropout=0.5)
+    inputs = Inputs(torch.randn(200, 8, 5))
+    torch.manual_seed(0)
+    assert encoder.channels == 5 and not list(encoder.parameters())
+    assert 0.45 < encoder.train()(inputs).mask.float().mean() < 0.55  # 1,600, each dropped with probability 1/2.
+    found = encoder.eval()(inputs)
+    assert found.mask.all() and torch.equal(found.mean, inputs.values) and found.log_var is None
+
+
+def test_a_store_reads_what_a_batch_needs_and_pads_it():
+    random = np.random.default_rng(0)
+    features = [random.standard_normal((r, 5)).astype(np.float32) for r in (2, 4, 1)]
+    reads = []
+
+    def item(k):
+        return lambda: reads.append(k) or regions_to_bytes(features[k])
+
+    failed = {}
+    items = [item(0), lambda: b"no features", item(1), item(2)]
+    store, kept = RegionProcessor(5).read(items, on_error=lambda i, error: failed.update({i: str(error)}))
+    assert kept.tolist() == [0, 2, 3] and len(store) == 3 and list(failed) == [1] and reads == [0, 1, 2]
+    batch = store.batch(np.array([2, 1]))
+    assert reads == [0, 1, 2, 2, 1]
+    assert batch.values.shape == (2, 4, 5) and batch.mask.sum(1).tolist() == [1, 4]
+    assert np.array_equal(batch.values[0, :1], features[2]) and not batch.values[0, 1:].any()
+    assert store.batch(np.array([], np.int64)).values.shape[0] == 0
+    raises(ValueError, "not a .npy file", RegionProcessor(5).read, items)
+    reads.clear()
+    store, _ = RegionProcessor(5).read([lambda: b"" if reads else item(0)()])
+    raises(OSError, "the features at position 0 can no longer be read", store.batch, np.array([0]))

@@ -1,18 +1,19 @@
-"""InfoNCE and ProLIP against slow loops, the loss of CLIP, and the numbers of released code."""
+"""InfoNCE, ProLIP and inclusion against slow loops, integrals, the loss of CLIP, and the numbers of released code."""
 
 import json
 import math
 
 import pytest
+import scipy
 import torch
 from safetensors.torch import load_file
 from support import references
 from support.batches import MATCH, batch
-from support.parity import released_inclusion_loss
+from support.parity import fixture, released_inclusion_loss, released_inclusion_test, released_log_inclusion
 
 from sfumato import DISTANCES, GaussianEmbedding, InfoNCELoss, ProLIPLoss, infonce_loss, prolip_loss
 from sfumato.losses.base import vib_loss
-from sfumato.losses.contrastive import InfoNCEOptions, ProLIPOptions, inclusion_losses, inclusion_test
+from sfumato.losses.contrastive import InfoNCEOptions, ProLIPOptions, inclusion_losses, inclusion_test, log_inclusion
 
 
 @pytest.mark.parametrize("distance", ["squared_l2", "csd", "bhattacharyya"])
@@ -138,3 +139,111 @@ def test_parity_with_the_released_loss(shared):
         total.backward()
         for key in (k.split("/grad/")[1] for k in tensors if k.startswith(f"case/{name}/grad/")):
             close(leaves[key].grad, f"grad/{key}")
+
+
+inclusion_loss = lambda *sides, **options: inclusion_losses(*sides, **options).mean()
+
+
+def density(t, mean, log_var):
+    return math.exp(-((t - mean) ** 2) / (2 * math.exp(log_var)) - log_var / 2) / math.sqrt(2 * math.pi)
+
+
+def integrated(x, y, powers=(2, 1)):
+    """(n, d) logarithms of the integrals, one by one; the range holds all of the narrower one's mass and more."""
+    values = []
+    for m1, l1, m2, l2 in zip(*(e.flatten().tolist() for e in (x.mean, x.log_var, y.mean, y.log_var)), strict=True):
+        peaks, widths = [m1, m2], [math.exp(l1 / 2), math.exp(l2 / 2)]
+        low, high = min(peaks) - 12 * min(widths), max(peaks) + 12 * min(widths)
+        f = lambda t, a=m1, b=l1, c=m2, d=l2: density(t, a, b) ** powers[0] * density(t, c, d) ** powers[1]
+        near = [p + k * w for p in peaks for w in widths for k in (-4, -1, 0, 1, 4) if low < p + k * w < high]
+        values.append(math.log(scipy.integrate.quad(f, low, high, points=near, limit=500, epsabs=0, epsrel=1e-12)[0]))
+    return torch.tensor(values, dtype=torch.float64).reshape(x.mean.shape)
+
+
+def pairs(seed=0):
+    """Rows of two sides whose variances differ by up to e^6 either way."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda scale: scale * torch.randn(7, 5, generator=generator, dtype=torch.float64)
+    return GaussianEmbedding(draw(0.6), draw(1.5) - 2), GaussianEmbedding(draw(0.6), draw(1.5) - 2)
+
+
+def test_log_inclusion_is_the_integral():
+    x, y = pairs()
+    exact = integrated(x, y)
+    torch.testing.assert_close(log_inclusion(x, y), exact, rtol=1e-9, atol=1e-9)
+    assert torch.equal((exact - integrated(y, x)).sign(), (y.log_var - x.log_var).sign())
+    for wrong in (
+        integrated(x, y, powers=(1, 1)), integrated(x, y, powers=(1, 2)), integrated(x, y, powers=(2, 2)),
+        released_log_inclusion(x, y, eps=0.0), released_log_inclusion(x, y, eps=-10.0),
+        log_inclusion(*(GaussianEmbedding(e.mean, e.log_var / 2) for e in (x, y))),
+    ):  # fmt: skip
+        assert (wrong - exact).abs().median() > 0.1
+
+
+def test_loss_is_the_loops():
+    x, y = pairs()
+    for scale in (0.7, 10.0):
+        loop = [math.log1p(math.exp(-scale * value)) for row in inclusion_test(x, y).tolist() for value in row]
+        loss = inclusion_loss(x, y, scale=scale)
+        assert loss.item() == pytest.approx(sum(loop) / len(loop), rel=1e-12)
+        assert abs(loss.item() - inclusion_loss(y, x, scale=scale).item()) > 1e-3
+    narrow, wide = (GaussianEmbedding(x.mean, x.log_var + k) for k in (-1, 1))
+    assert inclusion_loss(narrow, wide) < 1e-9 < 100 < inclusion_loss(wide, narrow)
+
+
+def test_tiny_variances_gradients_and_half_precision():
+    mean = torch.tensor([[0.3, -0.2, 0.1, 0.0]])
+    x = GaussianEmbedding(mean, torch.tensor([[-100.0, 60.0, -100.0, -160.0]]))
+    y = GaussianEmbedding(mean + 1e-18, torch.tensor([[-98.0, -100.0, 60.0, -160.0]]))
+    wide, leaf = [e.to(torch.float64) for e in (x, y)], x.log_var.clone().requires_grad_()
+    value = log_inclusion(GaussianEmbedding(x.mean, leaf), y)
+    torch.testing.assert_close(value.double(), log_inclusion(*wide), rtol=1e-5, atol=1e-6)
+    value.sum().backward()
+    assert torch.isfinite(leaf.grad).all() and not torch.isfinite((-x.log_var).exp()).all()
+    x, y = (e[:2] for e in pairs())
+    inputs = [t.requires_grad_() for t in (x.mean, x.log_var, y.mean, y.log_var)]
+    loss = lambda a, b, c, d: inclusion_loss(GaussianEmbedding(a, b), GaussianEmbedding(c, d), scale=0.5)
+    assert torch.autograd.gradcheck(loss, inputs)
+    half = log_inclusion(x.to(torch.bfloat16), y.to(torch.bfloat16))
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half.double(), log_inclusion(x, y), rtol=0.05, atol=0.05)
+
+
+def test_parity_with_the_released_inclusion():
+    about, tensors = fixture("prolip/loss")
+    sides = {"img_in_txt": ("img", "txt")} | {f"{side}_in_masked": (side, f"masked_{side}") for side in ("img", "txt")}
+    groups = sorted({key.rsplit("/", 1)[0] for key in about["tensors"] if key.startswith("inclusion/")})
+    assert len(groups) >= 6
+    for group in groups:
+        _, pair, eps = group.split("/")
+        eps, n = float(eps.removeprefix("eps")), len(tensors[f"{group}/test_12"])
+        names = [f"inputs/{side}_{what}" for side in sides[pair] for what in ("mean", "log_var")]
+        leaves = [tensors[name][:n].double().requires_grad_() for name in names]
+        one, two = GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:])
+
+        def close(ours, key, group=group):
+            torch.testing.assert_close(ours, tensors[f"{group}/{key}"], rtol=1e-10, atol=1e-12)
+
+        close(released_log_inclusion(one, two, eps=eps), "test_12")
+        close(released_log_inclusion(two, one, eps=eps), "test_21")
+        for scale in (10, 1000):
+            close(released_inclusion_loss(one, two, scale, eps), f"loss_scale{scale}_plus")
+            close(released_inclusion_loss(two, one, scale, eps), f"loss_scale{scale}_minus")
+        released_inclusion_loss(one, two, 10, eps).backward()
+        for leaf, key in zip(leaves, ("grad_mu1", "grad_log_var1", "grad_mu2", "grad_log_var2"), strict=True):
+            close(leaf.grad, key)
+
+
+def test_the_released_form_differs_in_size_and_hardly_sees_the_means():
+    x, y = pairs()
+    exact = integrated(x, y) - integrated(y, x)
+    torch.testing.assert_close(inclusion_test(x, y), exact, rtol=1e-8, atol=1e-8)
+    expected = exact + (y.log_var - x.log_var) / 2
+    torch.testing.assert_close(released_inclusion_test(x, y, eps=0.0), expected, rtol=1e-8, atol=1e-8)
+    for eps in (0.0, -10.0, -20.0):
+        released = released_inclusion_test(x, y, eps=eps)
+        assert torch.equal(released.sign(), exact.sign()) and (released - exact).abs().median() > 0.1
+    shifted = GaussianEmbedding(x.mean + (x.log_var / 2).exp(), x.log_var)
+    released = lambda a, b: released_log_inclusion(a, b, eps=-10.0)
+    moved = [(test(shifted, y) - test(x, y)).abs().median() for test in (log_inclusion, released)]
+    assert moved[0] > 0.1 and moved[1] == pytest.approx(moved[0].item() * math.exp(-10), rel=1e-6)

@@ -1,8 +1,10 @@
-"""The report page: what is on it agrees with figures computed otherwise, and nothing in it can break out or fetch."""
+"""Pages, charts, tables and summaries: they agree with figures computed otherwise; nothing breaks out or fetches."""
 
 import dataclasses
 import html.parser
 import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +12,19 @@ import scipy
 import torch
 from support.charts import undrawn
 from support.pictures import png
+from support.words import folded
 
 from sfumato import Calibration, GaussianEmbedding, GaussianIndex, PairData, Relevance, csd_matrix, match_probability
+from sfumato.charts import FIRST, INK, Chart
+from sfumato.evaluation.hits import HitFigures
+from sfumato.evaluation.trust import DirectionTrust, TrustReport
+from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.models.calibrate import calibrate_split
+from sfumato.reports.evaluation import print_trust_summary
 from sfumato.reports.report import make_report
 from sfumato.reports.report_charts import MISTAKES, RESULTS, SHOWN, ReportData
+from sfumato.reports.tables import print_table, print_wrapped
 
 EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
 VOID = {"meta", "img", "br"}
@@ -246,3 +255,90 @@ def test_the_probabilities_of_results_are_those_of_searches():
         brier = found[direction]["after"]["brier"]
         assert brier == pytest.approx(float((p - right).square().mean()), abs=1e-6)
         assert brier < float((by_distance - right).square().mean()) - 0.005
+
+
+NAMES = [f"figure number {k}" for k in range(7)]
+ROWS = [[f"row{r}", *(f"{r}{k} [{r}.{k}01, {r}.{k}99]" for k in range(7))] for r in range(3)]
+
+
+def test_a_wide_table_is_continued_below_and_no_value_is_cut(capsys):
+    print_table("a title", ["estimator", *NAMES], ROWS)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and out.startswith("a title\n")
+    for row in ROWS:
+        assert all(out.count(value) == 1 for value in row[1:])
+        assert out.count(row[0]) == out.count("estimator") > 1
+    print_table("", ["name", "value"], [["a", "x" * 100]])
+    assert "x" * 100 in capsys.readouterr().out
+    words = [f"word{k}" for k in range(60)]
+    print_table("", ["name", "n", "words"], [["a", "1", " ".join(words)]], running=[2])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and [w for w in out.split() if w.startswith("word")][1:] == words
+
+
+@pytest.mark.parametrize("indent", [0, 4])
+def test_paragraphs_are_wrapped_and_paths_stay_whole(indent, capsys):
+    path = "/a" * 60
+    print_wrapped(f"  written to {path} with some more words that do not fit into the line, whatever they say", indent)
+    lines = capsys.readouterr().out.splitlines()
+    assert path in [line.strip() for line in lines]
+    assert lines[0].startswith("  w") and lines[-1].startswith(" " * indent + lines[-1].strip()[0])
+
+
+CHANCE = 0.01
+HITS = HitFigures("t2i", 100, 1, 1000, CHANCE, CHANCE, 0.004, 0.005, 0.01, 0.06, 0.06, 0.0, 0.5)
+DIRECTION = DirectionTrust(
+    n_queries=1000, n_gallery=100, recall=Interval(0.4, 0.37, 0.43), chance=CHANCE, above_chance=True,
+    risk_best=Interval(0.3, 0.2, 0.4), right_pairs=Interval(0.9, 0.8, 0.95), n_out_of_gallery=0, estimators={},
+    deciles={},
+)  # fmt: skip
+REPORT = TrustReport("test", "csd", True, 100, 1000, 1000, 0.95, 0, {}, {}, [], {"served": [HITS], "distance": [HITS]})
+
+
+def said(capsys, **changes):
+    print_trust_summary(replace(REPORT, directions={"t2i": replace(DIRECTION, **changes)}), "runs/a on test")
+    return folded(capsys.readouterr().out)
+
+
+def test_probabilities_that_hold_are_to_be_shown_and_a_model_at_chance_gets_no_advice_at_all(capsys):
+    assert HITS.verdict == "holds"
+    words = said(capsys)
+    assert "; show it; it holds for queries" in words and "at chance" not in words
+    assert "it holds" in said(capsys, recall=Interval(0.4, None, None)), "without resamples the value decides"
+    words = said(capsys, above_chance=False, recall=Interval(0.01, 0.005, 0.015))
+    assert "rely on nothing: the model does not rank better than chance here" in words
+    assert "show it" not in words
+
+
+@pytest.mark.parametrize("recall", [Interval(0.012, 0.008, 0.016), Interval(0.01, None, None), Interval(0.0, 0.0, 0.0)])
+def test_first_hits_at_chance_are_named_instead_of_show_it(capsys, recall):
+    words = said(capsys, recall=recall)
+    assert "do not show it; the first hits are at chance" in words and "it holds" not in words
+    assert "rely on nothing" not in words
+
+
+LINK = "{http://www.w3.org/1999/xlink}href"
+
+
+def parsed(svg):
+    """The SVG as XML, with the name space that HTML knows by itself."""
+    return ET.fromstring(str(svg).replace("<svg", '<svg xmlns:xlink="http://www.w3.org/1999/xlink"', 1))
+
+
+def test_a_chart_is_one_element_without_references_to_elsewhere():
+    chart = Chart(f"label {EVIL}")
+    (line,) = chart.axes.plot([0, 1], [0.0996, 0.0984], "o-", color=FIRST, label="a $x$ < b")
+    chart.hover(line, f"title {EVIL}")
+    chart.axes.set_xlabel(EVIL)
+    chart.legend()
+    svg = chart.svg()
+    root = parsed(svg)
+    assert root.tag == "svg" and root.attrib["aria-label"] == f"label {EVIL}" and root.attrib["role"] == "img"
+    assert not re.search(r"https?://|url\(|@import|<style|<script|<!DOCTYPE", svg)
+    texts = [e.text for e in root.iter("text")]
+    assert EVIL in texts and "a $x$ < b" in texts
+    assert "0.0996" in texts or "0.0995" in texts, "ticks keep their digits"
+    assert [e.text for e in root.iter("title")] == [f"title {EVIL}"]
+    assert f"stroke: var(--sure, {FIRST})" in svg and f"var(--ink, {INK})" in svg and chart.svg() == svg
+    ids = {e.attrib["id"] for e in root.iter() if "id" in e.attrib}
+    assert {e.attrib[LINK][1:] for e in root.iter("use")} <= ids
