@@ -15,7 +15,7 @@ from support.raising import raises
 from sfumato import GaussianCollection, GaussianEmbedding, GaussianIndex
 from sfumato.errors import UserError, as_typed, explain_os_error, printable
 from sfumato.files import write_atomically, write_json
-from sfumato.ids import check_ids, id_error
+from sfumato.ids import check_ids, id_error, plain_id
 
 
 def test_text_bytes_and_json_are_written_whole(tmp_path):
@@ -86,9 +86,9 @@ def test_what_a_terminal_or_a_shell_would_take_otherwise_is_escaped(sfumato):
     assert printed.decode().splitlines() == [str(word) for word in words]
 
 
-GOOD = ("a", "birds/7 ü.jpg", "...", "./a.jpg", "../a.jpg", "a/..", "👩‍🎨", " ", 'it\'s "1"')
+GOOD = ("a", "birds/7 ü.jpg", "...", "a/..b", "/a.jpg", "👩‍🎨", " ", 'it\'s "1"')
 BAD = {
-    "": "is empty", ".": "names a folder in paths", "..": "names a folder in paths",
+    "": "is empty", ".": "names a folder in paths", "a/../b": "names a folder in paths", "./a": "names a folder",
     "a\nb": "holds a line break or another control character", "a\r": "holds a line break",
     "\ttab": "another control character", "nul\0": "another control character", "\x85": "another control character",
     "a\u2028b": "holds a line break", "\ud800": "is not Unicode",
@@ -100,6 +100,8 @@ def test_what_is_an_id():
     for id, reason in BAD.items():
         assert reason in id_error(id) and repr(id) in id_error(id) and id_error(id).isprintable()
     check_ids(GOOD, "these")
+    escaped = {"../a/./b.jpg": "a/b.jpg", "/tmp/a": "tmp/a", "a/..": "a", "http://a/b": "http://a/b", "..": ".."}
+    assert {path: plain_id(path) for path in escaped} == escaped
     raises(ValueError, r"^these: row 2: the id 'x\\ny' holds a line break", check_ids, ["a", "b", "x\ny", "."], "these")
 
 

@@ -29,7 +29,7 @@ def id_error(id: str) -> str:
     r"""What is wrong with an id."""
     if not id:
         return "the id '' is empty; expected a text"
-    if id in (".", ".."):
+    if not {".", ".."}.isdisjoint(id.split("/")):
         return f"the id {id!r} names a folder in paths; expected another text"
     if _CONTROL.search(id):
         return f"the id {id!r} holds a line break or another control character; expected one line of text"
@@ -41,6 +41,11 @@ def id_error(id: str) -> str:
 def is_text(value: object) -> bool:
     """Whether every store can keep it: a string that UTF-8 can write, so without lone surrogates, and without NUL."""
     return isinstance(value, str) and "\0" not in value and not _SURROGATE.search(value)
+
+
+def plain_id(path: str) -> str:
+    """A path as an id: clients of HTTP resolve the parts "." and "..", so it is without them, and never absolute."""
+    return "/".join(part for part in path.split("/") if part not in (".", "..")).strip("/") or path
 
 
 def check_ids(ids: Iterable[str], what: str) -> None:

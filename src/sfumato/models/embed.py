@@ -1,6 +1,7 @@
 """Embedding by any model (splits of data, folders, files and tables), and evaluation on a split."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data,
 from sfumato.evaluation.protocols import EmbeddedSet, Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import check_ids, id_error
+from sfumato.ids import check_ids, id_error, plain_id
 from sfumato.models.model import Model
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.run import Run
@@ -267,13 +268,14 @@ def embed_split_images(model: Model, data: DataConfig, split: str) -> NamedItems
     splits = load_splits(data, problems)
     names = split_names(splits, split)
     prepared = [prepare_split(model.model, chosen_split(splits, name, data), problems, name) for name in names]
-    bare, problems.bare = problems.bare if split == "all" else {}, {}
-    say_problems(problems)
     parts = [model.model.image.embed(part.images) for part in prepared]
-    ids = [i for part in prepared for i in part.data.image_ids]
-    if bare:
-        embeddings, more, _ = embed_sources(model, [image for _, image in bare.values()], [*bare], problems)
-        parts, ids = [*parts, embeddings], [*ids, *more]
+    ids = [plain_id(i) for part in prepared for i in part.data.image_ids]
+    if split == "all" and problems.bare:
+        bare, problems.bare = {plain_id(i): image for i, (_, image) in problems.bare.items()}, {}
+        with suppress(UserError):  # None of them can be used, and the problems have them.
+            embeddings, more, _ = embed_sources(model, [*bare.values()], [*bare], problems)
+            parts, ids = [*parts, embeddings], [*ids, *more]
+    say_problems(problems)
     check_ids(ids, f"the images of the split {split}")
     return GaussianEmbedding.cat(parts), ids, problems
 

@@ -28,7 +28,7 @@ from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, counted, first_line, need, progress_bar, say
 from sfumato.files import RECIPE
 from sfumato.gaussian import GaussianEmbedding, check_finite
-from sfumato.ids import Direction, check_ids, fits_pattern
+from sfumato.ids import Direction, check_ids, fits_pattern, plain_id
 from sfumato.models import embed
 from sfumato.models.calibrate import describe_calibration
 from sfumato.models.embed import embedding_steps, encode_each, load_splits
@@ -251,7 +251,7 @@ def n_trained(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> in
         from sfumato.models.recipe import load_recipe  # Runs need torch.
 
         train = load_splits(load_recipe(folder / RECIPE).data, Problems()).get("train")
-        return 0 if train is None else len(set(ids) & set(train.image_ids))
+        return 0 if train is None else len(set(ids).intersection(map(plain_id, train.image_ids)))
     return 0
 
 

@@ -30,7 +30,7 @@ from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.sources import is_dataset_folder, read_dataset
 from sfumato.errors import UserError
 from sfumato.files import RECIPE, read_json
-from sfumato.ids import fits_pattern
+from sfumato.ids import fits_pattern, plain_id
 from sfumato.models.embed import load_splits, split_names
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.gallery import Gallery
@@ -191,13 +191,14 @@ def _manifest_items(
     rows: dict[str, tuple[str, list[str], dict[str, str]]] = {}
     for item, values in manifest_items(Path(source.path), Path(source.root), problems, captioned=False):
         own = {k: v for k, v in values.items() if k and k[0] != "_" and isinstance(v, str) and v and k not in COLUMNS}
-        image, captions, _ = rows.setdefault(item.id, (values["image"], [], own))
+        image, captions, _ = rows.setdefault(plain_id(item.id), (values["image"], [], own))
         captions.extend(text for _, text in item.texts)
         if image != values["image"]:
             problems.add(item.location, f"id {item.id!r} occurred before, with another image")
     for id, (image, captions, own) in rows.items():
         given = own | ({"captions": "\n".join(captions)} if captions else {})
-        yield _file_item(source, id, image, given, names_of)
+        below = os.path.relpath(os.path.join(source.root, image), source.root)  # Of an absolute path, too.
+        yield _file_item(source, id, below, given, names_of)
 
 
 def _data_items(source: Source, data: PairData) -> list[Item]:
@@ -209,7 +210,7 @@ def _data_items(source: Source, data: PairData) -> list[Item]:
         path = image.path if isinstance(image, FileImage) else None
         name = os.path.relpath(path, source.root) if path else ""
         stat = _stat_of(path or Path(image.location.split("!")[0]))
-        found.append(Item(source.begin + id, name, stat, image, {"captions": "\n".join(captions.get(i, []))}))
+        found.append(Item(source.begin + plain_id(id), name, stat, image, {"captions": "\n".join(captions.get(i, []))}))
     return found
 
 
@@ -225,8 +226,8 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
         problems = Problems()
         splits = load_splits(load_recipe(Path(run) / RECIPE).data, problems)
         parts = [splits[name] for name in split_names(splits, source["split"]) if name in splits]
-        images = {i: image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
-        images |= {i: image for i, (_, image) in problems.bare.items()}
+        images = {plain_id(i): image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
+        images |= {plain_id(i): image for i, (_, image) in problems.bare.items()}
         if images and not any(isinstance(image, EmbeddingRow) for image in images.values()):
             found = SplitImages(images)
     if sources := sources_of(gallery):
