@@ -100,21 +100,6 @@ def test_nearly_equal_vectors_within_the_stated_bound(name, offset):
     torch.testing.assert_close(DISTANCES[name].row(x, y).double(), exact.diagonal(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", ["kl", "elk", "bhattacharyya"])
-def test_divergences_are_their_integrals(name):
-    """kl = E_p ln(p/q), elk = -ln E_p q, bhattacharyya = -ln E_p sqrt(q/p), each of 15 estimates from 40,000 draws of p
-    within 5 standard errors: a false alarm in 1 of 100,000 seeds. Three dimensions: the integrands are tame there."""
-    x, y = gaussians(N, 0, d=3), gaussians(M, 1, d=3)
-    x, y = GaussianEmbedding(x.mean / 2, x.log_var / 2), GaussianEmbedding(y.mean / 2, y.log_var / 2)
-    draws = x.sample(40_000, generator=torch.Generator().manual_seed(0)).unsqueeze(1)
-    p = Independent(Normal(x.mean[:, None, None], x.var.sqrt()[:, None, None]), 1).log_prob(draws)
-    q = Independent(Normal(y.mean[:, None], y.var.sqrt()[:, None]), 1).log_prob(draws)
-    values = {"kl": p - q, "elk": q.exp(), "bhattacharyya": ((q - p) / 2).exp()}[name]
-    estimate, error = values.mean(-1), values.std(-1) / math.sqrt(values.shape[-1])
-    exact = DISTANCES[name].matrix(x, y)
-    assert ((estimate - (exact if name == "kl" else (-exact).exp())).abs() < 5 * error).all()
-
-
 @pytest.mark.parametrize("name", BLOCKED)
 def test_blocks_with_an_uneven_last_one_are_the_whole_with_its_gradients(name):
     x, y = gaussians(7, 0), gaussians(11, 1)

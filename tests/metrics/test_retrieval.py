@@ -27,22 +27,6 @@ DISTANCE = torch.tensor(
 TRUTHS = [[0, 1, 2], [2, 4], [], [0]]
 
 
-def test_table_worked_by_hand():
-    relevance = Relevance.from_lists(TRUTHS, n_gallery=5)
-    ranks = relevant_ranks(DISTANCE, relevance)
-    assert ranks.tolist() == [2, 0, 3, 1, 2, 4]
-    single = per_query_metrics(ranks, relevance, names=("recall@1", "recall@2", "r_precision", "map@r", "best_rank"))
-    np.testing.assert_array_equal(single["recall@1"], [1, 0, np.nan, 0])
-    np.testing.assert_array_equal(single["recall@2"], [1, 1, np.nan, 0])
-    np.testing.assert_allclose(single["r_precision"], [2 / 3, 1 / 2, np.nan, 0])
-    np.testing.assert_allclose(single["map@r"], [(1 + 2 / 3) / 3, (1 / 2) / 2, np.nan, 0])
-    np.testing.assert_array_equal(single["best_rank"], [0, 1, np.nan, 4])
-    result = retrieval_metrics(ranks, relevance)
-    assert result["median_rank"] == 2 and result["mean_rank"] == pytest.approx(8 / 3)
-    assert result["n_queries"] == 3 and result["n_without_positives"] == 1
-    assert result["recall@1"] == pytest.approx(1 / 3)
-
-
 @pytest.mark.parametrize("levels", [2, 5, 10**6])
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.95])
 def test_agrees_with_sorting_with_and_without_ties(levels, fraction):
@@ -158,19 +142,6 @@ def test_bad_scores_are_refused_and_blocks_are_small():
         raises(ValueError, message, ranks_from_scores, scores, relevance, **{"better": "larger", **given})
     blocks = score_blocks(np.zeros((10, 256), np.float32), better="larger", memory_mb=4 / 1024)
     assert [(start, len(block)) for start, block in blocks] == [(0, 4), (4, 4), (8, 2)]
-
-
-def test_whole_lists_give_the_ranks_of_the_distances():
-    random = np.random.default_rng(8)
-    distance = random.permuted(np.tile(np.arange(29.0), (13, 1)), axis=1)
-    relevance = Relevance.from_lists([np.flatnonzero(row) for row in random.random((13, 29)) < 0.3], n_gallery=29)
-    order = distance.argsort(1)
-    expected = relevant_ranks(torch.from_numpy(distance), relevance)
-    for lists in (order, order.tolist(), [row.astype(np.uint16) for row in order]):
-        ranks, depth = ranks_from_lists(lists, relevance)
-        np.testing.assert_array_equal(ranks, expected)
-        assert (depth == 29).all()
-        assert retrieval_metrics(ranks, relevance, depth=depth) == retrieval_metrics(expected, relevance)
 
 
 def test_short_lists_give_exactly_what_they_determine_and_refuse_the_rest():
