@@ -73,19 +73,6 @@ def test_queries_without_a_match_are_left_out_and_blocks_are_the_whole():
     assert again.precision == pytest.approx(scores.precision)
 
 
-def test_precision_is_the_loop():
-    generator = torch.Generator().manual_seed(1)
-    distance, match = scene(generator, 41, 17, n_matches=3)
-    scores = query_scores.QueryScores.fit(distance, match)
-    for limit, precision in zip(scores.limits, scores.precision, strict=True):
-        each = []
-        for row, labels in zip(distance.tolist(), match.tolist(), strict=True):
-            below = [y for d, y in zip(row, labels, strict=True) if d < limit]
-            if below:
-                each.append(sum(below) / len(below))
-        assert precision == pytest.approx(sum(each) / len(each) if each else 0)
-
-
 def test_growth_by_hand():
     # One match each: a gallery twice as large brings no more of them. Four items, all of them matches: two in a half.
     assert query_scores.growth_by_halving(np.ones(7), 100) == pytest.approx(0)
@@ -214,20 +201,6 @@ def test_the_risk_holds_with_five_captions_an_image(correlation, slope, monkeypa
         assert broken(correlation, grouped=False)[0] > 0.1, "captions taken for independent break the risk"
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.8])
-def test_sets_cover_a_caption_of_a_new_image(correlation):
-    random, inside = np.random.default_rng(8), []
-    for _ in range(400):
-        d, _, image = captions(random, 60, correlation)
-        scores = query_scores.QueryScores(
-            9, 0, 1.0, 0.0, tuple(d), tuple(d), tuple(d + 9), (0.0,) * query_scores.N_STEPS, tuple(image.tolist())
-        )
-        new, _, _ = captions(random, 40, correlation)
-        inside.append((new <= query_scores.conformal_radius(scores, 0.1)).mean())
-    error = np.std(inside) / 20
-    assert 0.9 - 4.5 * error < np.mean(inside) < 0.93
-
-
 def test_a_precision_of_groups_is_the_mean_of_their_means():
     distance = torch.tensor([[0.1, 5.0], [0.1, 0.2], [0.1, 0.2]])
     match = torch.tensor([[1, 0], [1, 0], [1, 0]])
@@ -273,29 +246,6 @@ def test_threshold_by_hand():
     reachable = float(re.search(r"the largest that works is (0\.\d\d);", str(refused.value))[1])
     assert calibration.threshold(reachable) > 0
     raises(ValueError, "the largest that works", calibration.threshold, reachable + 0.01)
-
-
-def test_precision_is_kept_on_new_queries():
-    """The guarantee may be broken by one held-out set in ten: by 23 of 100 in 3 of 1e6 seeds, and far more rarely, as
-    the bound divides its error among 20 limits."""
-    generator = torch.Generator().manual_seed(5)
-
-    def drawn(n_queries):
-        """A third of all queries is hard: nothing of theirs is close."""
-        distance, match = scene(generator, n_queries, 40, n_matches=2, shift=3.5)
-        distance[::3] = torch.randn(distance[::3].shape, generator=generator) + 3.5
-        return distance, match
-
-    new, ground_truth = drawn(5000)
-    pairs = PairLogits(3.0, 1.0, 0.05)
-    probability, spoilt, shown = pairs.probability(new.double()), 0, []
-    for _ in range(100):
-        below = probability > DirectionCalibration(pairs, query_scores.QueryScores.fit(*drawn(400))).threshold(0.8)
-        some = below.any(1)
-        precision = (below & ground_truth.bool()).sum(1)[some] / below.sum(1)[some]
-        spoilt += bool(precision.mean() < 0.8)
-        shown.append(float(some.double().mean()))
-    assert spoilt <= 23 and np.mean(shown) > 0.3, "kept, and not by showing nothing"
 
 
 def test_there_and_back(tmp_path):

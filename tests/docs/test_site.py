@@ -36,13 +36,6 @@ def test_pages_and_readme_answer_their_question_once_and_fetch_nothing():
         assert shown and [one for one in shown if not re.search(rf"(?<![\d.]){re.escape(one)}(?!\d)", text)] == []
 
 
-def test_history_has_one_line_an_attempt_the_newest_first():
-    lines = [line for line in read("history.md").splitlines() if line.startswith("| 20")]
-    dates = [line.split(" | ")[0].removeprefix("| ") for line in lines]
-    assert lines and all(len(line.split(" | ")) == 4 for line in lines)
-    assert dates == sorted(dates, reverse=True) and all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
-
-
 def test_lines_are_wrapped_and_guides_state_when_not_to_use_a_thing():
     assert not [page for page in GUIDES if not re.search(r"^## When not to", read(page), flags=re.MULTILINE)]
     free = ("|", "    ", "![")

@@ -13,7 +13,6 @@ from sfumato.encoders import clip
 from sfumato.encoders.clip import ClipImageConfig, ClipImageEncoder, ClipTextConfig, ClipTextEncoder
 from sfumato.encoders.convolutional import ResNetImageConfig, resnet_encoder
 from sfumato.encoders.encoder_protocol import Inputs
-from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.errors import UserError
 
 transformers = Lazy("transformers", "the extra backbones is not installed")
@@ -282,26 +281,6 @@ def test_recomputed_activations_give_the_same_gradients(kind, side):
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, msg=lambda text, name=name: f"{name}: {text}")
     assert max(g.abs().max() for g in gradients[0].values()) > 0.1
-
-
-@pytest.mark.parametrize("pooling", ["gpo", "average", "last"])
-def test_what_is_padded_behind_a_text_of_clip_changes_nothing(pooling):
-    encoder = text_encoder(plain("clip", "text", **TEXT["clip"][1]))
-    torch.manual_seed(0)
-    head = GaussianHead(12, 5, HeadOptions(pooling=pooling)).double().eval()
-    mask = torch.arange(9) < torch.tensor([7, 2, 4, 1]).unsqueeze(1)
-    ids = torch.nn.functional.pad(IDS, (0, 2)) * mask
-    with torch.no_grad():
-        zeros, ones = encoder(Inputs(ids, mask)), encoder(Inputs(ids + 17 * ~mask, mask))
-        together, other = head(zeros), head(ones)
-        torch.testing.assert_close(ones.mean[mask], zeros.mean[mask])
-        torch.testing.assert_close(ones.log_var[mask], zeros.log_var[mask])
-        assert (ones.mean - zeros.mean)[~mask].abs().max() > 0.1
-        torch.testing.assert_close(other.mean, together.mean)
-        for i, n in enumerate(mask.sum(1).tolist()):
-            alone = head(encoder(Inputs(ids[i : i + 1, :n], mask[i : i + 1, :n])))
-            torch.testing.assert_close(alone.mean, together.mean[i : i + 1])
-            torch.testing.assert_close(alone.log_var, together.log_var[i : i + 1])
 
 
 def resnet_pixels(n=2, size=64):

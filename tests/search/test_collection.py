@@ -158,27 +158,6 @@ def test_promises_are_the_same(tmp_path, monkeypatch):
             raises(ValueError, told, gallery.search, queries, 5, SearchOptions(filter=mauve, **promise))
 
 
-def test_items_come_and_go_and_probabilities_know_how_many_there_are(tmp_path):
-    gallery = gaussians(157, 0)
-    calibration = calibration_of(gallery)
-    _, made = both(tmp_path, calibration=calibration)
-    queries, moved = gaussians(4, 4), gaussians(20, 5)
-    with made:
-        assert made.delete(["item 3", "nobody", "item 150"]) == 2 and len(made) == 155
-        made.upsert(moved, [f"item {i}" for i in range(40, 60)], {"colour": ["w"] * 20})
-        left = [i for i in range(157) if i not in (3, 150)]
-        mean, log_var = gallery.mean.copy(), gallery.log_var.copy()
-        mean[40:60], log_var[40:60] = moved.mean, moved.log_var
-        items = GaussianEmbedding(mean[left], log_var[left])
-        index = GaussianIndex.build(items, [f"item {i}" for i in left], calibration=calibration)
-        found, expected = made.search(queries, 12), index.search(queries, 12)
-        for a, b in zip(found, expected, strict=True):
-            assert [h.id for h in a] == [h.id for h in b]
-            assert [h.match_probability for h in a] == pytest.approx([h.match_probability for h in b], rel=1e-4)
-        assert made.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
-        assert {h.payload.get("colour") for h in made.search(moved[:1], 1)[0]} == {"w"}
-
-
 def test_items_have_the_distances_of_the_originals_also_opened_again(tmp_path):
     calibration = calibration_of(gaussians(157, 0))
     _, made = both(tmp_path, calibration=calibration)

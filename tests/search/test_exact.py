@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from support.raising import raises
-from support.references_metrics import order_of, ranks_by_sorting, squared_l2_by_broadcast
+from support.references_metrics import order_of, ranks_by_sorting
 
 from sfumato import DISTANCES, GaussianEmbedding, Relevance, get_distance
 from sfumato.distances.distance import seeded_samples
@@ -121,44 +121,9 @@ def test_candidates_in_their_true_order(name, direction):
         assert torch.isposinf(found[i][len(own) :]).all()
 
 
-WIDTH = {"csd": 6, "wasserstein2": 10, "squared_l2": 5}
-
-
 def of_five(n, seed, dtype=np.float32, offset=0.0):
     mean, noise = np.random.default_rng(seed).standard_normal((2, n, 5))
     return GaussianEmbedding(mean + offset, 2 * noise).to(dtype)
-
-
-def with_constant(squared_l2, queries, distance="csd"):
-    """(n, k) distances from the squared L2 of lifted vectors."""
-    return squared_l2 + np.asarray(query_constant(queries, distance))[:, None]
-
-
-@pytest.mark.parametrize("distance", LIFTED_DISTANCES)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("centred", [False, True])
-def test_squared_l2_of_lifted_vectors_is_the_distance(distance, dtype, centred):
-    x, y = of_five(4, 0, dtype), of_five(7, 1, dtype)
-    centre = gallery_centre(y) if centred else None
-    a, b = lift_queries(x, distance, centre=centre), lift_gallery(y, distance, centre=centre)
-    assert a.shape == (4, WIDTH[distance]) and b.shape == (7, WIDTH[distance])
-    assert all(type(each) is type(x.mean) and str(each.dtype).endswith("float32") for each in (a, b))
-    lifted = with_constant(squared_l2_by_broadcast(a, b), x, distance)
-    exact = get_distance(distance).matrix(x.numpy().to(np.float64), y.numpy().to(np.float64))
-    np.testing.assert_allclose(lifted, exact, rtol=2e-6, atol=2e-6)
-
-
-def test_the_centre_keeps_the_digits_of_far_means():
-    x, y = of_five(20, 4, offset=3000.0), of_five(50, 5, offset=3000.0)
-    exact = get_distance("csd").matrix(x.to(np.float64), y.to(np.float64))
-
-    def by_product(centre):
-        a, b = lift_queries(x, centre=centre), lift_gallery(y, centre=centre)
-        squared = (a**2).sum(1, keepdims=True) + (b**2).sum(1) - 2 * a @ b.T
-        return with_constant(squared, x)
-
-    assert (np.abs(by_product(gallery_centre(y)) - exact) / exact).max() < 1e-4
-    assert (np.abs(by_product(None) - exact) / exact).max() > 0.1
 
 
 def test_each_of_several_threads_computes_on_one_core():

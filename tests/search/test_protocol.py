@@ -10,7 +10,7 @@ from search.test_collection import assert_same, both, gaussians
 from support.raising import raises
 from support.stores_contract import FINGERPRINT, StoreBasics
 
-from sfumato import Filter, GaussianCollection
+from sfumato import Filter, GaussianCollection, GaussianIndex
 from sfumato.errors import UserError
 from sfumato.search.stores import protocol as stores
 from sfumato.search.stores.local import LocalStore
@@ -161,6 +161,13 @@ def test_a_toy_store_answers_as_an_index_does_and_unknown_schemes_are_refused(tm
         again.upsert(kept.embeddings, ["item 3"], payloads=kept.payloads)
         assert_same(again.search(queries, 9), index.search(queries, 9))
         assert again.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
+        assert again.delete(["item 8", "nobody"]) == 1 and len(again) == 59
+        left = [f"item {i}" for i in range(60) if i != 8]
+        less = GaussianIndex.build(index.get(left).embeddings, left, calibration=index.calibration)
+        found, expected = again.search(queries, 12), less.search(queries, 12)
+        assert [[h.id for h in a] for a in found] == [[h.id for h in b] for b in expected]
+        for a, b in zip(found, expected, strict=True):
+            assert [h.match_probability for h in a] == pytest.approx([h.match_probability for h in b], rel=1e-4)
     raises(
         UserError,
         re.escape(f"known: {', '.join(stores.STORES)}, or a path"),

@@ -13,7 +13,6 @@ from support.raising import raises
 from sfumato import GaussianEmbedding, GaussianIndex, get_distance
 from sfumato.search import blocks, screening
 from sfumato.search import index as index_module
-from sfumato.search.candidates import estimated_sums
 from sfumato.search.screening import Comparison, Screen
 
 LIFTED = ["csd", "squared_l2", "wasserstein2"]
@@ -187,19 +186,6 @@ def test_bounds_hold_the_observed_errors(kind, distance, dtype, monkeypatch):
         monkeypatch.setattr(Comparison, "_error", lambda self, relative, length, rounding: 0 * relative.length)
         lower, upper, true = bounds(screen, queries)
         assert (lower > true).any() or (true > upper).any(), "the bound of the coding error is needed"
-
-
-def test_estimates_are_unbiased():
-    random = np.random.default_rng(0)
-    probability = -np.sort(-(random.random((1, 5000)) ** 8))
-    near, total, errors = probability[:, :50], float(probability.sum()), []
-    for _ in range(400):
-        sample = random.permutation(5000)[:500]
-        errors += estimated_sums(near, probability[:, sample], (sample >= 50)[None], 5000)
-    errors = np.array(errors) - total
-    assert abs(errors.mean()) < 4 * errors.std() / 20, "400 samples: four standard errors"
-    everything = estimated_sums(near, probability, (np.arange(5000) >= 50)[None], 5000)
-    assert everything == [pytest.approx(total)]
 
 
 @pytest.mark.parametrize("distance", ["csd", "kl"])

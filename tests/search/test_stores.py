@@ -162,25 +162,6 @@ def test_create_and_open_look_first_and_name_the_extra(tmp_path, monkeypatch):
     raises(UserError, r"pip install 'sfumato\[faiss\]'", create_store, f"{tmp_path}/hnsw?engine=hnsw", 2)
 
 
-def test_flat_is_exact_whatever_lies_far_away(tmp_path):
-    """From memory and from disk; tests/search/test_screening.py has more of such data."""
-    random = np.random.default_rng(3)
-    vectors = random.standard_normal((4500, 64), np.float32) / 8 + 1000
-    vectors[0, -1], vectors[30:60] = 3e38, vectors[60]
-    store, ids = create_store(f"{tmp_path}/store?memory=100", 64), tuple(str(i) for i in range(len(vectors)))
-    store.upsert(Records(ids, torch.from_numpy(vectors), torch.zeros(len(vectors)), ({},) * len(vectors)))
-    wanted = vectors[50:62] + random.standard_normal((12, 64), np.float32) / 8
-    order = np.argsort(squared_l2(wanted, vectors), axis=1, kind="stable")[:, :10]
-    expected = [tuple(ids[j] for j in row) for row in order]
-    for memory in (100, 1, 0):
-        assert [found.ids for found in store.search(wanted, 10)] == expected, memory
-        assert [store.search(query[None], 10)[0].ids for query in wanted] == expected, memory
-        assert bool(store._blocks) == bool(memory)
-        store.close()
-        if memory:
-            store = open_store(f"{tmp_path}/store?memory={memory // 100}")
-
-
 def test_optimise_gives_space_back(tmp_path):
     store, file = create_store(f"{tmp_path}/store", 50), tmp_path / "store/records.sqlite"
     batch = records(4500, 50, 1)

@@ -53,20 +53,6 @@ def assert_mean(got, snapshots, weights):
             assert torch.equal(value, snapshots[-1][name]), name
 
 
-def test_the_plain_mean_is_that_of_the_snapshots_without_the_start():
-    model = build()
-    average = WeightAverage(model, None)
-    snapshots = []
-    for k in range(5):
-        snapshots.append(wander(model, k))
-        average.update(model)
-        assert_mean(average_state(average), snapshots, [1 / (k + 1)] * (k + 1))
-    names = {name.rpartition(".")[2] for name in average.names}
-    assert {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"} <= names
-    assert {name.split(".")[0] for name in average.names} == {"image", "text"}
-    assert int(average.updates) == 5
-
-
 def test_the_moving_average_and_an_anchor_by_hand():
     """Values 0, then 11, 12, -1: kept shares min(decay, 1/11), min(decay, 2/12), min(decay, 3/13)."""
     model = torch.nn.Linear(1, 1, bias=False)

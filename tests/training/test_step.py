@@ -180,27 +180,6 @@ def test_bfloat16_is_for_encoders_and_the_linear_maps_of_heads():
         assert error < 0.02, name
 
 
-def test_a_scaled_loss_keeps_small_gradients_in_float16():
-    """A gradient of 1e-9 of the usual one underflows float16 in the encoder, unless the loss is scaled."""
-    data = float_batch()
-
-    def scaled(scale, precision=torch.float32):
-        model, loss = build(image=PatchEncoder()).float(), LOSSES["pcmepp"]()
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        forward_backward(model, loss, data, alone(), epoch=5, precision=precision, scaler=scaler)
-        return {name: gradient / scale for name, gradient in gradients(model, loss).items()}
-
-    def error(name, found):
-        return (found[name] - exact[name]).norm() / (exact[name].norm() + 1e-6)
-
-    exact = scaled(1.0)
-    power = scaled(2.0**16)
-    assert all(torch.equal(power[name], exact[name]) for name in exact)  # A power of two rounds nothing.
-    kept, lost = scaled(2.0**3, torch.float16), scaled(2.0**-30, torch.float16)
-    assert max(error(name, kept) for name in exact) < 0.003
-    assert error("image.encoder.patches.weight", lost) > 0.5
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("micro_batch", [0, 3])
 def test_nan_is_told_by_its_term_and_leaves_no_gradient(value, micro_batch):

@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.raising import raises
 from support.tiny_models import tiny_resnet
 from support.toy import assert_same_runs, fit_until, make_toy
@@ -14,11 +13,10 @@ from sfumato import fit, load_recipe
 from sfumato.encoders.scratch import WordEncoder
 from sfumato.errors import UserError
 from sfumato.models.process_group import ProcessGroup
-from sfumato.models.run import load_model, load_run
+from sfumato.models.run import load_run
 from sfumato.training import saving
 from sfumato.training import step as learner
 from sfumato.training.step import DivergedError, build_optimiser, set_learning_rate
-from sfumato.workflows.export import export_run
 
 GRU = 'model.text={ kind = "gru", width = 3, hidden = 8, bidirectional = true }'
 RED, SOME = [0.5, -0.25, 1.0], [2.0, 4.0, 8.0]
@@ -126,24 +124,6 @@ def test_a_run_interrupted_between_its_stages_resumes_to_the_same_bits(tmp_path)
     (tmp_path / "glove.3d.txt").unlink()
     fit(recipe, tmp_path / "parts")
     assert_same_runs(tmp_path / "whole", tmp_path / "parts")
-
-
-def test_a_run_folder_moved_elsewhere_is_enough_to_embed_and_to_export(tmp_path):
-    fit(pcme(tmp_path, "train.epochs=2"), tmp_path / "run")
-    picture = (tmp_path / "data" / "000.png").read_bytes()
-    texts = ["a red circle", "some words that nobody has read"]
-    before = load_run(tmp_path / "run").model
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(tmp_path / "run", elsewhere)
-    for gone in ("run", "resnet", "data"):
-        shutil.rmtree(tmp_path / gone)
-    (tmp_path / "glove.3d.txt").unlink()
-    for model in (load_run(elsewhere).model, load_model(export_run(elsewhere, tmp_path / "given")).model):
-        for embed, items in (("embed_images", [picture]), ("embed_texts", texts)):
-            first, second = (getattr(one, embed)(items) for one in (model, before))
-            assert torch.equal(first.mean, second.mean) and torch.equal(first.log_var, second.log_var)
-    assert str(tmp_path) not in (tmp_path / "given" / "config.json").read_text()
-    assert load_file(elsewhere / "model.safetensors")["model/text.encoder.words.weight"].shape == (14, 3)
 
 
 def test_without_a_validation_split_a_run_states_probabilities_of_csd(tmp_path):
