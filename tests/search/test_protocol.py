@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from additions import store
-from search.test_collection import assert_same, both, gaussians
+from search.test_collection import assert_same, both, calibration_of, gaussians
 from support.raising import raises
 from support.stores_contract import FINGERPRINT, StoreBasics
 
@@ -153,7 +153,7 @@ class TestToyStore(StoreBasics):
 
 
 def test_a_toy_store_answers_as_an_index_does_and_unknown_schemes_are_refused(tmp_path, toy):
-    index, made = both(tmp_path, 60, store="toy:shop")
+    index, made = both(tmp_path, 60, store="toy:shop", calibration=calibration_of(gaussians(60, 0)))
     made.close()
     queries, kept = gaussians(7, 1), index.get(["item 3"])
     with GaussianCollection.open(tmp_path / "collection") as again:
