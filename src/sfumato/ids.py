@@ -24,6 +24,10 @@ OTHER_SIDE: dict[Side, Side] = {"image": "text", "text": "image"}
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+MOST_TEXT = 1_000_000
+NO_TEXT = f"a text holds NUL or half a character (a lone surrogate), or more than {MOST_TEXT:,} characters"
+"""What is wrong with a text that no store takes."""
+
 
 def id_error(id: str) -> str:
     r"""What is wrong with an id."""
@@ -39,8 +43,8 @@ def id_error(id: str) -> str:
 
 
 def is_text(value: object) -> bool:
-    """Whether every store can keep it: a string that UTF-8 can write, so without lone surrogates, and without NUL."""
-    return isinstance(value, str) and "\0" not in value and not _SURROGATE.search(value)
+    """Whether every store can keep it, see :data:`NO_TEXT`: a string that UTF-8 can write, and without NUL."""
+    return isinstance(value, str) and len(value) <= MOST_TEXT and "\0" not in value and not _SURROGATE.search(value)
 
 
 def plain_id(path: str) -> str:

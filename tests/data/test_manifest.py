@@ -111,13 +111,13 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
         '{"image": "b\\u0000.jpg", "captions": "x"}', '{"image": "b.jpg", "captions": "half \\ud83d a pair"}',
         "[" * 100_000, '{"image": "b.jpg", "captions": "x", "id": ' + "9" * 5000 + "}",
         '{"image": "' + base64.b64encode(bytes(3000)).decode() + '", "captions": "a picture, not a path"}',
-        '{"image": "c.webp", "captions": "fine too"}',
+        '{"image": "c.webp", "captions": "fine too"}', json.dumps({"image": "b.jpg", "captions": "dog " * 250_001}),
     ]  # fmt: skip
     path.write_bytes("\n".join(lines).encode() + b'\n{"image": "b.jpg", "captions": "caf\xe9"}\n')
     splits, found = read(path)
     assert splits == {"train": {"a.png": ["fine"], "c.webp": ["fine too"]}}
     reasons = dict(found)
-    assert [place for place, _ in found] == [f":{k}" for k in (2, *range(4, 8), *range(11, 18), 19)]
+    assert [place for place, _ in found] == [f":{k}" for k in (2, *range(4, 8), *range(11, 18), 19, 20)]
     problems = Problems()
     read_manifest(path, problems)
     assert "m.jsonl:9: no caption; 2 of 3 images have one and are used" in problems.summary(3)
@@ -127,7 +127,7 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
         5: "no image: the columns are captions; expected image among them", 6: "no image: found 5; expected a path",
         7: "captions: found ['x', 5]", 11: f"image {pictures}/gone.png is missing",
         12: f"image {pictures}/my pictures is missing",
-        13: "not UTF-8", 14: "not UTF-8", 15: "not JSON", 16: "not JSON", 17: "image 'AAA", 19: "not UTF-8",
+        13: "not UTF-8", 14: "not UTF-8", 15: "not JSON", 16: "not JSON", 17: "image 'AAA", 19: "not UTF-8", 20: "not UTF-8",
     }  # fmt: skip
     for line, start in starts.items():
         assert reasons[f":{line}"].startswith(start), (line, reasons[f":{line}"])

@@ -26,7 +26,7 @@ from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.data.photographs import MAX_SIDECAR, names_in, sidecars
 from sfumato.errors import UserError, expected_columns, first_line, need_pyarrow
 from sfumato.files import read_regular
-from sfumato.ids import is_text, uniform_hash
+from sfumato.ids import NO_TEXT, is_text, uniform_hash
 
 MANIFEST_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Endings of manifests."""
@@ -222,7 +222,7 @@ def _item(location: str, values: dict[str, Any], root: Path, problems: Problems,
     split = str(values.get("split") or "")
     others = (one for one in values.values() if isinstance(one, str))
     if not all(map(is_text, (identity, split, *captions, *ids, *values, *others))):
-        raise ValueError("not UTF-8, or a text with NUL or half a character; save the manifest as UTF-8")
+        raise ValueError(f"not UTF-8, or {NO_TEXT}; save the manifest as UTF-8")
     texts = usable_captions(location, captions, problems if captioned else Problems())
     path = root / image
     if not os.path.isfile(path):  # Unlike Path.is_file, false for no path at all.

@@ -25,7 +25,7 @@ from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data,
 from sfumato.evaluation.protocols import EmbeddedSet, Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import check_ids, id_error, plain_id
+from sfumato.ids import NO_TEXT, check_ids, id_error, is_text, plain_id
 from sfumato.models.model import Model
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.run import Run
@@ -240,11 +240,11 @@ def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
     for number, line in enumerate(lines, 1):
-        if line.strip():
+        if line.strip() and is_text(line):
             texts.append(line.strip())
             ids.append(str(number))
         else:
-            problems.add(f"{path}:{number}", "empty line")
+            problems.add(f"{path}:{number}", NO_TEXT if line.strip() else "empty line")
     if not texts:
         raise UserError(f"{path} holds no text")
     return texts, ids, problems

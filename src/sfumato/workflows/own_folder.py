@@ -23,7 +23,7 @@ from sfumato.encoders.processors import in_threads
 from sfumato.errors import UserError, counted, progress_bar
 from sfumato.files import available_cores
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import id_error, is_text
+from sfumato.ids import NO_TEXT, id_error, is_text
 from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
 from sfumato.search.collection import GaussianCollection
@@ -151,7 +151,7 @@ class Filling:
             if item.file and item.file != item.id:
                 payload[FILE] = item.file
             if not all(is_text(text) for pair in payload.items() for text in pair):
-                raise ValueError("a text of it holds NUL or half a character (a lone surrogate)")
+                raise ValueError(NO_TEXT)
             if (known := self.known.get(item.id)) is not None:
                 if POINTER in known or known.get(ROOT, payload[ROOT]) != payload[ROOT]:
                     raise ValueError(f"another image has the id {item.id!r}; rename the file")
