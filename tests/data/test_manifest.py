@@ -127,7 +127,8 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
         5: "no image: the columns are captions; expected image among them", 6: "no image: found 5; expected a path",
         7: "captions: found ['x', 5]", 11: f"image {pictures}/gone.png is missing",
         12: f"image {pictures}/my pictures is missing",
-        13: "not UTF-8", 14: "not UTF-8", 15: "not JSON", 16: "not JSON", 17: "image 'AAA", 19: "not UTF-8", 20: "not UTF-8",
+        13: "not UTF-8", 14: "not UTF-8", 15: "not JSON", 16: "not JSON", 17: "image 'AAA",
+        19: "not UTF-8", 20: "not UTF-8",
     }  # fmt: skip
     for line, start in starts.items():
         assert reasons[f":{line}"].startswith(start), (line, reasons[f":{line}"])
