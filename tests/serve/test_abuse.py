@@ -4,8 +4,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import io
+import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ from sfumato.errors import UserError
 from sfumato.serve import decoding, guard
 from sfumato.serve.decoding import HEADER, Decoders, Task, _Process, bytes_of
 from sfumato.serve.embedding import input_task
+from sfumato.serve.server import OnceASecond
 from sfumato.serve.settings import Settings, parse_limits
 
 
@@ -47,6 +50,23 @@ def test_without_a_key_no_body_is_awaited_and_slow_ones_take_no_place(sources):
         for _ in range(3):
             assert client.get("/v1/search?q=a").status_code == 200
             assert client.post("/v1/search", json={"queries": [{"text": "a"}]}).status_code == 200
+
+
+def test_half_a_request_is_hung_up_on_and_a_line_that_comes_again_is_logged_once_a_second(sources):
+    with served(sources, timeout=1) as client, contextlib.ExitStack() as open_ones:
+        client.get("/healthz")
+        there = "127.0.0.1", client.base_url.port
+        silent, half, second = (open_ones.enter_context(socket.create_connection(there, timeout=5)) for _ in "abc")
+        half.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
+        second.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert second.recv(10_000).startswith(b"HTTP/1.1 200")
+        second.sendall(b"GET")
+        began = time.monotonic()
+        assert not silent.recv(1) and not half.recv(1) and not second.recv(1) and 0.5 < time.monotonic() - began < 4
+        assert client.get("/healthz").status_code == 200
+    once, line = OnceASecond(), logging.makeLogRecord({"msg": "socket.accept() out of system resource"})
+    assert [once.filter(line) for _ in range(3)] == [True, False, False]
+    assert once.filter(logging.makeLogRecord({"msg": "another"})) and once.filter(line)
 
 
 def test_bodies_in_memory_have_a_budget_and_their_memory_goes_back(sources, monkeypatch):

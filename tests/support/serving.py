@@ -27,6 +27,7 @@ from sfumato.models.run import load_model, load_run
 from sfumato.serve.app import create_app
 from sfumato.serve.guard import Guard
 from sfumato.serve.problems import CODES
+from sfumato.serve.server import Connection
 from sfumato.serve.settings import ServedGallery, Settings, Sources
 from sfumato.workflows.index import GalleryPart, build_index, create_collection
 from sfumato.workflows.own_folder import index_data
@@ -251,7 +252,7 @@ def served(sources, **settings):
 def served_app(app, **settings):
     """The same for an application."""
     _keep_processes(app.state.service.embedder.decoders)
-    server = Server(uvicorn.Config(app, port=0, log_level="error", ws="none", access_log=False))
+    server = Server(uvicorn.Config(app, port=0, http=Connection, log_level="error", ws="none", access_log=False))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {settings['keys'][0]}"} if settings.get("keys") else {}

@@ -14,10 +14,11 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sfumato.errors import UserError, counted
 from sfumato.serve.guard import share_memory
@@ -85,6 +86,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+class OnceASecond(logging.Filter):
+    """Lets a line that comes again and again pass once a second: asyncio writes thousands without descriptors."""
+
+    _last = "", -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See :meth:`logging.Filter.filter`."""
+        line, now = record.getMessage(), time.monotonic()
+        if line == self._last[0] and now < self._last[1] + 1:
+            return False
+        self._last = line, now
+        return True
+
+
 LogFormat = Literal["text", "json"]
 
 
@@ -93,7 +108,34 @@ def log_to_stderr(form: LogFormat, *, access_log: bool) -> None:
     handler, text = logging.StreamHandler(), logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    for name in ("asyncio", "uvicorn.error"):
+        logging.getLogger(name).addFilter(OnceASecond())
     logging.getLogger("sfumato.serve").setLevel(logging.DEBUG if access_log else logging.INFO)
+
+
+class Connection(H11Protocol):
+    """Closes if the headers of a request do not come within `timeout` seconds; uvicorn waits for ever."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See :meth:`asyncio.Protocol.connection_made`."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """See :meth:`asyncio.Protocol.data_received`."""
+        super().data_received(data)
+        self._watch()
+
+    def _watch(self) -> None:
+        app: Any = self.config.app
+        answers = self.cycle is not None and not self.cycle.response_complete
+        if answers and self._late is not None:
+            self._late.cancel()
+            self._late = None
+        elif not answers and self._late is None:
+            self._late = self.loop.call_later(app.state.service.settings.timeout, self.transport.close)
 
 
 class Server(uvicorn.Server):
@@ -152,19 +194,10 @@ def run_app(app: FastAPI, *, host: str, port: int, access_log: bool = False, log
     share_memory()
     log_to_stderr(log_format, access_log=access_log)
     config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        lifespan="on",
-        ws="none",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=IDLE,
+        app, host=host, port=port, http=Connection, lifespan="on", ws="none", log_config=None, log_level="warning",
+        access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=IDLE,
         timeout_graceful_shutdown=service.settings.grace,
-    )
+    )  # fmt: skip
     # uvicorn raises the signal again at its end, so a normal shutdown would have the status of a killed process.
     before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
