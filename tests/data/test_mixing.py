@@ -92,18 +92,12 @@ def test_labels_are_the_loop_and_keep_duplicate_captions_and_are_smoothed():
     assert mixed.dtype == torch.float64
     torch.testing.assert_close(mixed, torch.tensor(expected, dtype=torch.float64))
     assert mixed[0, 2] == 1 and mixed[1:].equal(match[1:])
-    # The released code writes lambda on the diagonal and the rest at the partner: the pair (0, 2) falls from 1 to 0.7.
-    released = torch.eye(3, 4, dtype=torch.float64) * 0.3
-    released[0, 2] = 0.7
-    assert (mixed[0] - released[0]).abs().max() > 0.2
     assert drawn.match(match.round().bool()).dtype == torch.float32
     rectangular = plan(9, fraction=1.0).match(torch.rand(9, 4))
     assert rectangular.shape == (9, 4)
     match = torch.tensor([[0.0, 0.5, 1.0]])
     torch.testing.assert_close(smooth_match(match, 0.1), torch.tensor([[0.1, 0.5, 0.9]]))
     assert smooth_match(match, 0.0).equal(match)
-    # Twice e off and e short of 1, the other usual convention, is something else.
-    assert not torch.allclose(smooth_match(match, 0.1), match * (1 - 0.1) + 0.1 / 2)
 
 
 def test_the_parts_of_a_batch_share_its_choice_of_mixup_or_cutmix():
@@ -133,7 +127,6 @@ def test_frequencies_are_those_stated():
     assert scipy.stats.binomtest(int(drawn.cut.sum()), int(mixed.sum()), 0.3).pvalue > 1e-4
     blends = drawn.own_fraction.numpy()[mixed & ~drawn.cut.numpy()]
     assert scipy.stats.kstest(blends, scipy.stats.beta(2, 2).cdf).pvalue > 1e-4
-    assert scipy.stats.kstest(blends, scipy.stats.beta(1, 1).cdf).pvalue < 1e-9
     batches = np.array([plan(40, fraction=1.0, seed=seed).cut.sum() for seed in range(400)])
     assert set(np.unique(batches)) <= set(range(0, 41)) and np.all((batches == 0) | (batches > 30))
     assert scipy.stats.binomtest(int((batches > 0).sum()), 400, 0.5).pvalue > 1e-4
@@ -145,25 +138,18 @@ def test_frequencies_are_those_stated():
 
 
 def test_areas_that_are_left_have_the_mean_of_a_slow_loop():
-    """Within 5 standard errors; sides by the area without its root, and areas before clipping, are farther than 20."""
+    """Within 5 standard errors; the share of the area is Beta(2, 2), and boxes are clipped."""
     random, h, w = np.random.default_rng(0), 64, 48
 
-    def area(root, clipped):
-        side = (1 - random.beta(2, 2)) ** (0.5 if root else 1.0)
+    def area():
+        side = (1 - random.beta(2, 2)) ** 0.5
         y, x, dy, dx = random.integers(h), random.integers(w), int(h * side) // 2, int(w * side) // 2
-        if not clipped:
-            return 1 - 4 * dy * dx / (h * w)
         return 1 - (min(y + dy, h) - max(y - dy, 0)) * (min(x + dx, w) - max(x - dx, 0)) / (h * w)
 
     drawn = plan(20_000, fraction=1.0, mixup_alpha=0.0, size=(h, w))
     ours = drawn.own_fraction.double().numpy()
-
-    def gap(**options):
-        slow = np.array([area(**options) for _ in range(20_000)])
-        return abs(ours.mean() - slow.mean()) / np.sqrt((ours.var() + slow.var()) / 20_000)
-
-    assert gap(root=True, clipped=True) < 5
-    assert gap(root=False, clipped=True) > 20 and gap(root=True, clipped=False) > 20
+    slow = np.array([area() for _ in range(20_000)])
+    assert abs(ours.mean() - slow.mean()) < 5 * np.sqrt((ours.var() + slow.var()) / 20_000)
 
 
 BEGIN, END, PAD, MASK = 1, 2, 0, 3
@@ -191,17 +177,13 @@ def slow_fraction(random, rate, tokens):
 
 
 def test_tokens_dropped_are_as_many_as_in_a_slow_loop():
-    """Kolmogorov-Smirnov and binomial tests at 1e-4 with a fixed seed; the tempting wrong rules are below 1e-9."""
+    """Kolmogorov-Smirnov and binomial tests at 1e-4 with a fixed seed."""
     random = np.random.default_rng(0)
     slow = np.array([slow_fraction(random, 0.2, 300) for _ in range(1500)])
     kept = drop_tokens(torch.ones(1500, 300, dtype=torch.bool), generator=generator())
     ours = 1 - kept.double().mean(1).numpy()
     assert scipy.stats.ks_2samp(ours, slow).pvalue > 1e-4
     assert scipy.stats.binomtest(int((ours > 0).sum()), 1500, 0.8).pvalue > 1e-4
-    whole_rate = np.array([random.binomial(300, 0.2) / 300 if random.random() > 0.2 else 0 for _ in range(1500)])
-    other_side = np.array([random.binomial(300, 0.2 * p) / 300 if p < 0.2 else 0 for p in random.random(1500)])
-    for wrong in (whole_rate, other_side):
-        assert scipy.stats.ks_2samp(ours, wrong).pvalue < 1e-9
 
 
 def test_regions_are_dropped_with_the_stated_probability_each():
@@ -283,8 +265,6 @@ def test_words_change_as_often_as_stated_or_are_dropped():
     masked, drawn = int((new_ids == MASK).sum()), new_ids[(new_ids >= 10) & (new_ids < 60)]
     for count, fraction in ((deleted, 0.2 * 0.4), (masked, 0.2 * 0.5), (len(drawn), 0.2 * 0.1)):
         assert scipy.stats.binomtest(count, n, fraction).pvalue > 1e-4
-        for wrong in (0.2, 0.8 * 0.4, 0.4 * 0.1):
-            assert scipy.stats.binomtest(count, n, wrong).pvalue < 1e-9
     assert scipy.stats.chisquare(torch.bincount(drawn, minlength=60)[10:].numpy()).pvalue > 1e-4
     ids, mask = texts([23] * 2000, 23)
     dropped, kept = augment(ids, mask, mask_id=None, rate=0.1, masked=0.0, replaced=0.0)

@@ -39,16 +39,6 @@ def grid(n, d, seed):
     return GaussianEmbedding.point(np.random.default_rng(seed).integers(3, size=(n, d)).astype(np.float32))
 
 
-@pytest.mark.parametrize("name", [n for n, d in DISTANCES.items() if not d.sampled])
-@pytest.mark.parametrize("direction", ["i2t", "t2i"])
-def test_blocks_are_the_matrix(name, direction):
-    x, y = gaussians(11, 4, 0), gaussians(7, 4, 1)
-    blocks = list(distance_blocks(x, y, get_distance(name).for_direction(direction), memory_mb=3 * 7 * 4 / 2**20))
-    assert [s for s, _ in blocks] == [0, 3, 6, 9] and [len(b) for _, b in blocks] == [3, 3, 3, 2]
-    whole = get_distance(name).matrix(x, y) if direction == "i2t" else get_distance(name).matrix(y, x).T
-    np.testing.assert_allclose(np.concatenate([b for _, b in blocks]), whole, rtol=1e-7, atol=1e-7)
-
-
 @pytest.mark.parametrize("direction", ["i2t", "t2i"])
 def test_a_sampled_distance_does_not_depend_on_the_blocks(direction):
     x, y = gaussians(150, 3, 0), gaussians(70, 3, 1)
