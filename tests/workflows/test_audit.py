@@ -19,13 +19,17 @@ from support.words import folded, too_wide
 from sfumato import GaussianEmbedding, PairData, Problems, Relevance, audit_pairs, fit, load_recipe
 from sfumato.data.images import MemoryImage
 from sfumato.data.splits import images_of_part, parse_part, without_part
+from sfumato.errors import UserError
 from sfumato.evaluation import pair_scores
-from sfumato.models.embed import evaluate_run, load_splits
-from sfumato.models.run import load_run
+from sfumato.models.embed import embed_folder, evaluate_run, load_splits
+from sfumato.models.run import load_model, load_run
 from sfumato.reports.audit import print_audit, wrong_pairs
 from sfumato.reports.evaluation import runs_latex, runs_table
 from sfumato.reports.tables import tex
+from sfumato.search.collection import GaussianCollection
+from sfumato.search.folder import is_collection
 from sfumato.workflows.audit import varied
+from sfumato.workflows.index import RowEmbedder, is_embedded
 from sfumato.workflows.table import OverSeeds, Row, over_seeds
 
 
@@ -366,3 +370,76 @@ def test_over_seeds_and_latex_by_hand():
     assert (found["a"].mean, found["a"].deviation, found["a"].values) == (3, pytest.approx(7**0.5), (1, 2, 6))
     assert str(found["a"]) == "3.00 ± 2.65" and str(found["c"]) == "5.00 ± 0.00"
     assert found["d"].deviation is None and str(found["d"]) == "1.00" and over_seeds([]) == {}
+
+
+pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+parquet = pytest.importorskip("pyarrow.parquet")
+rows_of = lambda folder, names: {"id": names, "bytes": [(folder / name).read_bytes() for name in names]}
+
+
+@pytest.fixture(scope="module")
+def embedded(toy, tmp_path_factory):
+    """The toy's images in two Parquet files, and a text beside each."""
+    folder, embed = tmp_path_factory.mktemp("embedded"), RowEmbedder(str(toy / "run"))
+    names = sorted(path.name for path in (toy / "data").glob("*.png"))
+    for number, part in enumerate((names[:30], names[30:])):
+        batch = rows_of(toy / "data", part) | {"captions": [f"picture {name}" for name in part]}
+        parquet.write_table(pyarrow.table(embed(batch)), folder / f"{number}.parquet")
+    return folder
+
+
+def test_a_batch_is_embedded_as_a_folder_is_and_what_cannot_be_is_left_out(toy):
+    model = load_model(toy / "run")
+    expected, ids, _ = embed_folder(model, toy / "data")
+    batch = RowEmbedder(str(toy / "run"))(rows_of(toy / "data", ids[:7]))
+    assert set(batch) == {"id", "mean", "log_var", "model"} and batch["id"] == ids[:7] and len(set(batch["model"])) == 1
+    for name in ("mean", "log_var"):
+        found = torch.from_numpy(np.stack(batch[name]))
+        torch.testing.assert_close(found, getattr(expected, name)[:7], rtol=1e-5, atol=1e-6)
+    of_texts = RowEmbedder(str(toy / "run"), modality="texts")({"id": ["1"], "text": ["a red circle"]})
+    expected = model.model.embed_texts(["a red circle"]).mean
+    torch.testing.assert_close(torch.from_numpy(np.stack(of_texts["mean"])), expected)
+    assert of_texts["text"] == ["a red circle"]
+    embed, batch = RowEmbedder(str(toy / "run")), rows_of(toy / "data", ["000.png", "001.png"])
+    batch = {name: [*values, other] for (name, values), other in zip(batch.items(), ("broken", b"no"), strict=True)}
+    with pytest.warns(UserWarning, match="broken is left out"):
+        assert embed(batch)["id"] == ["000.png", "001.png"]
+    with pytest.warns(UserWarning, match="broken is left out"):
+        assert embed({"id": ["broken"], "bytes": [b"no"]})["id"] == []
+    raises(UserError, "no column id; got bytes", embed, {"bytes": []})
+
+
+def test_a_gallery_of_rows_answers_as_one_of_images(toy, embedded, sfumato, tmp_path):
+    run, data, asked = toy / "run", toy / "data", ("a red circle", "--target", "listed")
+    sfumato.printed("index", run, "--images", data, "--store", "file:", "--out", tmp_path / "plain")
+    given = ("--data", embedded, "--images", data, "--store", "file:", "--out")
+    assert "48 images" in folded(sfumato.printed("index", run, *given, tmp_path / "rows"))
+    half = ("--data", embedded / "0.parquet", "--store", "file:", "--out", tmp_path / "half")
+    assert "30 images" in folded(sfumato.printed("index", run, *half))
+    hits = lambda folder: sfumato.json("search", tmp_path / folder, *asked)[0]["hits"]
+    plain, rows = ({hit["id"]: hit["distance"] for hit in hits(folder)} for folder in ("plain", "rows"))
+    assert list(rows) == list(plain) and rows == pytest.approx(plain, rel=1e-4)
+    with GaussianCollection.open(tmp_path / "rows") as collection:
+        assert collection.get(["000.png"]).payloads[0]["captions"] == "picture 000.png"
+        assert collection.metadata["pictures"] == {"folder": str(data.resolve())}
+
+
+def test_rows_of_another_model_and_damaged_rows_are_refused(toy, embedded, sfumato, tmp_path):
+    run, out, table = toy / "run", tmp_path / "out", parquet.read_table(embedded / "0.parquet")
+
+    def refused(changed):
+        parquet.write_table(changed, tmp_path / "rows.parquet")
+        return sfumato.refused("index", run, "--data", tmp_path / "rows.parquet", "--store", "file:", "--out", out)
+
+    names = table.column_names
+    assert "by another model" in refused(table.set_column(names.index("model"), "model", [["x"] * 30]))
+    assert "no column id" in refused(table.drop_columns("id"))
+    means = table.column("mean").to_pylist()
+    for wrong, message in (([float("nan")] * 16, "NaN"), ([1.0] * 15, "differ in length"), (None, "some are missing")):
+        changed = pyarrow.array([wrong, *means[1:]], pyarrow.list_(pyarrow.float32()))
+        assert message in refused(table.set_column(names.index("mean"), "mean", changed))
+    assert not out.exists() or not is_collection(out)
+    assert not is_embedded(tmp_path / "none.parquet") and not is_embedded(toy / "data")
+    shutil.copy(toy / "toy.toml", tmp_path / "no.parquet")
+    told = sfumato.refused("index", run, "--data", tmp_path / "no.parquet", "--out", out)
+    assert "not a complete Parquet file" in told

@@ -1,22 +1,27 @@
-"""A model given away is the model that was trained, to the bit."""
+"""A model given away is the one that was trained, to the bit, also by the hub, where what goes wrong is one line."""
 
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support.hub import ANN, BOB, Hub, Repository
+from support.processes import Started, command
 from support.raising import raises
-from support.tiny_models import tiny_architecture
+from support.tiny_models import taught_clip, tiny_architecture, two_colours
+from support.words import folded
 
+from sfumato import Calibration, adopt
 from sfumato.errors import UserError
 from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer, save_state
 from sfumato.models.recipe import check_recipe, save_recipe
 from sfumato.models.run import load_model, load_run, save_assets
-from sfumato.workflows.export import export_run
+from sfumato.workflows.export import export_run, without_folders
 
 TEXTS = ["a red circle", "some bar in blue", "never seen before"]
 
@@ -143,3 +148,184 @@ def test_folders_that_are_not_whole(run, tmp_path):
     (tmp_path / "foreign" / "config.json").write_text("{}")
     save_file({"a": torch.ones(1)}, tmp_path / "foreign" / "model.safetensors")
     raises(UserError, r"not that of a PCME\+\+ or ProLIP model", load_model, tmp_path / "foreign")
+
+
+@pytest.fixture
+def hub():
+    pytest.importorskip("huggingface_hub", reason="the extra backbones is not installed")
+    with Hub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def environment(hub, tmp_path):
+    own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": ANN, "HF_HUB_OFFLINE": "0"}
+    return own | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+@pytest.fixture
+def call(environment):
+    """Runs a command in a process of its own, as the hub's client reads its settings once; (status, what it prints)."""
+
+    def run(*arguments, function=command, **changes):
+        status, printed = Started(function, *arguments, env={**environment, **changes}).finish()
+        assert environment["HF_TOKEN"] not in printed and "Traceback" not in printed, printed
+        return status, folded(printed)
+
+    return run
+
+
+@pytest.fixture
+def push(toy, hub, tmp_path_factory):
+    """Exports the toy run, or another, and puts it on the hub under a name."""
+
+    def put(name, run=toy / "run", private=False):
+        out = export_run(run, tmp_path_factory.mktemp("exported") / "model")
+        files = {file.relative_to(out).as_posix(): file.read_bytes() for file in out.rglob("*") if file.is_file()}
+        hub.repositories[name] = Repository(private)
+        return hub.repositories[name].commit(files, "exported")
+
+    return put
+
+
+@pytest.fixture
+def index(toy, call, tmp_path):
+    """Indexes the toy pictures with a model by its name."""
+    return lambda name, **changes: call("index", name, "--images", toy / "data", "--out", tmp_path / "index", **changes)
+
+
+def refused(result, *words):
+    status, printed = result
+    assert status == 2 and printed.count("sfumato: ") == 1, printed
+    assert all(word in printed for word in words), printed
+
+
+def pulled(source, picture, out):
+    """Loads a model by its name, and writes what it says of texts and a picture."""
+    import sfumato
+
+    model = sfumato.load(source)
+    texts, images = model.embed_texts(TEXTS), model.embed_images([picture])
+    found = {"texts": texts.mean, "texts_log_var": texts.log_var, "image": images.mean, "image_log_var": images.log_var}
+    found["probability"] = torch.as_tensor(model.probability(TEXTS, [picture]))
+    save_file({key: value.contiguous() for key, value in found.items()}, out)
+    if model.calibration is not None:
+        model.calibration.save(Path(out).with_name("calibration.json"))
+
+
+picture_of = lambda toy: str(next((toy / "data").glob("*.png")))
+
+
+@pytest.mark.slow
+def test_a_run_on_the_hub_is_pulled_to_the_bit(toy, hub, call, push, tmp_path):
+    sha = push("ann/toy")
+    pulled(toy / "run", picture_of(toy), tmp_path / "run.safetensors")
+    # The second time it comes from the cache.
+    for source, endpoint in (("ann/toy", hub.address), (f"ann/toy@{sha}", "http://127.0.0.1:9")):
+        out = tmp_path / "pulled.safetensors"
+        assert call(source, picture_of(toy), out, function=pulled, HF_ENDPOINT=endpoint) == (0, "")
+        found, expected = load_file(out), load_file(tmp_path / "run.safetensors")
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+        assert Calibration.load(out.with_name("calibration.json")) == load_run(toy / "run").calibration
+
+
+def test_what_cannot_be_pulled_is_one_line(hub, push, index):
+    push("ann/mine", private=True)
+    refused(index("ann/mine", HF_TOKEN=BOB), "not there, or private", "HF_TOKEN")
+    push("ann/toy")
+    repository, whole = hub.repositories["ann/toy"], hub.repositories["ann/toy"].files
+    repository.commit({key: value for key, value in whole.items() if key != "tokenizer.json"}, "less")
+    refused(index("ann/toy"), "tokenizer.json")
+    refused(index("ann/toy@no-such"), "no such revision (404")
+
+
+def test_a_killed_download_is_never_half_a_model(toy, hub, environment, call, push, index, tmp_path):
+    push("ann/toy")
+    environment["HF_HOME"] = str(tmp_path / "elsewhere")
+    out, n = tmp_path / "pulled.safetensors", len(hub.requests)
+    hub.cut = 100_000
+    hub.held.clear()
+    first = Started(pulled, "ann/toy", picture_of(toy), out, env=environment)
+    while not any(path.endswith("model.safetensors") and m == "GET" for m, path, _ in hub.requests[n:]):
+        assert first.running and time.sleep(0.02) is None
+    time.sleep(0.2)
+    first.kill()
+    first.finish()
+    refused(index("ann/toy", HF_HUB_OFFLINE="1"), "no copy in its cache")
+    hub.cut = None
+    hub.held.set()
+    assert call("ann/toy", picture_of(toy), out, function=pulled)[0] == 0
+    pulled(toy / "run", picture_of(toy), tmp_path / "run.safetensors")
+    assert torch.equal(load_file(out)["image"], load_file(tmp_path / "run.safetensors")["image"])
+
+
+def card_of(folder):
+    """(metadata, text) of a model card."""
+    _, metadata, text = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    return pytest.importorskip("yaml").safe_load(metadata), text
+
+
+def test_the_card_is_what_the_hub_reads(toy, tmp_path, sfumato):
+    ModelCard = pytest.importorskip("huggingface_hub").ModelCard
+    run = shutil.copytree(toy / "run", tmp_path / "run")
+    (run / "recipe.toml").write_text((run / "recipe.toml").read_text().replace('name = "toy"', 'name = "1.0"'))
+    sfumato.printed("evaluate", "run", run, "--split", "test")
+    values, text = card_of(export_run(run, tmp_path / "out", license="apache-2.0"))
+    assert values["library_name"] == "sfumato" and values["license"] == "apache-2.0" and "base_model" not in values
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.model_name == "1.0"
+    evaluation = json.loads((run / "evaluation-test-csd.json").read_text())
+    results = {result.metric_type: result for result in card.data.eval_results}
+    recalls = {f"{way}_recall@{k}": evaluation[way][f"recall@{k}"] for way in ("i2t", "t2i") for k in (1, 5, 10)}
+    assert {name: found.metric_value for name, found in results.items()} == pytest.approx(recalls, abs=5e-5)
+    assert {(r.dataset_split, r.task_type) for r in results.values()} == {("test", "image-text-retrieval")}
+    calibration = load_run(run).calibration
+    assert f"{calibration.metadata['pairs']} pairs of the split val, of which {calibration.match_fraction:.2%}" in text
+    assert "Licence: apache-2.0" in text and str(toy) not in text
+    row = " | ".join(f"{100 * value:.1f}" for value in (*recalls.values(), evaluation["rsum"]))
+    assert f"| test | csd | {evaluation['n_images']} | {evaluation['n_texts']} | {row} |" in text
+
+
+@pytest.mark.slow
+def test_a_frozen_model_of_a_folder_and_reference_queries_arrive(hub, call, push, sfumato, tmp_path, monkeypatch):
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
+    model, run, out = tmp_path / "model", tmp_path / "run", tmp_path / "pulled.safetensors"
+    data = two_colours(tmp_path)
+    taught_clip(model, data)
+    for private in (".env", "training_args.bin", "optimizer.pt"):
+        (model / private).write_bytes(b"private")
+    sfumato.printed("adopt", model, "--data", data, "--out", run)
+    picture = str(tmp_path / "new.png")  # Features of the others are cached; a batch of many rounds otherwise.
+    Image.new("RGB", (20, 14), "red").save(picture)
+    pulled(run, picture, tmp_path / "run.safetensors")
+    calibration = Calibration.load(run / "calibration.json")
+    push("ann/frozen", run)
+    files = hub.repositories["ann/frozen"].files
+    assert {"encoder/config.json", "encoder/model.safetensors"} <= files.keys() and b"private" not in files.values()
+    assert ("calibration.safetensors" in files) == bool(calibration.tensors())
+    assert str(tmp_path).encode() not in files["config.json"] + files["README.md"]
+    shutil.rmtree(model)
+    shutil.rmtree(run)
+    assert call("ann/frozen", picture, out, function=pulled)[0] == 0
+    found, expected = load_file(out), load_file(tmp_path / "run.safetensors")
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    assert Calibration.load(out.with_name("calibration.json")) == calibration
+
+
+def test_cards_say_what_was_measured(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(300, 8, generator=generator)
+    texts = images.repeat_interleave(2, 0) + 0.3 * torch.randn(600, 8, generator=generator)
+    adopt(images.numpy(), texts.numpy(), [(i // 2, i) for i in range(600)], tmp_path / "run")
+    values, text = card_of(export_run(tmp_path / "run", tmp_path / "out"))
+    adopted = json.loads((tmp_path / "run" / "adopted.json").read_text())
+    assert "license" not in values and "Licence: unknown" in text and "pipeline_tag" not in values
+    metrics = {one["type"]: one["value"] for one in values["model-index"][0]["results"][0]["metrics"]}
+    assert metrics["t2i_recall@1"] == round(adopted["retrieval"]["t2i"]["recall@1"], 4)
+    [first] = [one for one in adopted["hits"]["served"] if (one["direction"], one["hits"]) == ("t2i", 1)]
+    line = re.search(r"First hits of (\d+) held-out queries, text to image: (.*)", text)
+    assert int(line[1]) == first["n"] and f"expected calibration error {first['ece']:.1%}" in line[2]
+    assert "Frozen, not trained here" in text
+    for name in ("openai/clip", "open_clip:ViT-B-32/laion2b", "hf-hub:timm/ViT", "efficientnet-lite0", "a/b+c/d"):
+        assert without_folders(name) == name
+    assert without_folders(str(tmp_path / "mine")) == "mine" and without_folders("/no/such/one") == "one"

@@ -1,6 +1,5 @@
 """Region features: made from images, trained on, evaluated, loaded, indexed and searched; and errors without images."""
 
-
 import numpy as np
 import pytest
 from PIL import Image
