@@ -139,6 +139,15 @@ def test_order_and_probabilities_are_those_of_the_formula(made, text, bare):
     assert answer.nothing_probability == pytest.approx(
         min(1 / (1 + math.exp(-nothing)), 1 - answer.best_probability), rel=2e-4
     )
+    constants = FitsCalibration.packaged().to_json()["lengths"][min(len(word_stems(text)), 3) - 1]
+    images = collection.scorer.pair_logit(csd_matrix(query, gallery)[0], 1_000).tolist()
+    for hit in answer:  # Why: the parts add up, and the image has what the two formulas give it.
+        p, has = hit.match_probability, bool(item_texts(hit.payload))
+        assert sum(hit.why.values()) == pytest.approx(math.log(p / (1 - p)), abs=1e-6)
+        slope = constants["pair_with" if has else "pair_without"]["slope"]
+        slope *= constants["hit_with" if has else "hit_bare" if bare else "hit_without"]["slope"]
+        assert hit.why["image"] == pytest.approx(slope * images[int(hit.id[:2])], rel=1e-4)
+        assert bool(hit.why["texts"]) is has
     assert [h.distance for h in answer] == pytest.approx(
         [csd_matrix(query, gallery[int(h.id[:2]) : int(h.id[:2]) + 1]).item() for h in answer], rel=1e-4
     )

@@ -23,7 +23,7 @@ and of equally good ones the most careful wins; so verdicts seldom do harm.
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from typing import Any
@@ -47,6 +47,7 @@ LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
 """What the list of a query says beside its best logit. The logits of a hit and of nothing read it."""
 
 _WORDS = 1 + LIST_FEATURES.index("one over words")
+_LAST_OF_LIST = LIST_FEATURES.index("log expected") + 1
 
 N_CLOSE = 5
 """The nearness of a query is its mean cosine with this many training captions, the closest. In bare galleries it is the
@@ -82,6 +83,11 @@ class Evidence:
     def has_texts(self) -> np.ndarray:
         """(q, c) whether an item has texts."""
         return np.asarray(~np.isnan(self.agreement))
+
+    def items(self, chosen: Sequence[int]) -> "Evidence":
+        """What is known of some of the items."""
+        rows = {name: values if values.ndim == 1 else values[:, chosen] for name, values in vars(self).items()}
+        return Evidence(**rows)
 
     def features(self) -> Floats:
         """(q, c, 6) PAIR_FEATURES."""
@@ -134,6 +140,23 @@ class FitsLogits:
         else:
             without = self.hit_bare.of(pair, np.column_stack([listed, near])[:, None])
         return np.where(has_texts, self.hit_with.of(pair, of_list), without)
+
+    def why(self, evidence: Evidence, listed: np.ndarray, near: np.ndarray | None) -> dict[str, Floats]:
+        """The parts of :meth:`of_hits`, (q, c) log odds that add up to it: what it loses if each of them is 0."""
+        image, has, none = evidence.image, evidence.has_texts, np.zeros_like(evidence.image)
+        of_list = listed * (np.arange(listed.shape[1]) > _LAST_OF_LIST)
+
+        def logit(known: Evidence, listed: np.ndarray) -> Floats:
+            return self.of_hits(self.of_pairs(known), has, listed, near)
+
+        whole, silent = logit(evidence, listed), np.where(has, 0.0, np.nan)
+        said = replace(evidence, agreement=silent, words=none, together=none, missing=none)
+        parts = {
+            "image": whole - logit(replace(evidence, image=np.zeros_like(image)), listed),
+            "texts": whole - logit(said, listed),
+            "other results": whole - logit(evidence, of_list),
+        }
+        return parts | {"query": whole - sum(parts.values())}
 
     def of_nothing(self, listed: np.ndarray) -> Floats:
         """(q,) logits that no item of the gallery fits. listed (q, 5)."""

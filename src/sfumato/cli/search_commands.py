@@ -271,6 +271,7 @@ def search(
     store: str | None = flag(
         None, "URL of the store, e.g. with search options. Default: the one it was built with.", metavar="URL"
     ),
+    why: bool = flag(False, "Below each result the log odds of its probability, by what they come from.", "--why"),
     as_json: AsJson = False,
 ) -> None:
     """Search a collection by text, image or item.
@@ -295,7 +296,7 @@ def search(
     if as_json:
         return print(json.dumps(results, ensure_ascii=False))
     for result in results:
-        print_search(result)
+        print_search(result, why=why)
     print_match_meaning(results)
 
 

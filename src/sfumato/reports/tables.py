@@ -275,8 +275,8 @@ def latex(columns: str, head: str, rows: Iterable[Sequence[str]], caption: str) 
     return _LATEX % (columns, head, body, tex(caption))
 
 
-def print_search(result: dict[str, Any]) -> None:
-    """Print one query and its results."""
+def print_search(result: dict[str, Any], *, why: bool = False) -> None:
+    """Print one query and its results, with the log odds of each if asked why."""
     calibrated, fits = result["calibrated"], result["target"] == "fits"
     if calibrated and fits:
         print(result["query"])
@@ -292,7 +292,7 @@ def print_search(result: dict[str, Any]) -> None:
     if result["warning"] is not None:
         print_wrapped(f"  {result['warning']}")
     if fits and calibrated:
-        _print_above_and_below(result["hits"])
+        _print_above_and_below(result["hits"], why)
     else:
         _print_hits(result["hits"], "" if fits else result["distance"], calibrated)
     if not result["hits"] and not (result["verdict"] or "").startswith(("No item", "The gallery is empty")):
@@ -317,7 +317,7 @@ def print_match_meaning(results: Sequence[Mapping[str, Any]]) -> None:
         print_wrapped(f"note: {note}")
 
 
-def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> None:
+def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool, why: bool = False) -> None:
     """Print hits; with the name of the distance, their distances."""
     for hit in hits:
         label = hit.get("label") or hit.get("best_text")
@@ -326,17 +326,20 @@ def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool) -> 
         measured = f"  {distance} {hit['distance']:.4f}" if distance else ""
         folded = f"  +{len(hit['duplicates'])} nearly the same" if hit.get("duplicates") else ""
         print(f"{said}{measured}  {printable(hit['id'] + (f'  {label}' if label else ''))}{folded}")
+        if why and hit.get("why"):
+            parts = ", ".join(f"{name} {value:+.2f}" for name, value in hit["why"].items())
+            print(f"           {parts} = {sum(hit['why'].values()):+.2f}")
 
 
-def _print_above_and_below(hits: list[dict[str, Any]]) -> None:
+def _print_above_and_below(hits: list[dict[str, Any]], why: bool) -> None:
     """Print hits, with a line where they become less likely right than wrong, unless they are in another order."""
     above = [hit for hit in hits if hit["match_probability"] >= LINE]
     if above != hits[: len(above)]:
-        return _print_hits(hits, "", True)
-    _print_hits(above, "", True)
+        return _print_hits(hits, "", True, why)
+    _print_hits(above, "", True, why)
     if below := hits[len(above) :]:
         print(f"  ---- below {LINE:.0%} ----")
-        _print_hits(below, "", True)
+        _print_hits(below, "", True, why)
 
 
 _SET_SHOWN = 20

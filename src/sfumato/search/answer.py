@@ -257,6 +257,8 @@ class Hit:
         best_text: the text of the item that has most of the query's words; "" where texts were no evidence.
         duplicates: ids of nearly the same images, where they were folded into this hit. It is the largest of them, and
             has the distance and the probability of the first.
+        why: for target "fits" the log odds of match_probability by what they come from: the "image", its "texts", the
+            "other results" of the query, and the "query" itself. They add up to it. Empty elsewhere.
     """
 
     id: str
@@ -267,6 +269,7 @@ class Hit:
     payload: dict[str, str]
     best_text: str = ""
     duplicates: tuple[str, ...] = ()
+    why: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -407,8 +410,8 @@ class Answer:
         Returns:
             {"query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "nothing_probability",
             "hidden", "abstained", "note", "verdict" (a sentence), "hits": [{"id", "distance", "match_probability",
-            "uncertainty", "best_text" if there is one, and the payload}], "conformal_set" (like hits; None without
-            coverage)}. If not calibrated, every match_probability is None.
+            "uncertainty", "best_text" and "why" if there are, and the payload}], "conformal_set" (like hits; None
+            without coverage)}. If not calibrated, every match_probability is None.
         """
 
         def values(hits: tuple[Hit, ...]) -> list[dict[str, Any]]:
@@ -420,6 +423,7 @@ class Answer:
                     "uncertainty": hit.uncertainty,
                     **({"best_text": hit.best_text} if hit.best_text else {}),
                     **({"duplicates": list(hit.duplicates)} if hit.duplicates else {}),
+                    **({"why": dict(hit.why)} if hit.why and self.calibrated else {}),
                     **handed_out(hit.payload),
                 }
                 for hit in hits

@@ -304,10 +304,12 @@ class TextSearch:
         texts = [self.forms[i].joined]
         return items.evidence(texts, self.vectors[[i]], image, self.prior[[i]], self.own.rarity)
 
+    def _nearness(self, i: int) -> np.ndarray | None:
+        return None if self.near is None or self.with_texts >= BARE else self.near[[i]]
+
     def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: np.ndarray, listed: np.ndarray) -> np.ndarray:
         """(c,) logits of items as hits."""
-        near = None if self.near is None or self.with_texts >= BARE else self.near[[i]]
-        found = self.logits[i].of_hits(pair, known.has_texts, listed, near)[0]
+        found = self.logits[i].of_hits(pair, known.has_texts, listed, self._nearness(i))[0]
         return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
 
     def ranked(
@@ -345,6 +347,11 @@ class TextSearch:
         some, logit = found.take(passing.tolist()), logit[passing]
         key = -some.distance if by_distance else logit
         top = _highest(key, some, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
+        if not self.forms[i].without:
+            place = dict(zip(some.ids, passing.tolist(), strict=True))
+            parts = logits.why(known.items([place[hit.id] for hit in top]), listed, self._nearness(i))
+            values = [dict(zip(parts, row, strict=True)) for row in np.stack([*parts.values()], 2)[0].tolist()]
+            top = tuple(replace(hit, why=of_hit) for hit, of_hit in zip(top, values, strict=True))
         known_to_model = self.near is not None and self.near[i] >= KNOWN
         unjudged = 0.0 if known_to_model else self._silent
         return Ranked(top, some.take([int(some.distance.argmin())]), total, nothing, unjudged)

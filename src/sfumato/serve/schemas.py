@@ -164,6 +164,9 @@ class ResultRecord(Model):
         " an answer; null for others, and where the service keeps no verdicts",
     )
     duplicates: list[str] = Field([], description="ids of nearly the same images that are folded into it")
+    why: dict[str, float] = Field(
+        {}, description="the log odds of match_probability by what they come from, for target fits; they add up to it"
+    )
 
 
 class ConformalSet(Model):

@@ -270,6 +270,7 @@ def _hit(served: ServedGallery, hit: Hit, calibrated: bool, to_judge: Drawn | No
         picture=image_path(served, hit.id, hit.payload),
         to_judge=to_judge,
         duplicates=list(hit.duplicates),
+        why=dict(hit.why) if calibrated else {},
     )
 
 

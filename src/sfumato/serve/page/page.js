@@ -422,7 +422,8 @@ function why(item) {
   const words = query.kind !== "text" ? "It was found by its likeness to what you searched by."
     : best ? `Its ${best.what} “${best.line}” shares ${best.shared.map((word) => `“${word}”`).join(", ")} with your search.`
     : captions || tags || title || text || label ? "No word of your search is in its texts." : "It has no captions or tags: the image alone speaks for it.";
-  return [h("h3", {}, "Why it matched"), h("p", {}, p !== null && ["Its probability is ", h("b", {}, percent(p)), `: ${odds(p)} such results are right. `], words)];
+  const parts = Object.entries(item.why ?? {}).filter(([, value]) => Math.abs(value) >= 0.05).map(([name, value]) => `${name} ${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(1)}`);
+  return [h("h3", {}, "Why it matched"), h("p", {}, p !== null && ["Its probability is ", h("b", {}, percent(p)), `: ${odds(p)} such results are right. `], words), parts.length > 0 && h("p", { class: "expert" }, `Log odds: ${parts.join(", ")}.`)];
 }
 
 function aboutItem({ id, payload, ...item }) {
