@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists
+from evaluation.test_benchmarks import evaluate_benchmarks, evaluate_ranked_lists
 from support.pictures import encoded, write_tar
 from support.raising import raises
 from support.words import folded, too_wide

@@ -1,14 +1,15 @@
+"""Figures of embeddings, scores and lists against ground truths, in one call each, agree with the definitions."""
+
 import numpy as np
 import pytest
 import torch
-from support.evaluating import evaluate_benchmarks, evaluate_ranked_lists, evaluate_score_matrix
 from support.raising import raises
 from support.references_metrics import metrics_by_definition
 
 from sfumato import GaussianEmbedding, Relevance, csd_matrix
 from sfumato.evaluation.benchmarks import figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_pairs, in_folds
-from sfumato.evaluation.protocols import Embeddings, SimilarityMatrix, ranked_by
+from sfumato.evaluation.protocols import Embeddings, Lists, Scores, SimilarityMatrix, ranked_by
 from sfumato.metrics.retrieval import ALL_METRICS, RECALLS
 from sfumato.search.exact import rank_relevant
 
@@ -235,3 +236,15 @@ def test_similarities_by_loops(dtype):
             check(result, -expected, ground_truth)
     by_distance = figures(rank(ranked_by("squared_l2", images, texts), IMAGES, TEXTS, ground_truths()))
     assert by_distance["whole"] != result["whole"]
+
+
+def evaluate_benchmarks(images, texts, image_ids, text_ids, ground_truths, **options):
+    return figures(rank(Embeddings(images, texts, **options), image_ids, text_ids, ground_truths))
+
+
+def evaluate_score_matrix(scores, image_ids, text_ids, ground_truths, **options):
+    return figures(rank(Scores(scores, **options), image_ids, text_ids, ground_truths))
+
+
+def evaluate_ranked_lists(i2t, t2i, image_ids, text_ids, ground_truths, **options):
+    return figures(rank(Lists(i2t, t2i, **options), image_ids, text_ids, ground_truths))

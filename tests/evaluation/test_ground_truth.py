@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.evaluating import evaluate_score_matrix
+from evaluation.test_benchmarks import evaluate_score_matrix
 from support.raising import raises
 
 from sfumato import GaussianEmbedding, GroundTruth, Relevance, load_emoji, read_ground_truth, read_ground_truths

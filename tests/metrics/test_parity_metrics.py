@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from support.evaluating import evaluate_ranked_lists, evaluate_score_matrix
+from evaluation.test_benchmarks import evaluate_ranked_lists, evaluate_score_matrix
 from support.fixtures import SHARED
 from support.parity import fixture
 from support.raising import raises

@@ -59,7 +59,10 @@ def test_half_a_request_is_hung_up_on_and_a_line_that_comes_again_is_logged_once
         silent, half, second = (open_ones.enter_context(socket.create_connection(there, timeout=5)) for _ in "abc")
         half.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
         second.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert second.recv(10_000).startswith(b"HTTP/1.1 200")
+        answer = second.recv(10_000)
+        while not answer.endswith(b"}"):  # The head may come alone.
+            answer += second.recv(10_000)
+        assert answer.startswith(b"HTTP/1.1 200")
         second.sendall(b"GET")
         began = time.monotonic()
         assert not silent.recv(1) and not half.recv(1) and not second.recv(1) and 0.5 < time.monotonic() - began < 4

@@ -1,6 +1,5 @@
 """A tiny trained run, served: what the tests of the service share."""
 
-import asyncio
 import base64
 import contextlib
 import io
@@ -11,7 +10,6 @@ import threading
 import time
 import zlib
 from dataclasses import replace
-from functools import partial
 
 import httpx
 import numpy as np
@@ -196,51 +194,6 @@ def begun(client, line, body=b"", length=10_000_000, headers=()):
     return connection
 
 
-class Server(uvicorn.Server):
-    """Ends as soon as it is asked to; that of uvicorn looks ten times a second, and waits in between."""
-
-    async def main_loop(self):
-        self.loop, self.asked = asyncio.get_running_loop(), asyncio.Event()
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.asked.wait(), 1)
-
-    async def shutdown(self, sockets=None):
-        for server in self.servers:
-            server.close()
-        asked = set()
-        while self.server_state.connections or self.server_state.tasks:
-            for connection in self.server_state.connections - asked:  # of a browser, one may have come just now
-                connection.shutdown()
-                asked.add(connection)
-            await asyncio.sleep(0.001)
-        await self.lifespan.shutdown()
-
-    def end(self):
-        self.should_exit = True
-        if hasattr(self, "asked"):
-            self.loop.call_soon_threadsafe(self.asked.set)
-
-
-_decoding = {}  # memory limit -> processes that decode images and are idle
-
-
-def _keep_processes(decoders):
-    """The next service goes on with the processes of this one that decode images: each takes a while to start."""
-
-    def close(process):
-        process.closed = True
-        if process in decoders._idle and process.child is not None:
-            _decoding.setdefault(process.memory_bytes, []).append(process.child)
-            process.child = None
-        process._end()
-
-    for process in decoders._processes:
-        process.close = partial(close, process)
-        if idle := _decoding.get(process.memory_bytes):
-            process.child = idle.pop()
-
-
 @contextlib.contextmanager
 def served(sources, **settings):
     """A client of a real server on a free port of this machine, ready."""
@@ -251,8 +204,9 @@ def served(sources, **settings):
 @contextlib.contextmanager
 def served_app(app, **settings):
     """The same for an application."""
-    _keep_processes(app.state.service.embedder.decoders)
-    server = Server(uvicorn.Config(app, port=0, http=Connection, log_level="error", ws="none", access_log=False))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, http=Connection, log_level="error", ws="none", access_log=False)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {settings['keys'][0]}"} if settings.get("keys") else {}
@@ -266,7 +220,7 @@ def served_app(app, **settings):
             until(lambda: ready(client))
             yield client
     finally:
-        server.end()
+        server.should_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the service does not end"
 
