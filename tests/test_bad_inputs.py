@@ -8,7 +8,6 @@ ENTRANCES = ("manifest", "shards", "embeddings", "recipe", "collection", "run", 
 
 @pytest.fixture(scope="module")
 def bad_inputs():
-    """The benchmark as a module."""
     pytest.importorskip("fastapi")
     return benchmark("bad_inputs")
 

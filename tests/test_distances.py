@@ -18,7 +18,6 @@ N, M, D = 3, 5, 7
 
 
 def gaussians(n, seed, *, d=D, dtype=torch.float64, offset=0.0):
-    """Un-normalised means and variances from 0.05 to 20."""
     generator = torch.Generator().manual_seed(seed)
     mean = 2 * torch.randn(n, d, generator=generator, dtype=torch.float64) + offset
     log_var = 3 * torch.rand(n, d, generator=generator, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(d)[:d]

@@ -33,7 +33,6 @@ MODULES = {name_of(path): path for path in SOURCE.rglob("*.py")}
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules of sfumato that a file imports, inside functions too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -54,7 +53,6 @@ def imports_of(path: Path) -> set[str]:
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """By module the modules that it imports."""
     return {name: imports_of(path) - {name} for name, path in MODULES.items()}
 
 

@@ -28,7 +28,6 @@ blocks = lambda language, text=README: re.findall(rf"^```{language}\n(.*?)^```",
 
 
 def printed_by(function, *arguments):
-    """What a function prints in a process of its own: standard output, then standard error."""
     process = Started(function, *arguments, piped=True)
     printed = process.stdout.read()
     process.stdout.close()
@@ -38,7 +37,6 @@ def printed_by(function, *arguments):
 
 
 def run_block(folder, block):
-    """A block of Python, in a process of its own that works in a folder."""
     os.chdir(folder)
     exec(block, {"__name__": "__main__"})
 
@@ -56,7 +54,6 @@ def test_the_blocks_of_guides_run(tmp_path):
 
 
 def run_lines(folder, lines):
-    """Commands one after another, in a process of their own that works in a folder."""
     os.chdir(folder)
     for line in lines:
         program, *arguments = shlex.split(line, comments=True)

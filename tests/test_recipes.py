@@ -18,7 +18,6 @@ from sfumato.models.recipe import check_recipe, recipe_files, recipe_summary, sa
 
 
 def header(name):
-    """The comment lines at the head of a recipe."""
     lines = recipe_files()[name].read_text(encoding="utf-8").splitlines()
     return list(takewhile(lambda line: line.startswith("#"), lines))
 

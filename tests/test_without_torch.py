@@ -38,8 +38,6 @@ print(sfumato.load_index("collection").search("a red circle", k=3))
 
 
 class Shell:
-    """Commands in a folder, each a process that finds a few modules before all others."""
-
     def __init__(self, folder: Path, modules: dict[str, str]) -> None:
         self.folder, own = folder, folder / "modules"
         own.mkdir()
@@ -53,7 +51,6 @@ class Shell:
         return subprocess.Popen(command, cwd=self.folder, env=self.environment, text=True, **options)
 
     def __call__(self, *arguments, status=0):
-        """What a command prints, on both outputs."""
         process = self.start("-m", "sfumato", *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         printed, _ = process.communicate(timeout=300)
         assert process.returncode == status and "Traceback" not in printed, (arguments, printed)

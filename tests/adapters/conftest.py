@@ -7,7 +7,6 @@ import sfumato
 
 @pytest.fixture(scope="package")
 def index(toy):
-    """A calibrated gallery of 48 images."""
     return sfumato.load(toy / "run").index(toy / "data")
 
 

@@ -100,8 +100,6 @@ def test_a_vector_store_of_langchain_gets_probabilities(calibrator):
     from sfumato.adapters.langchain import CalibratedRetriever
 
     class Letters(Embeddings):
-        """Counts of letters."""
-
         def embed_query(self, text):
             return [text.count(letter) + 0.1 for letter in "abcdefgh"]
 

@@ -51,7 +51,6 @@ def fitted(request, data):
 
 
 def by_loops(formula: ScoreFormula, scores):
-    """Logits of one list, straight from the definition."""
     n, top = len(scores), max(scores)
     mean = math.fsum(scores) / n
     deviation = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / n)

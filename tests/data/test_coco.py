@@ -35,7 +35,6 @@ padded = lambda number: f"{number:012d}.jpg"
 
 @pytest.fixture
 def coco(tmp_path):
-    """COCO of 2017 as it is unpacked: annotations beside train2017 and val2017."""
     for part, numbers in (("train", (9, 42)), ("val", (139,))):
         (tmp_path / f"{part}2017").mkdir()
         for number in numbers:

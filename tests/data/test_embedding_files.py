@@ -104,7 +104,6 @@ def test_pickles_and_arrays_of_objects_are_never_loaded(tmp_path):
 
 
 def npy(shape, kind="<f4"):
-    """The beginning of a .npy file with this header."""
     made = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({shape}\n".encode()
     return b"\x93NUMPY\x01\x00" + len(made).to_bytes(2, "little") + made
 

@@ -15,7 +15,6 @@ from sfumato.data.photographs import describe_image
 
 
 def is_halves(data: bytes, size: int = 64) -> bool:
-    """Whether an image is red on the left and blue on the right."""
     pixels = decode_image(data, size).astype(int)
     (red, _, blue), (red_right, _, blue_right) = pixels[:, size // 2, 4], pixels[:, size // 2, -5]
     return red > blue + 100 and blue_right > red_right + 100

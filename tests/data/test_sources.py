@@ -26,7 +26,6 @@ class ToyOptions(BaseModel):
 
 
 def read_toy(config, problems):
-    """n squares of one colour; the last one is damaged."""
     options = ToyOptions(**config.options)
     files = [png(options.colour, (8 + k, 8))[: 20 if k == options.n - 1 else None] for k in range(options.n)]
     images = [MemoryImage(f"toy {k}", data) for k, data in enumerate(files)]

@@ -33,8 +33,6 @@ ALL = """() => DATA.queries.map((query) => {
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """A static host that prints nothing."""
-
     def log_message(self, *given):
         pass
 
@@ -49,7 +47,6 @@ def items():
 
 @pytest.fixture(scope="module")
 def searcher(items, tmp_path_factory):
-    """The collection of the page in full precision."""
     folder = tmp_path_factory.mktemp("demo_page")
     if not REAL:
         with pytest.MonkeyPatch.context() as patched:
@@ -61,7 +58,6 @@ def searcher(items, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(searcher, items, tmp_path_factory):
-    """A folder whose part demo is the page, under the address of a static host."""
     folder = tmp_path_factory.mktemp("site")
     demo_page.write_page(searcher, items, folder / "below" / "demo")
     handler = functools.partial(Quiet, directory=str(folder))
@@ -73,7 +69,6 @@ def site(searcher, items, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def half_precision(searcher, items, tmp_path_factory):
-    """The same collection of vectors in half precision."""
     whole, ids = searcher.gallery, [one.id for one in items]
     stored, payloads = whole.get(ids), [one.payload for one in items]
     embeddings = stored.embeddings[np.array([stored.ids.index(id) for id in ids])]
@@ -99,7 +94,6 @@ def tab(chromium, site):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def shown(tab):
-    """What the page answers to each of its queries."""
     tab.page.wait_for_selector(".tiles")
     answers = tab.page.evaluate(ALL)
     assert len(answers) > 300 and all(len(answer["hits"]) == K for answer in answers)

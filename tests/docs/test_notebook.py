@@ -15,7 +15,6 @@ PATH = re.compile(r"(?:/(?:tmp|root|home|Users|work|var|usr|opt)/|[A-Z]:\\\\)[\w
 
 
 def paths_in(text):
-    """Paths of a machine in a text, but for the data of images."""
     return PATH.findall(re.sub(r"data:image/\w+;base64,[\w+/=]+|\"image/png\": \"[^\"]*\"", "", text))
 
 
@@ -49,7 +48,6 @@ def test_every_cell_was_run_in_order_without_an_error_and_shows_no_path_of_a_mac
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where cells work and draw."""
     for package in ("transformers", "matplotlib"):
         pytest.importorskip(package, reason="an extra of the notebook is not installed")
     import matplotlib

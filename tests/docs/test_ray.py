@@ -24,7 +24,6 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "ingest.md"
 
 
 def printed(language):
-    """The block of the guide."""
     return GUIDE.read_text(encoding="utf-8").split(f"```{language}\n")[1].partition("```")[0]
 
 

@@ -26,7 +26,6 @@ def wrapped(label: str, text: str) -> list[str]:
 
 
 def stated(result: dict[str, Any]) -> list[str]:
-    """What the header of a recipe has to state after its first line."""
     run, paper = result["run"], result.get("published_cost")
     if run is None:
         cost = f"not measured; {paper}." if paper else "not measured."

@@ -68,7 +68,6 @@ def names_of(text):
 
 
 def resolved(module, name):
-    """What a dotted name is; an error if there is nothing."""
     if (whole := f"{module}.{name}").startswith("sfumato.adapters."):  # They import packages that may be absent.
         _, _, file, *names = whole.split(".")
         tree = ast.parse((ROOT / "src" / "sfumato" / "adapters" / f"{file}.py").read_text(encoding="utf-8"))

@@ -70,7 +70,6 @@ LISTS = ROOT / "docs" / "examples" / "score_lists.csv"
 
 
 def lists():
-    """Scores, labels and queries of the examples."""
     rows = list(csv.DictReader(LISTS.open(encoding="utf-8")))
     return [np.array([kind(row[name]) for row in rows]) for name, kind in (("cosine", float), ("match", int))] + [
         [row["query"] for row in rows]
@@ -79,7 +78,6 @@ def lists():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the calibrator of the guide."""
     place = tmp_path_factory.mktemp("guide")
     score, match, query = lists()
     sfumato.ScoreCalibrator().fit(score, match, groups=query).save(place / "cut.json")
@@ -87,7 +85,6 @@ def folder(tmp_path_factory):
 
 
 def run(title, folder, monkeypatch, capsys):
-    """What the block below a heading prints."""
     section = ADAPTERS_GUIDE_GUIDE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     [block] = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(folder)

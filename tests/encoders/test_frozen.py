@@ -220,8 +220,6 @@ def test_a_text_is_embedded_once_for_both_uses_and_only_the_latest_are_kept(monk
 
 
 class Counting:
-    """A backbone that turns a text into as many tokens as it has letters, and counts what it was asked for."""
-
     channels = 3
     fingerprint = "counting"
 

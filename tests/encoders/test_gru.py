@@ -86,7 +86,6 @@ def state(gru, vectors, suffix):
 
 
 def batch():
-    """Three texts of 5, 2 and 1 words with nonsense behind them."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 9, (3, 5), generator=generator)
     return Inputs(ids, torch.arange(5) < torch.tensor([[5], [2], [1]]))

@@ -65,7 +65,6 @@ def work(tmp_path_factory):
 
 @pytest.fixture
 def evaluate(work, sfumato):
-    """The figures of the run that a command prints."""
     return lambda *arguments: sfumato.json("evaluate", "run", work / "run", *arguments)
 
 

@@ -112,7 +112,6 @@ def test_another_ranker_and_another_order_give_the_same():
 
 
 def coarse(seed=6):
-    """Scores with many ties."""
     return np.random.default_rng(seed).integers(0, 9, (20, 50)).astype(np.float32)
 
 

@@ -22,7 +22,6 @@ from sfumato.metrics.reliability import calibration_error_by_chance, expected_ca
 
 
 def by_loops(query, gallery, scale=1.3, bias=2.0, left_out=()):
-    """One query's numbers, in float64, from the definitions."""
     mean, var = query.mean[0].double().tolist(), query.var[0].double().tolist()
     rows = zip(gallery.mean.double().tolist(), gallery.var.double().tolist(), strict=True)
     items = [row for j, row in enumerate(rows) if j not in left_out]
@@ -144,7 +143,6 @@ def of_distance(scale, bias):
 
 
 def pairs(n=300, seed=0):
-    """Distances of n images and n texts with outcomes drawn from sigmoid(2 - 2 distance)."""
     generator = torch.Generator().manual_seed(seed)
     distance = 3.5 + torch.randn(n, n, generator=generator)
     return distance, torch.bernoulli(torch.sigmoid(2 - 2 * distance), generator=generator)

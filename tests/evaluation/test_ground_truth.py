@@ -37,7 +37,6 @@ def shared(*parts):
 
 
 def matches(ground_truth):
-    """{image id: text ids} and {text id: image ids} of a ground truth."""
     rows = {}
     for side, relevance, queries, gallery in (
         ("i2t", ground_truth.i2t, ground_truth.image_ids, ground_truth.text_ids),

@@ -70,7 +70,6 @@ def test_qrels_are_four_columns_and_come_back(tmp_path):
 
 
 def lists(n_queries=30, k=12, seed=0):
-    """Hits with falling probabilities, and verdicts that are drawn from other ones."""
     draw = random.Random(seed)
     shown = lambda q, i: judgements.ShownHit(f"q{q}", f"i{i}", i + 1, round(draw.uniform(0.2, 1) * 0.85**i, 6))
     hits = [shown(q, i) for q in range(n_queries) for i in range(k)]

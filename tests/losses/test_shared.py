@@ -133,7 +133,6 @@ GIVEN = {
 
 
 def summed(name, outputs_of):
-    """Terms, measured values and gradients of a loss that is given as the outputs of one or more blocks."""
     loss = LOSSES[name](*([GIVEN[name]] if name in GIVEN else [])).double()
     leaves = [t.requires_grad_() for e in batch(d=6) for t in (e.mean, e.log_var)]
     outputs = outputs_of(loss, GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:]))
@@ -181,7 +180,6 @@ embeddings = lambda tensors: (GaussianEmbedding(*tensors[:2]), GaussianEmbedding
 
 
 def random_match(n, m, seed=0):
-    """Soft and hard labels; some rows and columns have none."""
     generator = torch.Generator().manual_seed(seed)
     label = torch.rand(n, m, generator=generator, dtype=torch.float64)
     hard = torch.rand(n, m, generator=generator) < 0.5

@@ -46,7 +46,6 @@ aurc, excess_aurc, prediction_rejection_ratio, risk_at_coverage = (
 
 
 def scene(seed, n=57, levels=8):
-    """Uncertainties with ties, and errors that follow them a little."""
     random = np.random.default_rng(seed)
     uncertainty = random.integers(0, levels, n).astype(float)
     return uncertainty, (random.random(n) < 0.2 + 0.5 * uncertainty / levels).astype(float)

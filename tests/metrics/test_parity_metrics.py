@@ -20,7 +20,6 @@ DIRECTIONS = ("i2t", "t2i")
 
 
 def ranks_both_ways(distance, relevance):
-    """Ranks of i2t from rows and of t2i from columns."""
     other = relevance.transpose()
     sides = {"i2t": (distance, relevance), "t2i": (distance.T.contiguous(), other)}
     return {name: (relevant_ranks(*side), side[1]) for name, side in sides.items()}
@@ -58,7 +57,6 @@ def coco():
 
 @cache
 def coco_scores():
-    """(images, captions) of float32, which no test changes."""
     image, text = coco()[1]
     return image @ text.T
 

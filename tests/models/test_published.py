@@ -69,7 +69,6 @@ def assert_same(ours, values, name, tolerance, suffix=""):
 
 
 def assert_released(model, values, name="out", tolerance=SINGLE, dtype=torch.float32, lengths=None):
-    """At unit length, and before."""
     assert_same(embed(model, values, dtype, lengths), values, name, tolerance)
     model.image.head.normalize = model.text.head.normalize = False
     assert_same(embed(model, values, dtype, lengths), values, name, tolerance, suffix="_raw")

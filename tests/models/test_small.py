@@ -138,7 +138,6 @@ def test_a_run_remembers_its_words_and_a_verdict_says_it_first(toy, tmp_path, ju
 
 
 def pair_data(n_images, n_texts, pairs):
-    """Images and texts that are named by their numbers."""
     names = tuple(str(i) for i in range(max(n_images, n_texts)))
     images, texts = tuple(MemoryImage(name, b"") for name in names[:n_images]), names[:n_texts]
     return PairData(names[:n_images], images, texts, texts, ("caption",) * n_texts, np.array(pairs))
@@ -321,8 +320,6 @@ def test_an_item_that_spoils_its_batch_or_has_no_embedding_is_left_out():
 
 
 class Colours:
-    """A frozen backbone: one token for ten pixels of width."""
-
     channels, fingerprint = 3, "colours"
 
     def __call__(self, items):

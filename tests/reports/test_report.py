@@ -321,7 +321,6 @@ LINK = "{http://www.w3.org/1999/xlink}href"
 
 
 def parsed(svg):
-    """The SVG as XML, with the name space that HTML knows by itself."""
     return ET.fromstring(str(svg).replace("<svg", '<svg xmlns:xlink="http://www.w3.org/1999/xlink"', 1))
 
 

@@ -20,7 +20,6 @@ def _stores_are_closed():
 
 @pytest.fixture
 def quick_texts(monkeypatch):
-    """Texts have vectors without a model."""
     monkeypatch.setattr(texts, "sentence_vectors", quick_vectors)
 
 

@@ -84,8 +84,6 @@ def test_a_list_by_texts_has_one_sentence_and_a_line(capsys):
 
 
 class Page(HTMLParser):
-    """The tags, texts and attributes of some HTML."""
-
     def __init__(self, text):
         super().__init__()
         self.tags, self.texts, self.images, self.widths = [], [], [], []

@@ -94,7 +94,6 @@ def test_texts_that_a_writer_has_left_half_changed_are_those_of_the_payload_in_a
 
 
 def commands_of_the_guide():
-    """The lines of the section's commands, block by block."""
     section = GUIDE.read_text(encoding="utf-8").partition("## Back up and restore\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"(?:^    .+\n)+", section, re.MULTILINE)
     return [[line.strip() for line in block.splitlines()] for block in blocks]

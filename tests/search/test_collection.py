@@ -41,7 +41,6 @@ def calibration_of(gallery, seed=9):
 
 
 def both(tmp_path, n=157, *, distance="csd", store="store", calibration=None):
-    """The same items in an index and in a collection."""
     gallery = gaussians(n, 0)
     told = {"distance": distance, "calibration": calibration, "logit_scale": 0.7, "logit_bias": 2.0}
     index = GaussianIndex.build(gallery, ids_of(n), payload=payload_of(n), **told)
@@ -77,14 +76,12 @@ def test_answers_as_the_index_does(tmp_path, distance):
 
 
 def conditional_of(calibration):
-    """The calibration with logits of hits that depend on every feature."""
     weights = (0.3, -0.2, 0.4, -0.5, 0.05, 0.02, -0.1)
     hits = ConditionalLogits(1.4, -0.3, weights, (-60.0,) * 7, (60.0,) * 7, "planted", 50, (10, 20))
     return replace(calibration, t2i=replace(calibration.t2i, conditional=hits, hits=calibration.t2i.scores))
 
 
 def referenced(calibration):
-    """The same with reference queries, which change the first hit."""
     first = FirstHit(0.9, 0.4, (0.3, -0.2), (0.0, 0.0), (90.0, 90.0))
     hits = replace(calibration.t2i.conditional, first=first)
     reference = ReferenceQueries.of(gaussians(60, 17), "csd", "t2i")

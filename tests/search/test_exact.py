@@ -175,7 +175,6 @@ normalize = lambda vectors: vectors / np.linalg.norm(vectors, axis=1, keepdims=T
 
 
 def items(kind, n, seed, d=24):
-    """A gallery, or queries of the same kind."""
     random = np.random.default_rng(seed)
     noise = random.standard_normal((n, d), np.float32)
     small, which = np.float32(0.3) * random.standard_normal((n, d), np.float32), random.integers(40, size=n)
@@ -208,7 +207,6 @@ KINDS = [
 
 
 def true_distances(queries, gallery, distance):
-    """(n, m) by the row form in float64."""
     wide, row = gallery.to(np.float64), get_distance(distance).row
     return np.stack([row(queries[np.full(gallery.n, i)].to(np.float64), wide) for i in range(queries.n)])
 

@@ -50,7 +50,6 @@ def on_server(server, program, *words):
 
 @pytest.fixture
 def old(tmp_path):
-    """The folder of the archive."""
     with tarfile.open(OLD) as tar:
         tar.extractall(tmp_path / "old", filter="data")
     return tmp_path / "old"
@@ -89,7 +88,6 @@ def test_a_file_of_milvus_lite_of_an_earlier_version(old):
 
 
 def refused(open_it, found, known):
-    """The error names both formats and the way out."""
     raises(UserError, rf"has format \S*\b{found}, written by a later version.*up to \S*\b{known}\. Up", open_it)
 
 

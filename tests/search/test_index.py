@@ -10,7 +10,6 @@ from sfumato.search.answer import SearchOptions
 
 
 def clustered(n, d=16, *, seed, n_clusters=40):
-    """Means about shared centres; total variances log-normal."""
     centres, random = np.random.default_rng(99).standard_normal((n_clusters, d)), np.random.default_rng(seed)
     mean = centres[random.integers(n_clusters, size=n)] + 0.4 * random.standard_normal((n, d))
     log_var = random.standard_normal((n, 1)) + 0.3 * random.standard_normal((n, d)) - 3

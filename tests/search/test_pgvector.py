@@ -71,7 +71,6 @@ class TestIvfflat(OnServer, StoreBasics):
 
 
 def plan_of(store, monkeypatch, k=5, filter=None):
-    """How the server goes about a search."""
     import psycopg
 
     seen, execute = [], psycopg.Connection.execute
@@ -167,7 +166,6 @@ def test_a_scan_and_a_batch_are_of_one_state(server):
 
 
 def indexes(server, table):
-    """The indexes of a table except that of its ids."""
     found = server.execute(f"SELECT indexname FROM pg_indexes WHERE tablename = '{table}'", database="indexed")
     return {name for (name,) in found if not name.endswith("_pkey")}
 

@@ -52,7 +52,6 @@ class TestHnsw(StoreContract):
 
 
 def clustered(n, dim, seed, clusters=50):
-    """Records around centres that all seeds share."""
     centres = np.random.default_rng(99).standard_normal((clusters, dim), np.float32) * 2
     random = np.random.default_rng(seed)
     vectors = centres[random.integers(clusters, size=n)] + random.standard_normal((n, dim), np.float32)
@@ -273,7 +272,6 @@ def test_processes_that_are_killed_and_others_that_read(tmp_path, needs_faiss):
 
 
 def write_and_wait(url):
-    """Stores a record and keeps the store open."""
     store = open_store(url)
     store.upsert(records(1, 4, 5))
     print(os.getpid(), flush=True)
@@ -372,7 +370,6 @@ def load(path):
 
 
 def write_until_killed(path, steps, changes):
-    """Writes, and ends with SIGKILL before a step."""
     left = [steps]
 
     def deadly(function):

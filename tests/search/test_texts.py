@@ -59,12 +59,10 @@ def made(tmp_path):
 
 
 def asked(collection, *texts, k=9, **options):
-    """The answers to queries at places of their own with these texts."""
     return collection.search(gaussians(len(texts), 5), k, SearchOptions(**options), QueryInfo.of_texts(texts))
 
 
 def linear(of, logit, values):
-    """The value of a LinearLogit, number by number."""
     inside = [min(max(v, low), high) for v, low, high in zip(values, of["low"], of["high"], strict=True)]
     return of["slope"] * logit + of["intercept"] + sum(w * v for w, v in zip(of["weights"], inside, strict=True))
 

@@ -23,14 +23,12 @@ def sources(run, data):
 
 @pytest.fixture(scope="session")
 def client(sources):
-    """Of a service of two read-only galleries."""
     with served(sources, max_results=40, max_batch=8) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def vector_run(tmp_path_factory):
-    """A run whose model reads embeddings."""
     return make_embedding_run(tmp_path_factory.mktemp("vectors"))
 
 
@@ -41,14 +39,12 @@ def adopted(vector_run):
 
 @pytest.fixture(scope="session")
 def vectors(adopted):
-    """Of a service of images and texts whose model reads embeddings."""
     with served(adopted, max_results=40, max_batch=8) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def filled(run, data, tmp_path_factory):
-    """A collection that tests copy."""
     return make_collection(run, data, tmp_path_factory.mktemp("filled") / "collection")
 
 
@@ -66,7 +62,6 @@ def kept(filled, tmp_path_factory):
 
 @pytest.fixture
 def writable(collection):
-    """Of a service of a collection."""
     with served(open_sources(collection), max_batch=8) as client:
         client.folder = collection
         yield client
@@ -89,6 +84,5 @@ def judging(squares, tmp_path_factory):
 
 @pytest.fixture
 def judged(judging):
-    """The same before the first verdict."""
     judging.file.unlink(missing_ok=True)
     return judging

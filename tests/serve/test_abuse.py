@@ -221,8 +221,6 @@ def turned(size):
 
 
 def go(work, n=1, seconds=20.0, memory_bytes=1_000_000_000):
-    """The result of work(decoders)."""
-
     async def run():
         decoders = Decoders(n, seconds=seconds, memory_bytes=memory_bytes)
         with contextlib.closing(decoders):
@@ -294,7 +292,6 @@ def test_what_takes_too_long_is_stopped_and_the_next_is_decoded(monkeypatch, own
 
 
 def stopped(process):
-    """Stop a process of the decoders: time goes by, but not its own."""
     os.kill(process.child.pid, signal.SIGSTOP)
 
 

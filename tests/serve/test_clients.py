@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def blocks(language):
-    """The blocks of a language in the section about clients."""
     text = section(GUIDE.read_text(encoding="utf-8"), "Clients")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 

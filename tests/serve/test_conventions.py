@@ -120,7 +120,6 @@ def test_methods_and_problems_are_as_http_says(client):
 
 
 def inside(schema):
-    """A schema, or a list of them, and all within."""
     yield schema
     for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
         yield from inside(inner)

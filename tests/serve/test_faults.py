@@ -162,7 +162,6 @@ def test_malformed_requests_never_make_it_stumble(client, monkeypatch):
 
 @pytest.fixture
 def slowly(sources):
-    """The same whose model waits for a signal."""
     return Sources(serving.SlowModel(sources.model), "slow", sources.galleries)
 
 
@@ -287,7 +286,6 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
 
 
 def sent(client, id):
-    """The connection of a request that adds an item."""
     body = json.dumps({"items": [serving.new_item(id)]}).encode()
     return serving.begun(client, "POST /v1/items", body, len(body))
 

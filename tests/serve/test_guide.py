@@ -27,7 +27,6 @@ pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is no
 
 
 def commands(text):
-    """The lines that call curl on the address of the guide."""
     return [line.strip() for line in text.splitlines() if re.match(r"(    )?\S*(curl|python3) .*127\.0\.0\.1", line)]
 
 

@@ -14,7 +14,6 @@ READER = "a-key-for-reading"
 
 
 def fitting(client, text):
-    """The hits of a text, by what fits it."""
     (answer,) = search(client, {"text": text}, max_results=24)
     assert answer["target"] == "fits"
     return answer["hits"]

@@ -50,13 +50,11 @@ class Services:
         until(lambda: ready(self.running[i].client))
 
     def asked(self, i):
-        """Wait until the proxy sends requests to a service."""
         until(lambda: 'route="/v1/search",status="200"' in self.running[i].client.get("/metrics").text)
 
 
 @pytest.fixture
 def shared(store, run, data, tmp_path):
-    """A collection in PostgreSQL."""
     loaded = load_run(run)
     part = embedded(loaded, data)
     with create_collection(loaded, part, tmp_path / "collection", store.url()) as made:
@@ -75,7 +73,6 @@ def services(shared):
 
 @pytest.fixture
 def proxy(services, tmp_path):
-    """The address of nginx with the file of deploy/."""
     if shutil.which("nginx") is None:
         pytest.skip("nginx is not installed: apt-get install nginx-light")
     nginx = benchmark("proxy_server").ProxyServer(tmp_path, tuple(services.ports))

@@ -28,7 +28,6 @@ from sfumato.workflows.index import GalleryPart, build_index
 
 
 def same(answer, found):
-    """Whether an answer says what the library says."""
     close = lambda value: value if value is None else pytest.approx(value, abs=1e-5)
 
     def hits(some):
@@ -75,7 +74,6 @@ CASES = [
 
 
 def library(sources, query, gallery="images", max_results=10, filter=None, abstain=None, **options):
-    """What the library answers to the query of a request."""
     where = {name: tuple(values) for name, values in (filter or {}).get("where", {}).items()}
     wanted = Filter(where, None, filter.get("ranges", {})) if filter else None
     options = SearchOptions(filter=wanted, max_risk=abstain, max_set=40, **options)

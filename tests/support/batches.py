@@ -6,7 +6,6 @@ from sfumato.gaussian import GaussianEmbedding
 
 
 def batch(n=4, m=6, d=5, seed=0, dtype=torch.float64):
-    """Different n, m and d; un-normalised means."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda k, scale: scale * torch.randn(k, d, generator=generator, dtype=dtype)
     return GaussianEmbedding(draw(n, 0.6), draw(n, 0.5) - 2), GaussianEmbedding(draw(m, 0.6), draw(m, 0.5) - 2)

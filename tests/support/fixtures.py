@@ -69,7 +69,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of reference data; the test is skipped without it."""
     if not SHARED.is_dir():
         pytest.skip(f"no reference data at {SHARED}; set SFUMATO_SHARED to their folder")
     return SHARED
@@ -127,7 +126,6 @@ class Command:
         return int(stop.value.code or 0), captured.out, captured.err
 
     def printed(self, *arguments: object) -> str:
-        """What a command that succeeds prints."""
         status, out, err = self(*arguments)
         assert status == 0, err
         return out

@@ -8,7 +8,6 @@ from PIL import Image
 
 
 def encoded(image, kind="PNG", **options):
-    """The bytes of an image, or of an array of its pixels."""
     file = io.BytesIO()
     (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(file, kind, **options)
     return file.getvalue()
@@ -18,12 +17,10 @@ png = lambda colour="red", size=(8, 8): encoded(Image.new("RGB", size, colour))
 
 
 def noise(width, height, seed=0):
-    """(height, width, 3) random pixels."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def write_tar(path, members, mode="w", **options):
-    """A tar file of names and bytes."""
     with tarfile.open(path, mode, **options) as tar:
         for name, content in members.items() if isinstance(members, dict) else members:
             member = tarfile.TarInfo(name)

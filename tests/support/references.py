@@ -46,7 +46,6 @@ sigmoid = lambda x: 1 / (1 + math.exp(-x))
 
 
 def cross_entropy(logit, label):
-    """Binary cross-entropy of one pair."""
     p = sigmoid(logit)
     return -label * math.log(p) - (1 - label) * math.log(1 - p)
 
@@ -150,7 +149,6 @@ def rank_disagreement(distance, label, temperature):
 
 
 def table(images, texts, formula=csd):
-    """All pairs of two lists of (mean, variance)."""
     return [[formula(*x, *y) for y in texts] for x in images]
 
 

@@ -8,7 +8,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def benchmark(name):
-    """The module of benchmarks/NAME.py."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
         return importlib.import_module(name)

@@ -62,7 +62,6 @@ def embedding_sources(run_folder):
 
 
 def npy_rows(table):
-    """The bytes of a .npy file for each row."""
     files = []
     for row in table:
         file = io.BytesIO()
@@ -95,7 +94,6 @@ def many_scans(n, size=(64, 64)):
 
 
 def embedded(run, pictures):
-    """The pictures of a folder as something to index."""
     embeddings, ids, _ = embed_folder(run, pictures)
     return GalleryPart(embeddings, ids, images={"folder": str(pictures)})
 
@@ -127,14 +125,12 @@ def read_only(run_folder, pictures):
 
 
 def collected(run, part, folder):
-    """A collection of a part, with a store in a folder."""
     with create_collection(run, part, folder) as collection:
         collection.upsert(part.embeddings, part.ids, part.payload)
     return folder
 
 
 def make_collection(run_folder, pictures, folder):
-    """A collection of the pictures in a folder."""
     run = load_run(run_folder)
     return collected(run, embedded(run, pictures), folder)
 
@@ -156,7 +152,6 @@ def make_squares(folder):
 
 
 def new_item(id, colour="red", **more):
-    """What adds a picture to a collection."""
     return {"id": id, "image": in_base64(picture(colour)), **more}
 
 
@@ -165,7 +160,6 @@ remove = lambda client, *ids, **more: client.post("/v1/items/delete", json={"ids
 
 
 def problem(answer, status):
-    """The document, checked."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     told = answer.json()
@@ -182,7 +176,6 @@ def search(client, *queries, status=200, **options):
 
 
 def by_image(data, **options):
-    """What a search by an image file posts."""
     return {"json": {"queries": [{"image": in_base64(data)}], **options}}
 
 
@@ -203,7 +196,6 @@ def served(sources, **settings):
 
 @contextlib.contextmanager
 def served_app(app, **settings):
-    """The same for an application."""
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, http=Connection, log_level="error", ws="none", access_log=False)
     )
@@ -229,7 +221,6 @@ ready = lambda client: client.get("/readyz").status_code == 200
 
 
 def guard_of(app):
-    """The first that a request meets."""
     layer = app.middleware_stack
     while not isinstance(layer, Guard):
         layer = layer.app
@@ -245,8 +236,6 @@ def until(true):
 
 
 class SlowModel(torch.nn.Module):
-    """A model whose texts wait for a signal."""
-
     def __init__(self, model):
         super().__init__()
         self.model = model
@@ -261,8 +250,6 @@ class SlowModel(torch.nn.Module):
 
 
 class Process:
-    """`sfumato serve` in a process of its own."""
-
     def __init__(self, *arguments, folder=None, **environment):
         self._started = Started(_serve, folder or os.getcwd(), *arguments, env=environment, piped=True)
         line = self._started.stdout.readline()

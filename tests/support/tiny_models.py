@@ -61,7 +61,6 @@ def tiny_resnet(folder, **processor):
 
 
 def tiny_architecture(monkeypatch):
-    """Make the smallest architecture of CLIP a tower of one block."""
     monkeypatch.setitem(ARCHITECTURES, "ViT-Ti/16", {"image": (48, 1, 3), "text": (48, 1, 3)})
 
 
@@ -135,7 +134,6 @@ def teach(parameters, prepare, embed_images, embed_texts, manifest, steps=300):
 
 
 def taught_clip(folder, manifest):
-    """The folder of a CLIP model of transformers that matches the photographs of a manifest."""
     import transformers
 
     model, processor = tiny_clip(folder), transformers.AutoImageProcessor.from_pretrained(folder)
@@ -153,7 +151,6 @@ def taught_clip(folder, manifest):
 
 
 def taught_open_clip(folder, manifest):
-    """The folder of a model of open_clip that matches the photographs of a manifest."""
     from safetensors.torch import save_file
 
     model, preprocess, tokenizer = tiny_open_clip(folder)

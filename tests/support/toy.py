@@ -74,13 +74,11 @@ def assert_same_tensors(a: Path, b: Path) -> None:
 
 
 def assert_same_runs(a: Path, b: Path) -> None:
-    """Both end with the same bits."""
     for name in ("last.safetensors", "model.safetensors"):
         assert_same_tensors(a / name, b / name)
 
 
 def log_of(run: Path) -> list[dict[str, Any]]:
-    """The figures of each epoch."""
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 

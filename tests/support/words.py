@@ -4,7 +4,6 @@ from pathlib import Path
 
 
 def folded(text: str) -> str:
-    """The text with one space for each run of white space."""
     return " ".join(text.split())
 
 

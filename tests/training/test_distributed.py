@@ -197,7 +197,6 @@ def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path):
 
 
 def tiny_model(*, variance: bool = True) -> DualEncoder:
-    """Two heads on token features of 6 channels, in float64."""
     torch.manual_seed(0)
     options = HeadOptions(variance=variance, init_total_variance=0.5)
     return DualEncoder(*(Tower(None, FeatureInput(6, 0.0), GaussianHead(6, 8, options)) for _ in "it")).double()

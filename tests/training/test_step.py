@@ -41,7 +41,6 @@ class PatchEncoder(nn.Module):
 
 
 def build(*, variance=True, dropout=0.0, token_dropout=0.0, image=None):
-    """Two towers in float64; those on features have dropout below the heads and lose tokens."""
     torch.manual_seed(0)
     encoders = [FeatureInput(6, dropout) if image is None else image, FeatureInput(6, dropout)]
     options = HeadOptions(variance=variance, init_total_variance=0.5)
@@ -264,7 +263,6 @@ state = lambda model: {name: value.detach().clone() for name, value in model.sta
 
 
 def wander(model, seed):
-    """Other weights, and running statistics that have seen another batch."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -256,7 +256,6 @@ def pcme(folder, *overrides):
 
 
 def resting(state):
-    """What rests in the first stage: the residual network, its running statistics too, and the word vectors."""
     names = [n for n in state if n.startswith("image.encoder.") or n == "text.encoder.words.weight"]
     assert len(names) > 20 and any(n.endswith("running_mean") for n in names)
     return names

@@ -132,7 +132,6 @@ def test_mistakes_are_named(change, message, tmp_path):
 
 @pytest.fixture
 def photographs(tmp_path):
-    """A manifest of 60 images with a caption each."""
     rng, lines = np.random.default_rng(0), []
     (tmp_path / "photos").mkdir()
     for i in range(60):

@@ -40,13 +40,11 @@ def embeddings(n, d, seed, *, points=False):
 
 
 def random_list(n, m, p, seed):
-    """p pairs in any order; texts with several images, images without a text."""
     chosen = np.random.default_rng(seed).permutation(n * m)[:p]
     return Relevance.from_pairs(chosen // m, chosen % m, n_queries=n, n_gallery=m)
 
 
 def csd_loop(images, texts):
-    """(n, m) float64, one number at a time."""
     return np.array(
         [
             [
@@ -60,7 +58,6 @@ def csd_loop(images, texts):
 
 
 def loop(distance, listed):
-    """Scores of the listed pairs by image and text, straight from their description."""
     result = []
     n, m = distance.shape
     for i in range(n):
@@ -165,7 +162,6 @@ def test_parts_keep_groups_whole_and_leave_nothing_out():
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A folder with data, a recipe and a run trained on noisy pairs."""
     folder = tmp_path_factory.mktemp("audit")
     recipe = make_toy(folder, n_each=4)  # Parts of a cross-fit learn too.
     options = 'noise_rate = 0.25\nequal_texts = "separate"\ntest_fraction'
@@ -379,7 +375,6 @@ rows_of = lambda folder, names: {"id": names, "bytes": [(folder / name).read_byt
 
 @pytest.fixture(scope="module")
 def embedded(toy, tmp_path_factory):
-    """The toy's images in two Parquet files, and a text beside each."""
     folder, embed = tmp_path_factory.mktemp("embedded"), RowEmbedder(str(toy / "run"))
     names = sorted(path.name for path in (toy / "data").glob("*.png"))
     for number, part in enumerate((names[:30], names[30:])):

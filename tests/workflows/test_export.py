@@ -63,7 +63,6 @@ def test_round_trip(toy, run, tmp_path, monkeypatch, capsys):
 
 
 def made_by_hand(folder: Path, model: dict) -> Path:
-    """A run folder without training."""
     recipe = check_recipe({"name": "by-hand", "model": model}, "test")
     folder.mkdir()
     torch.manual_seed(0)
@@ -201,7 +200,6 @@ def refused(result, *words):
 
 
 def pulled(source, picture, out):
-    """Loads a model by its name, and writes what it says of texts and a picture."""
     import sfumato
 
     model = sfumato.load(source)
