@@ -128,7 +128,7 @@ def without_encoding(tree):
             yield node.lineno
 
 
-def test_what_is_not_everywhere_is_not_used_unasked_and_texts_have_an_encoding():
+def test_what_is_not_everywhere_is_not_used_unasked_texts_have_an_encoding_and_rules_find_what_breaks_them():
     found = []
     for path in SOURCE.rglob("*.py"):
         text, place = path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix()
@@ -140,9 +140,6 @@ def test_what_is_not_everywhere_is_not_used_unasked_and_texts_have_an_encoding()
     for name in ("errors.py", "files.py", "data/image_decoding.py"):
         tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))
         assert "resource" not in {n for node in tree.body for n in uses(ast.Module([node], []))}, name
-
-
-def test_the_rules_find_what_breaks_them():
     tree = ast.parse("import os, fcntl\nos.rename(a, b)\nfrom os import fork\np.read_text()\nopen(path)\nopen(p, 'rb')")
     assert {"fcntl", "os.rename", "os.fork"} <= set(uses(tree))
     assert list(without_encoding(tree)) == [4, 5]

@@ -235,13 +235,7 @@ def test_a_file_that_fails_is_named_with_its_line(tmp_path, monkeypatch, content
     assert str(tmp_path) not in sys.path
 
 
-def test_missing_files_and_modules_are_named(tmp_path):
-    raises(UserError, "cannot import .*none.py: there is no such file", imports.import_own, [str(tmp_path / "none.py")])
-    for name in ("no_such_module", "./relative"):
-        raises(UserError, f"cannot import the module '{name}'.*a file's path", imports.import_own, [name])
-
-
-def test_packages_are_found_by_their_entry_point(monkeypatch, capsys):
+def test_packages_are_found_by_their_entry_point_and_missing_files_are_named(monkeypatch, capsys, tmp_path):
     def fails():
         raise ImportError("broken")
 
@@ -253,3 +247,6 @@ def test_packages_are_found_by_their_entry_point(monkeypatch, capsys):
     assert recipe.loss.options() == PlainOptions(weight=3.0)
     assert "bad.module" in capsys.readouterr().err and imports.load_plugins.cache_info().currsize == 1
     imports.load_plugins.cache_clear()
+    raises(UserError, "cannot import .*none.py: there is no such file", imports.import_own, [str(tmp_path / "none.py")])
+    for name in ("no_such_module", "./relative"):
+        raises(UserError, f"cannot import the module '{name}'.*a file's path", imports.import_own, [name])

@@ -27,7 +27,7 @@ def override_lines(name):
     return [line[4:] for line in header(name) if re.match(r"#   \S", line)]
 
 
-def test_every_recipe_loads_and_says_what_it_is(tmp_path):
+def test_every_recipe_loads_and_says_what_it_is_and_what_repeats_what_was_published(tmp_path):
     sections = "|".join(Recipe.model_fields)
     for name, path in recipe_files().items():
         recipe = load_recipe(find_recipe(name))
@@ -38,9 +38,6 @@ def test_every_recipe_loads_and_says_what_it_is(tmp_path):
         assert load_recipe(tmp_path / "r.toml") == recipe, name
         assert not [line for line in override_lines(name) if load_recipe(path, shlex.split(line)) == recipe], name
         assert not [line for line in header(name) if re.match(rf"#(?!   \S)\s*({sections})\.\w", line)], name
-
-
-def test_a_published_recipe_says_what_was_published_and_what_repeats_it():
     starts = ("# $ ", "# Paper: ", "# Data: ", "# Hardware: ", "# Rows of the papers' tables")
     published = [name for name in recipe_files() if name.startswith(("coco-", "pretrain-"))]
     told = {name: "\n".join(["", *header(name)]) for name in published}

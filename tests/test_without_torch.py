@@ -133,7 +133,7 @@ def test_files_are_evaluated_and_runs_of_other_engines_scored(shell):
     assert len((folder / "scored.jsonl").read_text().splitlines()) == 100
 
 
-def test_what_needs_torch_says_how_to_get_it(shell):
+def test_what_needs_torch_says_how_to_get_it_and_an_error_of_another_kind_stays(shell, monkeypatch):
     if "torch" not in {path.stem for path in (shell.folder / "modules").iterdir()}:
         pytest.skip("torch is there")
     (shell.folder / "run").mkdir()
@@ -145,8 +145,5 @@ def test_what_needs_torch_says_how_to_get_it(shell):
     (shell.folder / "loss.py").write_text("import sfumato\nsfumato.PCMEPPLoss\n")
     process = shell.start("loss.py", stderr=subprocess.PIPE)
     assert "sfumato.PCMEPPLoss needs torch: pip install 'sfumato[train]'" in process.communicate()[1]
-
-
-def test_an_error_of_another_kind_stays(monkeypatch):
     monkeypatch.setattr(sfumato, "_load", lambda name: (_ for _ in ()).throw(ModuleNotFoundError("x", name="x")))
     raises(ModuleNotFoundError, "x", sfumato.__getattr__, "Model")

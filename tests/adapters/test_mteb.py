@@ -73,7 +73,7 @@ def test_a_task_ranks_by_the_distance_of_the_model(loaded, tmp_path):
     assert scores["ndcg_at_10"] == pytest.approx(float((gain / ideal).mean()), abs=1e-5)
 
 
-def test_the_vectors_have_means_and_variances(loaded):
+def test_the_vectors_have_means_and_variances_and_what_it_cannot_do_is_said(loaded):
     model, images, data, distance = loaded
     encoder = MTEBEncoder(model, "me/mine")
     texts = encoder.encode([{"text": list(data.texts[:3])}, {"text": list(data.texts[3:5])}])
@@ -89,9 +89,6 @@ def test_the_vectors_have_means_and_variances(loaded):
     assert MTEBEncoder(model).mteb_model_meta.name == "sfumato/run"
     by_means = MTEBEncoder(model, distance="squared_l2").similarity(texts, pixels)
     assert not torch.allclose(by_means, -distance[:5, :4])
-
-
-def test_what_it_cannot_do_is_said(loaded):
     model, images, *_ = loaded
     with pytest.raises(UserError, match="have text, image; an item of this model is an image or a text"):
         MTEBEncoder(model).encode([{"text": ["a"], "image": images[:1]}])

@@ -80,7 +80,7 @@ def test_features_are_those_of_a_loop():
         assert features == pytest.approx(slow, rel=1e-12)
 
 
-def test_the_logit_is_linear_in_the_match_logit_with_one_bias_for_each_query(fit):
+def test_the_logit_has_one_bias_for_each_query_and_features_outside_of_the_fit_change_only_for_the_size(fit):
     new, _ = galleries(seed=2)
     logit = fit.logit(new.logit, new.logit, 50)
     assert fit.slope > 0
@@ -88,9 +88,6 @@ def test_the_logit_is_linear_in_the_match_logit_with_one_bias_for_each_query(fit
     assert np.abs(bias - bias[:, :1]).max() < 1e-9
     one = fit.logit(new.logit[3], new.logit[3], 50)
     assert one.tolist() == pytest.approx(logit[3].tolist(), abs=1e-12)
-
-
-def test_features_outside_of_the_fit_change_nothing_but_for_the_size(fit):
     far, farther, z = np.full((1, 30), -50.0), np.full((1, 30), -5000.0), np.zeros((1, 1))
     assert np.array_equal(fit.logit(z, far, 50), fit.logit(z, farther, 50))
     assert not np.array_equal(fit.logit(z, far, 50), fit.logit(z, far, 50_000))
@@ -101,13 +98,7 @@ def test_features_outside_of_the_fit_change_nothing_but_for_the_size(fit):
     assert ends.flatten().tolist() == [1.0, -2.0]
 
 
-def test_logits_come_back_from_json_and_damaged_ones_are_refused(fit):
-    assert logits.ConditionalLogits.from_json(json.loads(json.dumps(fit.to_json()))) == fit
-    for change in ({"slope": -1.0}, {"weights": [1.0]}, {"population": "some"}, {"intercept": math.nan}):
-        raises(ValueError, "damaged; calibrate again", logits.ConditionalLogits.from_json, fit.to_json() | change)
-
-
-def test_too_little_and_mistakes_are_refused():
+def test_logits_come_back_from_json_and_too_little_and_mistakes_are_refused(fit):
     zeros, of_queries = np.zeros, logits.ConditionalLogits.fit
     few, some = galleries(n_queries=40), galleries(n_queries=60)
     none = [logits.NearestItems(g.logit, np.zeros_like(g.match), g.n_gallery) for g in some]
@@ -123,6 +114,9 @@ def test_too_little_and_mistakes_are_refused():
         ("known", logits.ReferenceQueries.of, gaussians(20, 4), "match_distance", "t2i"),
     ):
         raises(ValueError, message, function, *given)
+    assert logits.ConditionalLogits.from_json(json.loads(json.dumps(fit.to_json()))) == fit
+    for change in ({"slope": -1.0}, {"weights": [1.0]}, {"population": "some"}, {"intercept": math.nan}):
+        raises(ValueError, "damaged; calibrate again", logits.ConditionalLogits.from_json, fit.to_json() | change)
 
 
 def gaussians(n, seed, d=6):

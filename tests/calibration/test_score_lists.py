@@ -154,7 +154,7 @@ def test_probabilities_and_their_sums_hold_on_new_lists():
     assert ((nothing - empty) ** 2).mean() <= ((independent - empty) ** 2).mean()
 
 
-def test_a_prior_predicts_and_few_labels_move_it(data):
+def test_a_prior_predicts_few_labels_move_it_and_further_evidence_is_fitted(data):
     scores, labels, queries = data
     prior = ScoreCalibrator(prior="bm25")
     before = prior.predict_proba(scores, groups=queries)
@@ -165,9 +165,6 @@ def test_a_prior_predicts_and_few_labels_move_it(data):
     given = prior._known().weights
     assert list(strong.formula_.weights.values()) == pytest.approx(list(given.values()), abs=1e-4)
     assert score(weak) == pytest.approx(score(plain), abs=1e-6) and score(weak) > score(prior)
-
-
-def test_further_evidence(data):
     scores, labels, queries = data
     hint = labels + np.random.default_rng(3).normal(0, 0.5, len(labels))
     both = np.stack([scores, hint], 1)
@@ -238,7 +235,7 @@ def test_scores_that_are_ranks_say_the_same_of_lists_of_any_length(kind, prior):
     assert np.ptp(said) < 1e-9 and abs(said[0] - expected) < 0.1
 
 
-def test_neither_the_order_of_the_lines_nor_the_sign_nor_types_of_numpy_change_anything(data):
+def test_neither_order_nor_sign_nor_types_change_anything_and_distances_taken_for_scores_are_told(data):
     score, label, query = data
     order = np.random.default_rng(2).permutation(len(score))
     made = ScoreCalibrator(comparable=True).fit(score, label, groups=query)
@@ -246,9 +243,6 @@ def test_neither_the_order_of_the_lines_nor_the_sign_nor_types_of_numpy_change_a
     other.fit(-score[order], label[order], groups=query[order])
     assert other.formula_.knots is not None
     np.testing.assert_allclose(other.predict_proba(-score, query), made.predict_proba(score, query), rtol=1e-6)
-
-
-def test_distances_taken_for_scores_are_told(data):
     score, label, query = data
     with pytest.warns(UserWarning, match="smaller: .* give higher_is_better=False"):
         ScoreCalibrator().fit(-score, label, groups=query)

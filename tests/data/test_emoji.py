@@ -29,17 +29,7 @@ def concepts():
 concept_of = lambda image_id: image_id.split("/")[0]
 
 
-def test_styles_and_concepts_of_the_splits_depend_on_nothing_else(splits):
-    styles = {name: {i.split("/")[1] for i in data.image_ids} for name, data in splits.items()}
-    assert styles == {"train": {"noto", "twemoji"}, "val": {"fluent3d"}, "test": {"fluent3d"}, "style": {"fluent3d"}}
-    val, test = ({concept_of(i) for i in splits[name].image_ids} for name in ("val", "test"))
-    assert not val & test and val | test == {concept_of(i) for i in splits["style"].image_ids}
-    assert set(load_emoji(val_fraction=0.1)["val"].image_ids) < set(splits["val"].image_ids)
-    other = {concept_of(i) for i in load_emoji(held_out_style="noto")["val"].image_ids}
-    assert {concept_of(i) for i in splits["val"].image_ids} <= other
-
-
-def test_held_out_wordings_are_in_no_training_pair_and_each_is_held_out_once(splits):
+def test_styles_concepts_and_held_out_wordings_of_the_splits_depend_on_nothing_else(splits):
     parts = [load_emoji(held_out_wordings=f"{k}/5") for k in range(5)]
     times = Counter()
     for part in parts:
@@ -55,6 +45,13 @@ def test_held_out_wordings_are_in_no_training_pair_and_each_is_held_out_once(spl
     for kind in KINDS:  # Parts are alike: a random deal would differ by more.
         assert max(k[kind] for k in kinds) - min(k[kind] for k in kinds) < 0.1 * sum(k[kind] for k in kinds) / 5 + 9
     assert max(map(len, counts)) - min(map(len, counts)) < 30
+    styles = {name: {i.split("/")[1] for i in data.image_ids} for name, data in splits.items()}
+    assert styles == {"train": {"noto", "twemoji"}, "val": {"fluent3d"}, "test": {"fluent3d"}, "style": {"fluent3d"}}
+    val, test = ({concept_of(i) for i in splits[name].image_ids} for name in ("val", "test"))
+    assert not val & test and val | test == {concept_of(i) for i in splits["style"].image_ids}
+    assert set(load_emoji(val_fraction=0.1)["val"].image_ids) < set(splits["val"].image_ids)
+    other = {concept_of(i) for i in load_emoji(held_out_style="noto")["val"].image_ids}
+    assert {concept_of(i) for i in splits["val"].image_ids} <= other
 
 
 def test_held_out_concepts_are_absent_in_all_styles_with_their_own_names_and_no_part_is_refused(splits):

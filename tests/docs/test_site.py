@@ -18,7 +18,7 @@ FIGURE = re.compile(r"(?<![\d.])\d{3}\.\d ± \d+\.\d")
 read = lambda page: (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def test_pages_and_readme_answer_their_question_once_and_fetch_nothing():
+def test_pages_answer_their_question_once_fetch_nothing_are_wrapped_and_state_when_not_to_use_a_thing():
     assert re.search(r"^  font: false", CONFIG, flags=re.MULTILINE)
     assert "http" not in re.sub(r"#.*", "", CONFIG)
     wanted = (r"^\*\*Answer\.\*\* ", "```bash", r"\b[0-9a-f]{7}\b", r"\b20\d\d-\d\d-\d\d\b")
@@ -40,9 +40,6 @@ def test_pages_and_readme_answer_their_question_once_and_fetch_nothing():
         [page] = re.findall(r"\]\(((?:docs/results|papers/docs)/[\w-]+\.md)\)", part)
         shown, text = re.findall(r"(?<![\w.])\d*\.\d+(?: ± \d*\.\d+)?", part), read(f"../{page}")
         assert shown and [one for one in shown if not re.search(rf"(?<![\d.]){re.escape(one)}(?!\d)", text)] == []
-
-
-def test_lines_are_wrapped_and_guides_state_when_not_to_use_a_thing():
     assert not [page for page in GUIDES if not re.search(r"^## When not to", read(page), flags=re.MULTILINE)]
     free = ("|", "    ", "![")
     unfenced = {page: "".join(read(page).split("\n```")[::2]) for page in PAGES}

@@ -62,16 +62,7 @@ def test_auroc_by_hand_and_by_pairs():
         assert auroc(-score, positive) == pytest.approx(1 - np.mean(pairs), abs=1e-12)
 
 
-def test_coverages_round_up_and_constant_uncertainties_are_chance():
-    error = np.array([0.0, 0.0, 1.0, 1.0])
-    assert prediction_rejection_ratio(np.zeros(4), error) == pytest.approx(0, abs=1e-12)
-    assert aurc(np.full(4, -np.inf), error) == pytest.approx(0.5)
-    # 0.1 * 30 is a little more than 3: three items, none of which is wrong.
-    error = np.r_[np.zeros(3), np.ones(27)]
-    assert [risk_at_coverage(np.arange(30.0), error, coverage) for coverage in (0.1, 0.101)] == [0, 0.25]
-
-
-def test_aurc_with_ties_is_the_mean_over_all_orders():
+def test_aurc_with_ties_is_the_mean_over_all_orders_and_coverages_round_up():
     uncertainty, error = np.array([1.0, 2.0, 2.0, 2.0, 3.0, 3.0]), np.array([0.0, 1.0, 0.0, 0.5, 1.0, 0.0])
     areas, risks = [], []
     for middle, end in itertools.product(itertools.permutations([1, 2, 3]), itertools.permutations([4, 5])):
@@ -82,6 +73,12 @@ def test_aurc_with_ties_is_the_mean_over_all_orders():
     assert np.ptp(areas) > 0.05
     assert aurc(uncertainty, error) == pytest.approx(np.mean(areas), abs=1e-12)
     assert risk_at_coverage(uncertainty, error, 0.5) == pytest.approx(np.mean(risks), abs=1e-12)
+    error = np.array([0.0, 0.0, 1.0, 1.0])
+    assert prediction_rejection_ratio(np.zeros(4), error) == pytest.approx(0, abs=1e-12)
+    assert aurc(np.full(4, -np.inf), error) == pytest.approx(0.5)
+    # 0.1 * 30 is a little more than 3: three items, none of which is wrong.
+    error = np.r_[np.zeros(3), np.ones(27)]
+    assert [risk_at_coverage(np.arange(30.0), error, coverage) for coverage in (0.1, 0.101)] == [0, 0.25]
 
 
 def plain_statistic(function, *arrays):
@@ -120,7 +117,7 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items():
             assert tuple(vars(ours).values()) == pytest.approx(tuple(vars(plain[name]).values()), abs=1e-10), name
 
 
-def test_intervals_of_a_mean_are_scipys_and_those_of_theory():
+def test_intervals_of_a_mean_are_scipys_and_resamples_seeded_and_common():
     values = np.random.default_rng(5).exponential(size=400)
     ours = bootstrap({"mean": mean_statistic(values)}, 400, n_resamples=4000, seed=1)["mean"]
     theirs = scipy.stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=0).confidence_interval
@@ -128,9 +125,6 @@ def test_intervals_of_a_mean_are_scipys_and_those_of_theory():
     error = values.std() / 20
     assert abs(ours.low - theirs.low) < 0.25 * error and abs(ours.high - theirs.high) < 0.25 * error
     assert ours.low == pytest.approx(values.mean() - 1.96 * error, abs=0.3 * error)
-
-
-def test_resamples_are_seeded_and_common_and_chunks_change_nothing():
     x, error = scene(9)
     both = {"a": measures.auroc_statistic(x, error), "b": measures.auroc_statistic(x, error)}
     first = bootstrap(both, len(x), n_resamples=50, seed=7)
@@ -202,16 +196,7 @@ def test_ten_bins_of_equal_size_and_none_rather_than_nan():
     assert [b["count"] for b in few.bins] == [1, 1]
 
 
-def test_balanced_spearman_hears_the_rare_ambiguous_items():
-    # 500 items of multiplicity 1 and 2 with noise in x, and 5 in each higher power of two where x follows exactly.
-    random = np.random.default_rng(3)
-    multiplicity = np.concatenate([random.integers(1, 3, 500), np.repeat(2 ** np.arange(2, 8), 5)])
-    x = np.where(multiplicity > 2, multiplicity, random.normal(1.5, 1.0, len(multiplicity)))
-    plain, balanced = spearman(x, multiplicity), balanced_spearman(x, multiplicity, per_bin=5)
-    assert balanced > 0.8 > 0.5 > plain
-
-
-def test_balanced_spearman_is_exact_when_every_bin_is_taken_whole_and_seeded_otherwise():
+def test_balanced_spearman_is_exact_of_whole_bins_seeded_otherwise_and_hears_the_rare_ambiguous_items():
     random = np.random.default_rng(4)
     multiplicity, x = random.integers(1, 40, 60), random.normal(size=60)
     whole = balanced_spearman(x, multiplicity, per_bin=60, n_sets=3)
@@ -219,6 +204,12 @@ def test_balanced_spearman_is_exact_when_every_bin_is_taken_whole_and_seeded_oth
     draws = [balanced_spearman(x, multiplicity, per_bin=3, n_sets=7, seed=s) for s in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
     assert np.isnan(balanced_spearman(x, np.ones(60)))
+    # 500 items of multiplicity 1 and 2 with noise in x, and 5 in each higher power of two where x follows exactly.
+    random = np.random.default_rng(3)
+    multiplicity = np.concatenate([random.integers(1, 3, 500), np.repeat(2 ** np.arange(2, 8), 5)])
+    x = np.where(multiplicity > 2, multiplicity, random.normal(1.5, 1.0, len(multiplicity)))
+    plain, balanced = spearman(x, multiplicity), balanced_spearman(x, multiplicity, per_bin=5)
+    assert balanced > 0.8 > 0.5 > plain
 
 
 def test_the_figure_has_each_group_with_its_interval():

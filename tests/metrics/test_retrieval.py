@@ -119,15 +119,7 @@ def test_score_matrices_of_any_kind_both_ways(kind, tmp_path):
             np.testing.assert_array_equal(ours, ranks_by_sorting(sign * matrix, ground_truths))
 
 
-def test_extreme_integers_keep_their_order():
-    limits = np.iinfo(np.int64)
-    scores = np.array([[limits.min, limits.max, 0, 2**53 + 1, 2**53]])
-    relevance = Relevance.from_lists([range(5)], n_gallery=5)
-    assert ranks_from_scores(scores, relevance, better="larger").tolist() == [4, 0, 3, 1, 2]
-    assert ranks_from_scores(scores, relevance, better="smaller").tolist() == [0, 4, 1, 3, 2]
-
-
-def test_bad_scores_are_refused_and_blocks_are_small():
+def test_extreme_integers_keep_their_order_bad_scores_are_refused_and_blocks_are_small():
     relevance = Relevance.from_lists([[0]], n_gallery=3)
     for scores, given, message in (
         (np.zeros((1, 3)), {"better": "higher"}, "better is 'higher'; say 'larger'"),
@@ -142,9 +134,14 @@ def test_bad_scores_are_refused_and_blocks_are_small():
         raises(ValueError, message, ranks_from_scores, scores, relevance, **{"better": "larger", **given})
     blocks = score_blocks(np.zeros((10, 256), np.float32), better="larger", memory_mb=4 / 1024)
     assert [(start, len(block)) for start, block in blocks] == [(0, 4), (4, 4), (8, 2)]
+    limits = np.iinfo(np.int64)
+    scores = np.array([[limits.min, limits.max, 0, 2**53 + 1, 2**53]])
+    relevance = Relevance.from_lists([range(5)], n_gallery=5)
+    assert ranks_from_scores(scores, relevance, better="larger").tolist() == [4, 0, 3, 1, 2]
+    assert ranks_from_scores(scores, relevance, better="smaller").tolist() == [0, 4, 1, 3, 2]
 
 
-def test_short_lists_give_exactly_what_they_determine_and_refuse_the_rest():
+def test_short_lists_give_exactly_what_they_determine_and_bad_ones_are_refused():
     relevance = Relevance.from_lists([[4, 1], [2], []], n_gallery=5)
     ranks, depth = ranks_from_lists([[3, 4], [2, 0], []], relevance)
     assert ranks.tolist() == [UNLISTED, 1, 0] and depth.tolist() == [2, 2, 0]
@@ -170,9 +167,6 @@ def test_short_lists_give_exactly_what_they_determine_and_refuse_the_rest():
     result = retrieval_metrics(ranks, relevance, names=("recall@10", "r_precision", "map@r"), depth=depth)
     assert result["recall@10"] == 1 and result["r_precision"] == pytest.approx(2 / 6)
     assert result["map@r"] == pytest.approx((1 + 2 / 3) / 6)
-
-
-def test_bad_lists_are_refused():
     for lists, message in (
         ([[0, 1, 0], [1]], "query 0 holds position 0 more than once"),
         ([[0], [2, 3]], r"query 1 holds 2\.\.3, but the gallery has positions 0\.\.2"),
@@ -225,15 +219,7 @@ def test_chance_is_the_mean_over_all_orders():
     raises(ValueError, "no query has a relevant item", chance_metrics, Relevance.from_lists([[]], n_gallery=4))
 
 
-def test_from_pairs_sorts_and_merges():
-    r = Relevance.from_pairs(np.array([2, 0, 2, 2]), np.array([3, 1, 0, 3]), n_queries=4, n_gallery=5)
-    assert r.indptr.tolist() == [0, 1, 1, 3, 3] and r.indices.tolist() == [1, 0, 3]
-    assert r.indptr.dtype == r.indices.dtype == np.int64
-    assert r.n_queries == 4 and r.n_gallery == 5
-    assert r.counts.tolist() == [1, 0, 2, 0] and r.query_of_item.tolist() == [0, 2, 2]
-
-
-def test_lists_pairs_and_dense_agree():
+def test_lists_pairs_and_dense_agree_and_pairs_are_sorted_and_merged():
     lists = [[4, 1], [], [0, 0, 2], [3]]
     r = Relevance.from_lists(lists, n_gallery=6)
     dense = np.zeros((4, 6), bool)
@@ -249,6 +235,11 @@ def test_lists_pairs_and_dense_agree():
     assert r.n_queries == 0 and r.transpose().n_queries == 0
     r = Relevance.from_lists([[], []], n_gallery=3)
     assert r.counts.tolist() == [0, 0] and r.transpose().counts.tolist() == [0, 0, 0]
+    r = Relevance.from_pairs(np.array([2, 0, 2, 2]), np.array([3, 1, 0, 3]), n_queries=4, n_gallery=5)
+    assert r.indptr.tolist() == [0, 1, 1, 3, 3] and r.indices.tolist() == [1, 0, 3]
+    assert r.indptr.dtype == r.indices.dtype == np.int64
+    assert r.n_queries == 4 and r.n_gallery == 5
+    assert r.counts.tolist() == [1, 0, 2, 0] and r.query_of_item.tolist() == [0, 2, 2]
 
 
 def test_bad_positions_are_named():

@@ -36,6 +36,7 @@ def same(answer, found):
                 "id": h.id, "rank": h.rank, "distance": close(h.distance), "total_variance": close(h.uncertainty),
                 "match_probability": close(h.match_probability if found.calibrated else None),
                 "payload": h.payload, "best_text": h.best_text, "duplicates": [*h.duplicates],
+                "why": pytest.approx({**h.why} if found.calibrated else {}, abs=1e-4),
             }
             for h in some
         ]  # fmt: skip

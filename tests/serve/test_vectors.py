@@ -112,7 +112,7 @@ def test_what_a_model_does_not_read_is_refused_with_the_way_out(client, vectors)
     assert "reads embeddings, not images; search by vector or by item" in told["detail"]
 
 
-def test_what_is_wrong_with_a_vector(vectors):
+def test_what_is_wrong_with_a_vector_and_one_that_the_model_cannot_embed(vectors, tmp_path, texts):
     head = {"Content-Type": "application/json"}
     for vector, message in (
         ("[]", "has 0 numbers, expected the 5 of an embedding of a text"),
@@ -143,9 +143,6 @@ def test_what_is_wrong_with_a_vector(vectors):
     assert [error["where"] for error in told["errors"]] == ["body.queries.0.vector", "body.queries.2.vector"]
     assert "expected the 6 of an embedding of a image" not in told["errors"][1]["message"]
     assert "expected the 6 of an embedding of an image" in told["errors"][1]["message"]
-
-
-def test_a_vector_that_the_model_cannot_embed(tmp_path, texts):
     run = serving.make_embedding_run(tmp_path, "train.epochs=1", "model.variance=true", "loss.name=pcmepp")
     with serving.served(serving.embedding_sources(run)) as client:
         (answer,) = serving.search(client, query(texts[3]))

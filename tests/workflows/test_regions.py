@@ -48,7 +48,7 @@ def run(scan, tmp_path_factory):
     return folder
 
 
-def test_regions_are_embedded_indexed_and_searched(run, scan, tmp_path, sfumato):
+def test_regions_are_embedded_indexed_searched_and_have_no_picture(run, scan, tmp_path, sfumato):
     features = np.load(scan / "test_ims.npy")
     (tmp_path / "in").mkdir()
     for k in range(5):
@@ -61,9 +61,6 @@ def test_regions_are_embedded_indexed_and_searched(run, scan, tmp_path, sfumato)
     assert found["hits"][0]["id"] == "test-2"
     told = sfumato.refused("search", tmp_path / "index", "--image", tmp_path / "in" / "ignored.png")
     assert "region features are expected here, not an image" in told
-
-
-def test_where_a_picture_would_be_shown_it_is_said_that_there_is_none(run, tmp_path, sfumato):
     with undrawn():
         sfumato.printed("report", run, "--out", tmp_path / "r.html")
     assert "region features: there are no image files to show" in (tmp_path / "r.html").read_text()
