@@ -166,6 +166,11 @@ def test_without_such_captions_the_note_says_the_way_out(run, sfumato, tmp_path)
     assert (gallery.note == "") == (training_note(gallery)[:3] == "All"), "without a mix a search says nothing"
     gallery.metadata |= {"trained": 0}
     assert training_note(gallery) == ""
+    gallery.close()
+    moved = plain.rename(tmp_path / "moved")
+    told = sfumato.refused("index", "--add", "--images", tmp_path, "--out", tmp_path / "index")
+    assert "is not at" in told and "name it first: sfumato index MODEL" in told
+    assert "--run" in sfumato.refused("search", tmp_path / "index", "a dog") and moved.is_dir()
 
 
 @pytest.mark.slow

@@ -104,7 +104,12 @@ class IndexFlags:
 
         if self.add or self.sync or is_unfinished(out):
             with open_gallery(out, unfinished=True) as collection:
-                return str(collection.metadata["run"])
+                run = str(collection.metadata["run"])
+            if Path(run).is_absolute() and not Path(run).exists():
+                raise UserError(
+                    f"the model of {out} is not at {run}; name it first: sfumato index MODEL --out {out} ..."
+                )
+            return run
         name, why = (SMALL, "") if self.data is None else default_model()
         if why:
             say(why)

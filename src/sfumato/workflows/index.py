@@ -212,7 +212,7 @@ def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
     if calibration is not None:
         scale, bias = calibration.logit_scale, calibration.logit_bias
     metadata = {
-        "run": model.source if (own := _folder_of(model)) is None else str(own.resolve()),
+        "run": source_of(model),
         "model": model_digest(model.model),
         "calibrated": model.calibrated,
         "pictures": dict(source.images),
@@ -220,6 +220,12 @@ def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
     }
     told = {"distance": model.distance, "direction": source.direction, "metadata": metadata}
     return told | {"logit_scale": scale, "logit_bias": bias, "calibration": calibration}
+
+
+def source_of(model: Model) -> str:
+    """Where a model was loaded from, from any folder."""
+    own = _folder_of(model)
+    return model.source if own is None else str(own.resolve())
 
 
 def _folder_of(model: Model) -> Path | None:

@@ -36,6 +36,7 @@ from sfumato.workflows.index import (
     check_same,
     create_collection,
     keep_trained,
+    source_of,
     training_note,
 )
 from sfumato.workflows.own_items import Item, Source, list_items, named_source, some_items, sources_of
@@ -377,5 +378,6 @@ def _beginning(source: Source, sources: Sequence[Source]) -> str:
 def _finish(collection: GaussianCollection, model: Model, done: Filled) -> None:
     """Build the search structures, and count the images that trained the model."""
     collection.optimise()
+    collection.keep({"run": source_of(model)})
     keep_trained(collection, model)
     done.store, done.note = collection.store.url, training_note(collection)
