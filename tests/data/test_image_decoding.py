@@ -1,6 +1,7 @@
 """Every kind of file that a folder of photographs holds: what is read of it, and what is said where an extra lacks."""
 
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -49,6 +50,15 @@ def test_a_video_is_its_first_frame(ending, tmp_path):
     data = FolderImages(tmp_path).read(f"clip.{ending}", {})
     assert data is not None and is_halves(data)
     assert describe_image(data) == ({"date": "2024-06-13T12:01:09", "camera": "Apple"} if ending == "mov" else {})
+    for text in (  # Lists of files and sessions, which would have the decoder open others, or the network.
+        f"ffconcat version 1.0\nfile clip.{ending}\n", f"#EXTM3U\n#EXTINF:1,\nclip.{ending}\n#EXT-X-ENDLIST\n",
+        "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
+        "a=rtpmap:96 H264/90000\n",
+    ):  # fmt: skip
+        (tmp_path / f"list.{ending}").write_text(text)
+        began = time.monotonic()
+        raises(ValueError, "cannot be decoded", still_bytes, tmp_path / f"list.{ending}")
+        assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("name", ["bad.cr2", "bad.mp4", "bad.heic", "empty.mov", "empty.nef"])

@@ -50,6 +50,9 @@ MAX_PIXELS = 80_000_000
 _QUARTERED, _MAX_JPEG = 40_000_000, 4 * MAX_PIXELS
 """JPEG files between these numbers of pixels are decoded at a quarter of their width and height."""
 
+_CONTAINERS = {"format_whitelist": "mov,matroska,webm,avi,mpegts", "protocol_whitelist": "none"}
+"""What a video may be, whatever its name; a list of files or a session would have others opened, also of the network."""
+
 _MAX_BYTES = 1 << 30
 """Size of a file from which it is no photograph."""
 
@@ -287,7 +290,7 @@ def _first_frame(path: Path) -> bytes:
 
     with path.open("rb") as file:
         try:
-            with av.open(file, "r") as video:
+            with av.open(file, "r", options=_CONTAINERS) as video:
                 frames = itertools.islice(video.decode(video=0), _MOST_FRAMES) if video.streams.video else ()
                 frame = _first_varied(frames, lambda one: one.to_image(width=64, height=64))
                 if frame is None:
