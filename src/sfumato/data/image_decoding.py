@@ -51,7 +51,7 @@ _QUARTERED, _MAX_JPEG = 40_000_000, 4 * MAX_PIXELS
 """JPEG files between these numbers of pixels are decoded at a quarter of their width and height."""
 
 _CONTAINERS = {"format_whitelist": "mov,matroska,webm,avi,mpegts", "protocol_whitelist": "none"}
-"""What a video may be, whatever its name; a list of files or a session would have others opened, also of the network."""
+"""What a video may be, whatever its name; a list of files or a session would have others opened."""
 
 _MAX_BYTES = 1 << 30
 """Size of a file from which it is no photograph."""
