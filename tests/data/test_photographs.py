@@ -118,9 +118,11 @@ def test_the_fields_and_the_name_of_a_file(tmp_path):
         assert "name" not in file_fields(tmp_path, path, b"", (), Problems().remark)
     for path, name in (
         ("BeachSunset2019.jpg", "Beach Sunset"), ("dog in the snow (2).jpg", "dog in the snow"), ("猫.jpg", "猫"),
-        ("Rome/Rome-Forum_03.jpg", "Rome Forum"),
+        ("Rome/Rome-Forum_03.jpg", "Rome Forum"), ("train2017/data/home/train.jpg", "train"),
+        ("Train Trip/val/images/cat.jpg", "Train Trip cat"),
     ):  # fmt: skip
         assert file_fields(tmp_path, path, b"", (), Problems().remark)["name"] == name
+    assert file_fields(tmp_path, "a dog/garden/cat.jpg", b"", (), Problems().remark, 1)["name"] == "garden cat"
 
 
 LONG, PXL = "Screenshot_20230412-093015_Messenger_long_na", "PXL_20230412_093015123.MP"

@@ -90,6 +90,9 @@ _NO_WORDS = frozenset(
     "dcim img mvimg vid mov image images photo photos picture pictures pic pics camera edited copy whatsapp".split()  # noqa: SIM905
 )
 
+_STORAGE = frozenset("train training val valid validation dev test testing data dataset datasets home".split())  # noqa: SIM905
+"""Names of folders, with a number or without, that say how files are kept; "train.jpg" may be a train."""
+
 Found = Iterator[tuple[str, str]]
 """(field, text); a camera is "make" and "model", a place "city" and "country", "changed" a date."""
 
@@ -138,12 +141,18 @@ def _takeout_names(stem: str, ending: str) -> Iterator[str]:
 
 
 def file_fields(
-    root: Path, relative_path: str, data: bytes, beside: Sequence[str], remark: Callable[[Path, str], None]
+    root: Path,
+    relative_path: str,
+    data: bytes,
+    beside: Sequence[str],
+    remark: Callable[[Path, str], None],
+    shared: int = 0,
 ) -> dict[str, str]:
     """The payload of an image file: its metadata, the texts beside it, the words of its name, and its folder.
 
-    ``data`` are its bytes as :func:`~sfumato.data.image_decoding.still_bytes` gives them, ``beside`` its
-    :func:`sidecars`. What is wrong with one of these is remarked, and stops nothing.
+    Words of the first ``shared`` folders, and of those for storage, say nothing about the image. ``data`` are its bytes
+    as :func:`~sfumato.data.image_decoding.still_bytes` gives them, ``beside`` its :func:`sidecars`. What is wrong with
+    one of these is remarked, and stops nothing.
     """
     below, found = PurePosixPath(relative_path), list[tuple[str, str]]()
     for name in beside:
@@ -160,7 +169,10 @@ def file_fields(
         time = f"T{':'.join(date.group(5, 7, 8))}" if date[5] else ""
         found.append(("named", "-".join(date.group(1, 3, 4)) + time))
     folder = unicodedata.normalize("NFC", below.parent.as_posix())
-    words = " ".join(_words([*PurePosixPath(folder).parts, unicodedata.normalize("NFC", below.stem)]))
+    folders = [
+        one for one in PurePosixPath(folder).parts[shared:] if one.casefold().rstrip("0123456789") not in _STORAGE
+    ]
+    words = " ".join(_words([*folders, unicodedata.normalize("NFC", below.stem)]))
     return _fields(found) | _kept({"name": words, "folder": "" if folder == "." else folder})
 
 

@@ -111,12 +111,14 @@ class Item:
     given: Mapping[str, str]  # fields that the source has for it
     root: Path | None = None  # folder of a file whose texts beside it and folders are fields, too
     beside: Sequence[str] = ()  # names of the files of texts beside it
+    shared: int = 0  # number of the first folders of its path that say nothing, as all images lie in them
 
     def fields(self, data: bytes, problems: Problems) -> dict[str, str]:
         """The fields of an image with this content."""
         if self.root is None:
             return {**describe_image(data), **self.given}
-        return {**file_fields(self.root, self.file, data, self.beside, problems.remark), **self.given}
+        own = file_fields(self.root, self.file, data, self.beside, problems.remark, self.shared)
+        return {**own, **self.given}
 
 
 def list_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
@@ -164,14 +166,19 @@ def some_items(items: list[Item], source: Source, endings: frozenset[str], probl
 
 
 def _file_item(
-    source: Source, id: str, name: str, given: Mapping[str, str], names_of: Callable[[Path], Mapping[str, str]]
+    source: Source,
+    id: str,
+    name: str,
+    given: Mapping[str, str],
+    names_of: Callable[[Path], Mapping[str, str]],
+    shared: int = 0,
 ) -> Item:
     path = Path(source.root, name)
     beside = sidecars(path.name, names_of(path.parent))
     stat = _stat_of(path, *beside)
     if given:  # What a manifest says may change without the file.
         stat += f" {hashlib.blake2b(json.dumps(given, sort_keys=True).encode(), digest_size=8).hexdigest()}"
-    return Item(source.begin + id, name, stat, FileImage(path), given, Path(source.root), beside)
+    return Item(source.begin + id, name, stat, FileImage(path), given, Path(source.root), beside, shared)
 
 
 def _stat_of(path: Path, *beside: str) -> str:
@@ -191,14 +198,16 @@ def _manifest_items(
     rows: dict[str, tuple[str, list[str], dict[str, str]]] = {}
     for item, values in manifest_items(Path(source.path), Path(source.root), problems, captioned=False):
         own = {k: v for k, v in values.items() if k and k[0] != "_" and isinstance(v, str) and v and k not in COLUMNS}
-        image, captions, _ = rows.setdefault(plain_id(item.id), (values["image"], [], own))
+        image = os.path.relpath(os.path.join(source.root, values["image"]), source.root)  # Of an absolute path, too.
+        id = plain_id(image if item.id == values["image"] else item.id)
+        known, captions, _ = rows.setdefault(id, (image, [], own))
         captions.extend(text for _, text in item.texts)
-        if image != values["image"]:
+        if image != known:
             problems.add(item.location, f"id {item.id!r} occurred before, with another image")
+    above = os.path.commonpath([os.path.dirname(image) for image, *_ in rows.values()] or [""])
     for id, (image, captions, own) in rows.items():
         given = own | ({"captions": "\n".join(captions)} if captions else {})
-        below = os.path.relpath(os.path.join(source.root, image), source.root)  # Of an absolute path, too.
-        yield _file_item(source, id, below, given, names_of)
+        yield _file_item(source, id, image, given, names_of, len(Path(above).parts))
 
 
 def _data_items(source: Source, data: PairData) -> list[Item]:
