@@ -8,7 +8,7 @@ FLICKR8K as for fits_prior.py; TEXTS is the texts.npy of scripts/make_small.py. 
 vectors of a photograph's captions. Galleries have 100, 400 and 1,000 photographs, half of topics that were left out,
 half of the validation split's others. Sentences describe a photograph of the gallery or, with a third of the weight,
 another one. A sentence fits a photograph with the probability that its captions give (logistic of maximum and mean of
-MiniLM's cosines, fitted on people's verdicts). Models whose validation RSUM stays below 200 are left out. FOLDER holds
+MiniLM's cosines, fitted on people's verdicts). FOLDER holds
 annotations/captions_*.json and COCO's photographs; CAPTIONS is a file with a caption of other photographs a line.
 """
 
@@ -40,7 +40,7 @@ from sfumato.search.collection import GaussianCollection
 from sfumato.search.texts import word_stems
 from sfumato.training.loop import fit as train
 
-FOLDS, LEAST_RSUM = 5, 200
+FOLDS = 5
 SIZES = ((100, 5), (400, 3), (1000, 1))
 """Photographs of a gallery, and number of galleries."""
 
@@ -112,14 +112,31 @@ class Lists:
     """Sentences against a gallery without texts: logits of pairs, what lists say, and what is right."""
 
     def __init__(
-        self, texts: list[str], vectors: np.ndarray, image: np.ndarray, yes: np.ndarray, there: np.ndarray
+        self,
+        texts: list[str],
+        vectors: np.ndarray,
+        image: np.ndarray,
+        yes: np.ndarray,
+        there: np.ndarray,
+        known: np.ndarray,
     ) -> None:
         calibration, n_words = fits.FitsCalibration.packaged(), np.array([len(word_stems(text)) or 1 for text in texts])
         by_query = np.column_stack([1 / n_words, prior := calibration.query_prior(vectors)])
         self.yes, self.there, image = yes, there, image.astype(np.float64)
         self.pair = calibration.of(3).pair_without.of(image, np.broadcast_to(by_query[:, None], (*image.shape, 2)))
         near = -np.sort(-self.pair, axis=1)[:, : fits.N_NEAR]
-        self.listed = np.column_stack([fits.list_features(near, n_words, prior), calibration.nearness(vectors)])
+        self.listed = np.column_stack([fits.list_features(near, n_words, prior), nearness(vectors, known)])
+
+
+def kept_captions(data: Data, fold: int | None) -> np.ndarray:
+    """2,000 captions of the photographs that a model was trained on, of all or without a fold's topics."""
+    of_train = data.vectors[(data.split == "train") & (data.fold != fold)].reshape(-1, 384)
+    return np.asarray(of_train[np.random.default_rng(0).permutation(len(of_train))[:2000]])
+
+
+def nearness(vectors: np.ndarray, captions: np.ndarray) -> np.ndarray:
+    """As FitsCalibration.nearness, to other captions."""
+    return np.asarray(-np.sort(-(vectors @ captions.T), axis=1)[:, : fits.N_CLOSE].mean(1))
 
 
 def lists_of(data: Data, work: Path, fold: int) -> list[Lists]:
@@ -130,7 +147,7 @@ def lists_of(data: Data, work: Path, fold: int) -> list[Lists]:
     new = np.flatnonzero((data.fold == fold) & (data.split != "test")).tolist()
     old = np.flatnonzero((data.fold != fold) & (data.split == "val")).tolist()
     texts, images = (np.load(path, mmap_mode="r") for path in (data.texts, data.folder / "efflite0_224_fp16.npy"))
-    drawn, found = random.Random(fold), list[Lists]()
+    drawn, found, known = random.Random(fold), list[Lists](), kept_captions(data, fold)
     for size in (size for size, galleries in SIZES for _ in range(galleries)):
         own = [i for part in (new, old) for i in drawn.sample(part, min(size // 2, len(part)))]
         rest = sorted({*new, *old} - {*own})
@@ -141,7 +158,8 @@ def lists_of(data: Data, work: Path, fold: int) -> list[Lists]:
         queries = model.model.text.embed(features(texts[[5 * i + 4 for i in asked]])).tensors()
         gallery = model.model.image.embed(features(images[own])).tensors()
         image = scorer.pair_logit(get_distance("csd").matrix(queries, gallery), REFERENCE_SIZE)
-        found.append(Lists([data.captions[i][4] for i in asked], data.vectors[asked, 4], as_numpy(image), yes, there))
+        sentences, vectors = [data.captions[i][4] for i in asked], data.vectors[asked, 4]
+        found.append(Lists(sentences, vectors, as_numpy(image), yes, there, known))
     return found
 
 
@@ -183,24 +201,18 @@ def refit(data: Data, work: Path, write: bool) -> dict[str, Any]:
     """Cross-fitted figures over folds; with write the constants and the captions of the package."""
     place = Path(fits.__file__).parent
     if write:
-        of_train = data.vectors[data.split == "train"].reshape(-1, 384)
-        kept = of_train[np.random.default_rng(0).permutation(len(of_train))[:2000]]
+        kept = kept_captions(data, None)
         np.save(place / "captions.npy", np.round(kept * 127 / np.abs(kept).max()).astype(np.int8))
-    good = [f for f in range(FOLDS) if rsum(work / f"run-{f}") >= LEAST_RSUM]
-    by_fold, packaged = {f: lists_of(data, work, f) for f in good}, fits.FitsCalibration.packaged()
-    every, last = [x for f in good for x in by_fold[f]], packaged.of(3)
-    own = [first_hits(fit([x for g in good if g != f for x in by_fold[g]]), by_fold[f]) for f in good]
-    result = {"folds": good, "as it is": first_hits(last.hit_bare, every), "fitted on the other folds": own}
+    by_fold, packaged = [lists_of(data, work, f) for f in range(FOLDS)], fits.FitsCalibration.packaged()
+    every, last = [x for lists in by_fold for x in lists], packaged.of(3)
+    others = ([x for g, lists in enumerate(by_fold) if g != f for x in lists] for f in range(FOLDS))
+    own = [first_hits(fit(rest), lists) for rest, lists in zip(others, by_fold, strict=True)]
+    result = {"as it is": first_hits(last.hit_bare, every), "fitted on the other folds": own}
     lengths = (*packaged.lengths[:-1], replace(last, hit_bare=fit(every)))
     if write:
         found = asdict(replace(packaged, lengths=lengths))
         (place / "fits.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return result
-
-
-def rsum(run: Path) -> float:
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
-    return max(100 * float(line.get("val/rsum", 0)) for line in lines)
 
 
 def coco(folder: Path, others: Path) -> dict[str, Any]:
