@@ -89,12 +89,10 @@ def test_wrong_overrides_and_those_without_effect_are_named():
         ("loss.distance=nearest_of_2", "model.embeddings=1 does not fit loss.distance='nearest_of_2'"),
         ("optim.layer_decay=0.7", "optim.layer_decay needs the blocks of a clip encoder"),
         ("loss.distance=cds", "unknown distance 'cds'; did you mean 'csd'?"),
-        ("train.epochs", "expected section.key=value"),
-        ("train.epochs.more=3", "'epochs' is a value, not a section"),
+        ("train.epochs", "expected section.key=value"), ("train.epochs.more=3", "'epochs' is a value, not a section"),
         ("data.source=manifest", "data.path must name the manifest"),
-        ("name='a b'", "name: String should match pattern"),
-        ("loss.logit_bias=nan", "loss.logit_bias"),
-    ]
+        ("name='a b'", "name: String should match pattern"), ("loss.logit_bias=nan", "loss.logit_bias"),
+    ]  # fmt: skip
     for override, message in wrong:
         raises(UserError, re.escape(message), load_recipe, find_recipe("emoji-demo"), [override])
     refused = {
@@ -123,19 +121,16 @@ def test_weights_limits_and_epsilon_are_those_published_times_the_factor_of_the_
     published = [
         ("coco-pcme", 1 / N**2, {"beta": 1e-5 * D / N}),
         ("cub-pcme", 1 / 150**2, {"beta": 1e-3 * 512 / 150, "uniformity_weight": 10 / 150**2}),
-        ("coco-pcme-b32", 1 / N**2, {"beta": 1e-4 / N**2}),
-        ("coco-triplet-b32", 2 / N, {"margin": 2 * 0.2}),
+        ("coco-pcme-b32", 1 / N**2, {"beta": 1e-4 / N**2}), ("coco-triplet-b32", 2 / N, {"margin": 2 * 0.2}),
         ("coco-triplet-b32 loss.name=daa data.graded=true loss.asp_weight=0.390625", 2 / N, {"asp_weight": 25 * 2 / N}),
-        ("coco-vsepp", 2 / N, {"margin": 2 * 0.2}),
-        ("coco-vsrn", 2 / N, {"margin": 2 * 0.2}),
-        ("coco-probabilistic-vsepp", 1 / N, {"margin": 0.2}),
-        ("coco-probabilistic-vsrn", 1 / N, {"margin": 0.1}),
+        ("coco-vsepp", 2 / N, {"margin": 2 * 0.2}), ("coco-vsrn", 2 / N, {"margin": 2 * 0.2}),
+        ("coco-probabilistic-vsepp", 1 / N, {"margin": 0.2}), ("coco-probabilistic-vsrn", 1 / N, {"margin": 0.1}),
         ("coco-pvse", 2, {"margin": 2 * 0.1, "mmd_weight": 2 * 0.01, "diversity_weight": 2 * 0.1}),
         ("coco-pcmepp-b32", 1, {"beta": 1e-4}),
         ("flickr8k-pvse", None, {"mmd_weight": 2 * 0.01, "diversity_weight": 2 * 0.1}),
         ("emoji-pvse", None, {"mmd_weight": 2 * 0.01, "diversity_weight": 2 * 0.1}),
         ("flickr8k-daa", None, {"asp_weight": 10 * 2 / N}),
-    ]
+    ]  # fmt: skip
     for line, factor, weights in published:
         name, *overrides = line.split()
         recipe = load_recipe(find_recipe(name), overrides)

@@ -272,15 +272,12 @@ def test_there_and_back(tmp_path):
 def test_damaged_files_are_named(tmp_path):
     whole = Calibration.fit(DISTANCE, MATCH).to_json()
     for text, message in (
-        ("{", "Expecting"),
-        ("[]", "not a calibration, or a damaged one"),
-        ("{}", "damaged.*version.*calibrate again"),
-        ({"logit_scale": None}, "damaged.*calibrate again"),
-        ({"logit_scale": -1}, "logit_scale must be positive"),
+        ("{", "Expecting"), ("[]", "not a calibration, or a damaged one"), ("{}", "damaged.*version.*calibrate again"),
+        ({"logit_scale": None}, "damaged.*calibrate again"), ({"logit_scale": -1}, "logit_scale must be positive"),
         ({"t2i": {"n_gallery": 3}}, "damaged.*calibrate again"),
         ({"version": 9}, "version 9 is of a later sfumato, this one reads 2; update sfumato"),
         ({"version": 1}, "version 1 is of an earlier sfumato, this one reads 2; calibrate the run again, and build"),
-    ):
+    ):  # fmt: skip
         (tmp_path / "calibration.json").write_text(text if isinstance(text, str) else json.dumps(whole | text))
         raises(ValueError, rf"calibration.json: .*{message}", Calibration.load, tmp_path / "calibration.json")
 

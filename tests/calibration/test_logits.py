@@ -42,11 +42,9 @@ def test_the_gradient_vanishes_with_soft_labels():
 
 
 SLOW = {
-    "log sum": lambda z: math.log(sum(math.exp(x) for x in z)),
-    "first": lambda z: z[0],
-    "gap": lambda z: z[0] - z[1],
+    "log sum": lambda z: math.log(sum(math.exp(x) for x in z)), "first": lambda z: z[0], "gap": lambda z: z[0] - z[1],
     "log expected": lambda z: math.log(sum(1 / (1 + math.exp(-x)) for x in z)),
-}
+}  # fmt: skip
 
 
 def galleries(n_queries=3000, sizes=(40, 80), seed=0):

@@ -58,12 +58,10 @@ def by_loops(formula: ScoreFormula, scores):
     found = []
     for s in scores:
         features = {
-            "gap": (s - top) / deviation,
-            "order": -math.log(1 + sum(other > s for other in scores)),
-            "lead": (top - sorted(scores)[-2]) / deviation if n > 1 else 0.0,
-            "height": (top - mean) / deviation,
+            "gap": (s - top) / deviation, "order": -math.log(1 + sum(other > s for other in scores)),
+            "lead": (top - sorted(scores)[-2]) / deviation if n > 1 else 0.0, "height": (top - mean) / deviation,
             "crowd": -math.log(math.fsum(math.exp((other - top) / deviation) for other in scores)),
-        }
+        }  # fmt: skip
         if formula.knots is not None:
             low, high = formula.knots
             features |= {"low": min(s, low), "middle": min(max(s, low), high) - low, "high": max(s, high) - high}
@@ -256,12 +254,10 @@ def test_bad_input():
     for message, function, *given in (
         ("got 2 labels for 3 hits", made.fit, [1, 2, 3], [0, 1]),
         ("got 2 groups for 3 hits", made.fit, [1, 2, 3], [0, 1, 0], [1, 1]),
-        ("not finite", made.fit, [1, np.nan], [0, 1]),
-        ("not 0, 1 or NaN", made.fit, [1, 2], [0, 2]),
+        ("not finite", made.fit, [1, np.nan], [0, 1]), ("not 0, 1 or NaN", made.fit, [1, 2], [0, 2]),
         ("all labels are equal", made.fit, [1, 2], [0, 0]),
         ("all labels are equal", made.fit, [1, 2], [np.nan, np.nan]),
-        ("X must be", made.fit, np.ones((2, 2, 2)), [0, 1]),
-        ("above 1e\\+100", made.fit, [1e200, 2], [0, 1]),
+        ("X must be", made.fit, np.ones((2, 2, 2)), [0, 1]), ("above 1e\\+100", made.fit, [1e200, 2], [0, 1]),
         ("not fitted", made.predict_proba, [1, 2]),
         ("prior must be bm25", ScoreCalibrator(prior="dense").predict_proba, [1.0]),
         ("penalty must be", ScoreCalibrator(penalty=0).fit, [1, 2], [0, 1]),
@@ -269,7 +265,7 @@ def test_bad_input():
         ("comparable must be", ScoreCalibrator(comparable=1).fit, [1, 2], [0, 1]),
         ("got 1 labels for 2 hits", prior.score, [1, 2], [1]),
         ("no label of y is 0 or 1", prior.score, [1, 2], [np.nan, np.nan]),
-    ):
+    ):  # fmt: skip
         raises(ValueError, message, function, *given)
     assert prior.predict_proba([]).shape == (0, 2)
 

@@ -167,10 +167,8 @@ def test_splits_ids_and_pictures(tmp_path, images):
     splits = read_karpathy(write(tmp_path, entries), images, problems)
     assert len(problems) == 0
     assert {name: (d.image_ids, d.text_ids) for name, d in splits.items()} == {
-        "train": (("a.jpg", "c.jpg"), ("3", "4", "6")),
-        "val": (("b.jpg",), ("5",)),
-        "test": (("d.jpg",), ("7",)),
-    }
+        "train": (("a.jpg", "c.jpg"), ("3", "4", "6")), "val": (("b.jpg",), ("5",)), "test": (("d.jpg",), ("7",)),
+    }  # fmt: skip
     assert splits["train"].texts == ("A dog runs.", "Ein Hund – läuft", "joins training")
     assert splits["train"].pairs.tolist() == [[0, 0], [0, 1], [1, 2]]
     assert all(image.read_bytes() == png() for data in splits.values() for image in data.images)

@@ -180,12 +180,9 @@ def test_what_cannot_be_used_is_noted_and_left_out_and_bytes_that_are_no_feature
     assert captions_of(data) == {"p": ["a"], "q": ["c"], "r": ["f f"]}
     caps = tmp_path / "train_caps.txt"
     assert [(p.location, p.reason.split(":")[0]) for p in problems.items] == [
-        (f"{caps}:2", "empty caption"),
-        (f"{caps}:4", "not UTF-8"),
-        (f"{caps}:5", "empty caption"),
-        (f"{caps}:7", "id p belongs to another row already"),
-        (f"{caps}:8", "id p belongs to another row already"),
-    ]
+        (f"{caps}:2", "empty caption"), (f"{caps}:4", "not UTF-8"), (f"{caps}:5", "empty caption"),
+        (f"{caps}:7", "id p belongs to another row already"), (f"{caps}:8", "id p belongs to another row already"),
+    ]  # fmt: skip
     for data, message in (
         (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not an image"),
         (regions_to_bytes(FEATURES[0])[:-3], "not a complete .npy file"),

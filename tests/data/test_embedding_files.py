@@ -13,15 +13,14 @@ import torch
 from safetensors.torch import save_file
 from support.raising import raises
 
+from sfumato import GaussianEmbedding, Problems, save_embeddings
 from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable, open_table, read_embeddings, read_ids
 from sfumato.data.image_inputs import regions_from_bytes
-from sfumato.data.images import Problems
 from sfumato.data.layouts import read_embedding_pairs
 from sfumato.data.manifest import hashed_split
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError
-from sfumato.gaussian import GaussianEmbedding, save_embeddings
 from sfumato.models.embed import load_splits
 
 N, D = 5, 3
@@ -110,17 +109,14 @@ def npy(shape, kind="<f4"):
 
 def test_arrays_that_are_no_embeddings(tmp_path):
     for content, message in (
-        (saved(np.float32(MEAN))[:-4], "not a complete .npy file"),
-        (b"hello", "a.npy: "),
-        (b"", "not a complete .npy file"),
-        (saved(MEAN, np.savez), "an archive of several arrays"),
+        (saved(np.float32(MEAN))[:-4], "not a complete .npy file"), (b"hello", "a.npy: "),
+        (b"", "not a complete .npy file"), (saved(MEAN, np.savez), "an archive of several arrays"),
         (saved(np.ones((2, 3), int)), r"shape \(2, 3\) and type int64; expected \(n, d\) floating point"),
-        (saved(np.ones(3)), r"shape \(3,\)"),
-        (saved(np.ones((2, 3, 4))), r"shape \(2, 3, 4\)"),
+        (saved(np.ones(3)), r"shape \(3,\)"), (saved(np.ones((2, 3, 4))), r"shape \(2, 3, 4\)"),
         (saved(np.ones((2, 3), complex)), "complex128"),
         (saved(np.array([[1.0, 2.0], [3.0, np.nan]])), "embedding 1 holds NaN or infinity"),
         (saved(np.array([[1.0, -np.inf]])), "embedding 0 holds NaN or infinity"),
-    ):
+    ):  # fmt: skip
         (tmp_path / "a.npy").write_bytes(content)
         raises(ValueError, message, read_embeddings, tmp_path / "a.npy")
     # numpy lets a TokenError of Python through, an OverflowError, and a MemoryError.

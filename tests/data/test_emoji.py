@@ -118,10 +118,8 @@ def test_texts_are_distinct_and_every_picture_decodes_and_shows_something(splits
 def test_licences_lie_beside_the_data():
     attribution = (FOLDER / "ATTRIBUTION.md").read_text("utf-8")
     for style, licence in (
-        ("noto", "Noto-Apache-2.0"),
-        ("twemoji", "Twemoji-CC-BY-4.0"),
-        ("fluent3d", "FluentEmoji-MIT"),
-    ):
+        ("noto", "Noto-Apache-2.0"), ("twemoji", "Twemoji-CC-BY-4.0"), ("fluent3d", "FluentEmoji-MIT"),
+    ):  # fmt: skip
         assert f"`{style}/`" in attribution and f"licences/{licence}.txt" in attribution
         assert len((FOLDER / "licences" / f"{licence}.txt").read_text("utf-8")) > 500
     assert len((FOLDER / "licences" / "emojibase-MIT.txt").read_text("utf-8")) > 500

@@ -197,10 +197,8 @@ def test_files_come_back_whole_or_say_what_is_wrong(tmp_path):
 
 CAPTIONS = [
     ["A dog runs on the grass.", "The brown dog, running; a DOG!"],
-    ["Two men play chess", "chess players in a park", "x"],
-    ["A dog and two men in the park"],
-    ["?!"],
-]
+    ["Two men play chess", "chess players in a park", "x"], ["A dog and two men in the park"], ["?!"],
+]  # fmt: skip
 
 
 captioned = lambda: make_pair_data("abcd", [FileImage(name) for name in "abcd"], CAPTIONS)

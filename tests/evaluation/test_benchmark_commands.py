@@ -295,14 +295,12 @@ def test_a_matrix_of_scores_is_the_ranking_by_it(folder, ground_truths, capsys):
     ("scores", "kind", "message"),
     [
         (
-            np.zeros((N, M)),
-            None,
+            np.zeros((N, M)), None,
             "--scores-are similarity .larger is closer. or --scores-are distance .* found nothing",
         ),
         (np.zeros((N, M)), "cosine", "found 'cosine'"),
         (
-            np.zeros((M, N)),
-            "distance",
+            np.zeros((M, N)), "distance",
             "12 by 6, but there are 6 images .* expected 6 by 12.*texts by images: write it",
         ),
         (np.zeros((N, M + 1)), "distance", "6 by 13, but .* 12 texts .* expected 6 by 12, images by texts$"),
@@ -310,7 +308,7 @@ def test_a_matrix_of_scores_is_the_ranking_by_it(folder, ground_truths, capsys):
         (np.zeros(N), "distance", "shape .6,. .* expected a matrix of numbers, images by texts"),
         (np.array([["a"]]), "distance", "type <U1; expected a matrix of numbers"),
     ],
-)
+)  # fmt: skip
 def test_matrices_that_cannot_be_ranked(folder, ground_truths, scores, kind, message):
     np.save(folder / "scores.npy", scores)
     raises(UserError, message, measure_scores, folder / "scores.npy", kind, ground_truths)

@@ -164,11 +164,9 @@ def small_eccv(folder, **changes):
     files = {
         "original_caption_to_image": own,
         "cxc_image_to_caption": {str(i): [10 * i, 10 * i + 1, 10 * (i % 5 + 1)] for i in range(1, 6)},
-        "cxc_caption_to_image": own | {"10": [1, 5]},
-        "eccv_image_to_caption": {"2": [20, 30]},
-        "eccv_caption_to_image": {"51": [1, 2, 3]},
-        **changes,
-    }
+        "cxc_caption_to_image": own | {"10": [1, 5]}, "eccv_image_to_caption": {"2": [20, 30]},
+        "eccv_caption_to_image": {"51": [1, 2, 3]}, **changes,
+    }  # fmt: skip
     np.save(folder / "coco_test_ids.npy", np.array([int(c) for c in own]))
     for name, value in files.items():
         if value is not None:
@@ -342,17 +340,15 @@ listed = lambda images, pairs: json.dumps({"images": images, "texts": ["x"], "pa
         ("t.json", listed(["a"], [["a"]]), r"pairs\[0\]: found \['a'\]"),
         ("t.json", listed(["a"], {}), "pairs must be a list"),
         ("t.json", listed(["a"], []), "no image matches any text"),
-        ("t.json", '{"a": 1}', "'a' holds 1; expected a list"),
-        ("t.json", "[]", "found list"),
+        ("t.json", '{"a": 1}', "'a' holds 1; expected a list"), ("t.json", "[]", "found list"),
         ("t.json", "{", "not usable JSON"),
         ("t.csv", "picture,text\na,b\n", r"t\.csv:1: the columns are picture, text; expected image and text"),
         ("t.csv", "image,text\na,b\n,c\n", r"t\.csv:3: image or text is empty"),
         ("t.csv", "image,text\na,b,c\n", r"t\.csv:2: more values than columns"),
-        ("t.csv", 'image,text\na,"b\n', "not CSV"),
-        ("t.csv", "", r"the columns are \(none\)"),
+        ("t.csv", 'image,text\na,"b\n', "not CSV"), ("t.csv", "", r"the columns are \(none\)"),
         ("t.txt", "", r"must be a \.json or \.csv file, got '\.txt'"),
     ],
-)
+)  # fmt: skip
 def test_bad_truths_of_ones_own(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     raises(UserError, message, read_ground_truth, tmp_path / name)

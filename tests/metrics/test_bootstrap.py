@@ -37,12 +37,10 @@ from sfumato.metrics.reliability import (
 aurc, excess_aurc, prediction_rejection_ratio, risk_at_coverage = (
     lambda u, e, *given, statistic=statistic: on_all(statistic(u, e, *given), len(u))
     for statistic in (
-        measures.aurc_statistic,
-        lambda u, e: measures.risk_coverage_statistics(u, e)["e_aurc"],
-        lambda u, e: measures.risk_coverage_statistics(u, e)["prr"],
-        measures.risk_statistic,
+        measures.aurc_statistic, lambda u, e: measures.risk_coverage_statistics(u, e)["e_aurc"],
+        lambda u, e: measures.risk_coverage_statistics(u, e)["prr"], measures.risk_statistic,
     )
-)
+)  # fmt: skip
 
 
 def scene(seed, n=57, levels=8):

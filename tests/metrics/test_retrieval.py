@@ -124,13 +124,10 @@ def test_extreme_integers_keep_their_order_bad_scores_are_refused_and_blocks_are
     for scores, given, message in (
         (np.zeros((1, 3)), {"better": "higher"}, "better is 'higher'; say 'larger'"),
         (np.zeros((1, 3)), {"queries": "columns"}, "1 columns for a gallery of 3"),
-        (np.zeros((1, 2)), {}, "2 columns for a gallery of 3"),
-        (np.zeros(3), {}, r"shape \(3,\)"),
-        (np.zeros((1, 3), complex), {}, "expected real numbers"),
-        (np.full((1, 3), "a"), {}, "expected real numbers"),
-        (np.zeros((1, 3), np.uint64), {}, "expected real numbers"),
-        (np.array([[0, np.nan, 1]]), {}, "NaN"),
-    ):
+        (np.zeros((1, 2)), {}, "2 columns for a gallery of 3"), (np.zeros(3), {}, r"shape \(3,\)"),
+        (np.zeros((1, 3), complex), {}, "expected real numbers"), (np.full((1, 3), "a"), {}, "expected real numbers"),
+        (np.zeros((1, 3), np.uint64), {}, "expected real numbers"), (np.array([[0, np.nan, 1]]), {}, "NaN"),
+    ):  # fmt: skip
         raises(ValueError, message, ranks_from_scores, scores, relevance, **{"better": "larger", **given})
     blocks = score_blocks(np.zeros((10, 256), np.float32), better="larger", memory_mb=4 / 1024)
     assert [(start, len(block)) for start, block in blocks] == [(0, 4), (4, 4), (8, 2)]

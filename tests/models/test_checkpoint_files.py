@@ -149,11 +149,9 @@ def test_damaged_files_files_of_something_else_and_foreign_classes(tmp_path):
     torch.save({"a": torch.ones(1000)}, tmp_path / "whole.pt")
     whole = (tmp_path / "whole.pt").read_bytes()
     for name, content in (
-        ("cut.pt", whole[:-700]),
-        ("empty.pt", b""),
-        ("text.pt", b"hello world, this is no checkpoint"),
+        ("cut.pt", whole[:-700]), ("empty.pt", b""), ("text.pt", b"hello world, this is no checkpoint"),
         ("cut.safetensors", b"\x10\0\0\0\0\0\0\0{"),
-    ):
+    ):  # fmt: skip
         (tmp_path / name).write_bytes(content)
         raises(UserError, f"{name}: damaged, or not a checkpoint", read_checkpoint, tmp_path / name)
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)

@@ -15,14 +15,13 @@ from support.raising import raises
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from sfumato import GaussianEmbedding, GaussianIndex, PairData, get_distance, load_emoji
+from sfumato import GaussianEmbedding, GaussianHead, GaussianIndex, PairData, get_distance, load_emoji
 from sfumato.calibration.calibrator import Calibration, QueryScores
 from sfumato.data.images import MemoryImage
 from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.encoder_protocol import Inputs, piece_counter
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.frozen import FrozenProcessor
-from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor, TokenProcessor, train_tokenizer
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder
 from sfumato.encoders.towers import DualEncoder, Tower

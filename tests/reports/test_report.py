@@ -44,19 +44,12 @@ def scene(n=13, m=29, d=5, seed=0, **changes):
     texts = GaussianEmbedding(near, torch.randn(m, d, generator=random) - 2)
     pairs = np.stack([owner.numpy(), np.arange(m - 1)], 1)
     values = {
-        "model": "a model",
-        "split": "test",
-        "images": images,
-        "texts": texts,
-        "relevance": Relevance.from_pairs(*pairs.T, n_queries=n, n_gallery=m),
-        "distance": "csd",
-        "logits": (1.5, 2.0),
-        "calibration": Calibration(1.5, 2.0, 0.1),
-        "learnt_logits": (0.7, 2.5),
-        "captions": [f"caption {i}" for i in range(m)],
-        "image_names": [f"picture-{i}.png" for i in range(n)],
+        "model": "a model", "split": "test", "images": images, "texts": texts,
+        "relevance": Relevance.from_pairs(*pairs.T, n_queries=n, n_gallery=m), "distance": "csd", "logits": (1.5, 2.0),
+        "calibration": Calibration(1.5, 2.0, 0.1), "learnt_logits": (0.7, 2.5),
+        "captions": [f"caption {i}" for i in range(m)], "image_names": [f"picture-{i}.png" for i in range(n)],
         "thumbnail": picture,
-    }
+    }  # fmt: skip
     return ReportData(**(values | changes))
 
 

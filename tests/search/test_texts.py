@@ -205,10 +205,8 @@ def test_queries_without_a_text_go_by_distance_and_the_stores_stay_in_step(made,
 @pytest.mark.parametrize("large", [False, True])
 def test_a_filter_takes_items_away_and_changes_no_probability(made, target, large):
     collection, texts, dates = (
-        made[0],
-        ("dog", "harbour at night", "a tent", "zebra"),
-        [f"2024-{m + 1:02}" for m in range(12)],
-    )
+        made[0], ("dog", "harbour at night", "a tent", "zebra"), [f"2024-{m + 1:02}" for m in range(12)],
+    )  # fmt: skip
     if large:
         collection.n_exact, collection.n_sample = 10, 50
     every = asked(collection, *texts, k=60, target=target)

@@ -338,11 +338,8 @@ def test_a_store_is_optimised_after_many_writes_and_at_the_end(collection, monke
 def test_keys_and_hosts_keep_strangers_out(sources):
     with serving.served(sources, keys=(serving.KEY, "another-key-as-good")) as client:
         for headers in (
-            {},
-            {"X-API-Key": "wrong"},
-            {"Authorization": f"Basic {serving.KEY}"},
-            {"Authorization": "Bearer"},
-        ):
+            {}, {"X-API-Key": "wrong"}, {"Authorization": f"Basic {serving.KEY}"}, {"Authorization": "Bearer"},
+        ):  # fmt: skip
             with httpx.Client(base_url=client.base_url, headers=headers, trust_env=False) as stranger:
                 for path in ("/v1/info", "/metrics", "/docs", "/openapi.json", "/v1/pictures/000.png", "/nothing"):
                     answer = stranger.get(path)
@@ -428,14 +425,12 @@ def test_the_command_says_what_is_wrong_and_hands_on_what_is_right(run, collecti
     monkeypatch.setattr("sfumato.serve.server.run_app", lambda app, **options: apps.append(app))
     (tmp_path / "v.jsonl").write_text("{}\n")
     for arguments, message in (
-        ((tmp_path / "nothing",), str(tmp_path / "nothing")),
-        ((collection, "--host", "0.0.0.0"), "--no-key"),
-        ((collection, "--host", "0.0.0.0", "--no-key"), "--allowed-host"),
-        ((run,), "is a run; make an index of it"),
+        ((tmp_path / "nothing",), str(tmp_path / "nothing")), ((collection, "--host", "0.0.0.0"), "--no-key"),
+        ((collection, "--host", "0.0.0.0", "--no-key"), "--allowed-host"), ((run,), "is a run; make an index of it"),
         ((collection, "--judgements", tmp_path), "is a folder"),
         ((collection, "--judgements", tmp_path / "none" / "v.jsonl"), "does not exist"),
         ((collection, "--judgements", tmp_path / "v.jsonl"), "line 1"),
-    ):
+    ):  # fmt: skip
         assert message in sfumato.refused("serve", *arguments) and not apps
     monkeypatch.setenv("SFUMATO_API_KEY", "read:a-key-for-reading")
     right = "--read-only", "--port", 0, "--judgements", tmp_path / "new.jsonl", "--set", "timeout=7"

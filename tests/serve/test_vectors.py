@@ -118,16 +118,14 @@ def test_what_is_wrong_with_a_vector_and_one_that_the_model_cannot_embed(vectors
         ("[]", "has 0 numbers, expected the 5 of an embedding of a text"),
         ("[1, 2, 3, 4, 5, 6]", "has 6 numbers, expected the 5 of an embedding of a text"),
         ("[1, 2, 1e999, 4, 5]", "number 2 (from 0) is inf in float32, expected finite numbers"),
-        ("[1, 2, 3, -1e39, 5]", "number 3 (from 0) is -inf in float32"),
-        ("[0, 0, 0, 0, -0.0]", "holds zeros alone"),
+        ("[1, 2, 3, -1e39, 5]", "number 3 (from 0) is -inf in float32"), ("[0, 0, 0, 0, -0.0]", "holds zeros alone"),
         ("[1e-60, 0, 0, 0, 0]", "holds zeros alone"),
         ("[1e-20, 0, 0, 0, 0]", "has the Euclidean length 1e-20, expected 1e-12 to 1e+18"),
         ("[3e38, 3e38, 0, 0, 0]", "has the Euclidean length 4.24e+38, expected 1e-12 to 1e+18"),
         ('["1", 2, 3, 4, 5]', "Input should be a valid number"),
         ("[true, 2, 3, 4, 5]", "Input should be a valid number"),
-        ("[1" + 400 * "0" + ", 2, 3, 4, 5]", "Input should be a valid number"),
-        ("5", "Input should be a valid list"),
-    ):
+        ("[1" + 400 * "0" + ", 2, 3, 4, 5]", "Input should be a valid number"), ("5", "Input should be a valid list"),
+    ):  # fmt: skip
         body = f'{{"queries": [{{"vector": [1, 2, 3, 4, 5]}}, {{"vector": {vector}}}]}}'
         told = serving.problem(vectors.post("/v1/search", content=body, headers=head), 422)
         assert "body.queries.1.vector" in told["detail"] and message in told["detail"], vector

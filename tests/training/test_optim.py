@@ -150,11 +150,9 @@ def test_pre_trained_parameters_of_each_side_are_frozen_in_its_epochs():
     model = clip_model()
     names = "image.encoder.shared_blocks.0.mlp.fc1.weight", "text.encoder.shared_blocks.0.mlp.fc1.weight"
     for options, epoch, expected in (
-        ({"freeze_image_epochs": 2}, 1, [False, True]),
-        ({"freeze_image_epochs": 2}, 2, [True, True]),
-        ({"first_stage_epochs": 1}, 0, [False, False]),
-        ({"first_stage_epochs": 1}, 1, [True, True]),
-    ):
+        ({"freeze_image_epochs": 2}, 1, [False, True]), ({"freeze_image_epochs": 2}, 2, [True, True]),
+        ({"first_stage_epochs": 1}, 0, [False, False]), ({"first_stage_epochs": 1}, 1, [True, True]),
+    ):  # fmt: skip
         step.freeze_for_epoch(model, epoch, OptimConfig(**options))
         assert [model.get_parameter(name).requires_grad for name in names] == expected, options
 

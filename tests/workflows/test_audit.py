@@ -16,7 +16,7 @@ from support.raising import raises
 from support.toy import make_toy, make_two_methods
 from support.words import folded, too_wide
 
-from sfumato import GaussianEmbedding, PairData, Problems, Relevance, audit_pairs, fit, load_recipe
+from sfumato import GaussianCollection, GaussianEmbedding, PairData, Problems, Relevance, audit_pairs, fit, load_recipe
 from sfumato.data.images import MemoryImage
 from sfumato.data.splits import images_of_part, parse_part, without_part
 from sfumato.errors import UserError
@@ -26,7 +26,6 @@ from sfumato.models.run import load_model, load_run
 from sfumato.reports.audit import print_audit, wrong_pairs
 from sfumato.reports.evaluation import runs_latex, runs_table
 from sfumato.reports.tables import tex
-from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import is_collection
 from sfumato.workflows.audit import varied
 from sfumato.workflows.index import RowEmbedder, is_embedded
