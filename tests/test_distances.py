@@ -1,7 +1,6 @@
 """Every distance in DISTANCES by the same tests: a new one needs no line here, only a loop in references.py."""
 
 import inspect
-import math
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from support.largest import LargestTensor
 from support.raising import raises
 from torch.distributions import Independent, Normal
 
-from sfumato import DISTANCES, GaussianEmbedding, csd, csd_matrix, get_distance
+from sfumato import DISTANCES, GaussianEmbedding, get_distance
 
 CLOSED = [name for name, distance in DISTANCES.items() if not distance.sampled]
 BLOCKED = [name for name, d in DISTANCES.items() if "memory_mb" in inspect.signature(d.matrix).parameters]
@@ -148,14 +147,7 @@ def test_no_cube_is_ever_held(name):
     assert 120 * 130 <= largest.numel <= 2**18
 
 
-def test_draws_have_the_distances_of_average_l2_and_csd():
-    """Every one of 15 pairs within 4.5 standard errors: a false alarm in 1 of 10,000 seeds."""
-    x, y, generator = gaussians(N, 0), gaussians(M, 1), torch.Generator().manual_seed(0)
-    a, b = (side.sample(20_000, generator=generator) for side in (x, y))
-    draws = (a.unsqueeze(1) - b).square().sum(-1)
-    error = draws.std(-1) / math.sqrt(draws.shape[-1])
-    assert ((draws.mean(-1) - csd_matrix(x, y)).abs() < 4.5 * error).all()
-    torch.testing.assert_close(csd(x, x), 2 * x.total_variance)
+def test_draws_have_the_distances_of_average_l2():
     x, y, generator = gaussians(N, 0), gaussians(M, 1), torch.Generator().manual_seed(5)
     a, b = x.sample(3, generator=generator), y.sample(3, generator=generator)
     expected = torch.stack([torch.stack([torch.cdist(p, q).mean() for q in b]) for p in a])

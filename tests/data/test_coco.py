@@ -8,7 +8,6 @@ from support.raising import raises
 
 from sfumato import Problems, read_ground_truth, read_karpathy
 from sfumato.data.coco import coco_image_id, json_kind, read_coco_captions
-from sfumato.data.image_decoding import decode_image
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.errors import UserError
 from sfumato.models.embed import load_splits
@@ -212,22 +211,3 @@ def test_missing_files_archives_that_are_none_and_json_of_another_layout(tmp_pat
     for text in ("", "{", "[]", "5", '{"annotations": []}', '{"images": 5}', '{"images": {"a": 1}}'):
         path.write_text(text)
         raises(UserError, r"dataset\.json: .*(expected|not usable JSON)", read_karpathy, path, tmp_path, Problems())
-
-
-def test_flickr8k(shared):
-    folder = shared / "data" / "flickr8k"
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    problems = Problems()
-    splits = read_karpathy(folder / "dataset_flickr8k.json", folder / "images_128.tar", problems)
-    sizes = {name: (len(data.image_ids), len(data.text_ids)) for name, data in splits.items()}
-    assert sizes == {"train": (6000, 30000), "val": (1000, 5000), "test": (1000, 5000)} and len(problems) == 0
-    raw = {e["filename"]: e for e in json.loads((folder / "dataset_flickr8k.json").read_text())["images"]}
-    data = splits["test"]
-    for i in range(0, 1000, 97):
-        own = data.pairs[data.pairs[:, 0] == i, 1]
-        source = raw[data.image_ids[i]]
-        assert source["split"] == "test"
-        assert [data.texts[t] for t in own] == [" ".join(s["raw"].split()) for s in source["sentences"]]
-        assert [data.text_ids[t] for t in own] == [str(s["sentid"]) for s in source["sentences"]]
-        assert decode_image(data.images[i].read_bytes(), None).shape == (3, 128, 128)

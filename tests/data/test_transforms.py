@@ -110,9 +110,7 @@ def test_files_cut_short_and_what_is_no_picture_are_refused_and_damaged_exif_is_
 @pytest.mark.parametrize(("width", "height"), [(MAX_PIXELS // 1000 + 1, 1000), (40000, 40000)])
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(width, height):
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
+    chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     bomb = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
     raises(ValueError, "limit of 80000000", decode_image, bomb, 16)

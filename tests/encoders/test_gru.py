@@ -257,10 +257,7 @@ def test_a_store_reads_what_a_batch_needs_and_pads_it():
     random = np.random.default_rng(0)
     features = [random.standard_normal((r, 5)).astype(np.float32) for r in (2, 4, 1)]
     reads = []
-
-    def item(k):
-        return lambda: reads.append(k) or regions_to_bytes(features[k])
-
+    item = lambda k: lambda: reads.append(k) or regions_to_bytes(features[k])
     failed = {}
     items = [item(0), lambda: b"no features", item(1), item(2)]
     store, kept = RegionProcessor(5).read(items, on_error=lambda i, error: failed.update({i: str(error)}))

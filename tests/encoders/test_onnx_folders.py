@@ -160,18 +160,6 @@ def test_a_damaged_graph_is_named_and_other_folders_are_none_of_these(transforme
     assert foreign_towers(tmp_path_factory.mktemp("none")) is None
 
 
-@pytest.mark.parametrize("layout", ["immich", "transformers_js"])
-def test_photographs_are_indexed_and_searched(layout, request, sfumato, tmp_path_factory):
-    folder, photos = request.getfixturevalue(layout), tmp_path_factory.mktemp("photos")
-    for number in range(5):
-        (photos / f"{number}.png").write_bytes(picture()[0])
-    assert sfumato.json("index", folder, "--data", photos, "--out", photos / "index")["n"] == 5
-    (found,) = sfumato.json("search", photos / "index", "a red dog")
-    text = expected_text("a red dog", layout == "immich")
-    cosine = [expected_image(Image.open(photos / f"{k}.png")) @ text for k in range(5)]
-    assert [hit["id"] for hit in found["hits"]] == [f"{k}.png" for k in np.argsort(cosine)[::-1]]
-
-
 def test_features_are_those_of_open_clip(tmp_path):
     model, preprocess, tokenizer = tiny_open_clip(tmp_path / "model")
     image, text = joint_backbone(str(tmp_path / "model"), "image"), joint_backbone(str(tmp_path / "model"), "text")

@@ -167,10 +167,7 @@ def test_lists_and_json_are_bounded_and_a_large_image_arrives_whole(client, monk
     ):
         told = problem(client.post(path, json=body), 422)
         assert told["errors"][0]["where"] == where and "at most 1024" in told["errors"][0]["message"]
-
-    def send(body, path="/v1/search"):
-        return client.post(path, content=body, headers={"Content-Type": "application/json"})
-
+    send = lambda body, path="/v1/search": client.post(path, content=body, headers={"Content-Type": "application/json"})
     told = problem(send(b'{"queries":[' + b",".join([b'{"text":"a"}'] * 90_000) + b"]}"), 413)
     assert "beside its images, more than the limit of 1000000" in told["detail"]
     problem(send(b'{"queries":[' + b",".join([b'{"image":""}'] * 350_000) + b"]}"), 413)

@@ -258,9 +258,7 @@ def test_several_items_are_stored_or_none(writable, monkeypatch):
         new = [serving.new_item(id, colour, payload=payload) for id, colour, payload in items]
         return writable.post("/v1/items", json={"items": new})
 
-    def files():
-        return [p.name for p in (writable.folder / "pictures").rglob("*") if p.is_file()]
-
+    files = lambda: [p.name for p in (writable.folder / "pictures").rglob("*") if p.is_file()]
     assert add(("two", "red", {"by": "me"})).status_code == 201
     record, shown = writable.get("/v1/items/two"), writable.get("/v1/pictures/two")
     collection = writable.app.state.service.sources.galleries["images"].gallery

@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 from support.raising import raises
-from support.serving import served
 from support.toy import make_toy
 
 from sfumato import ESTIMATORS, find_recipe, fit, get_distance, load, load_recipe
@@ -25,7 +24,6 @@ from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_model, load_run
 from sfumato.search.exact import rank_relevant
 from sfumato.search.searcher import open_gallery
-from sfumato.serve.settings import open_sources
 from sfumato.workflows import trust
 from sfumato.workflows.index import training_note
 from sfumato.workflows.trust import cross_fitted, trust_model
@@ -119,29 +117,6 @@ def test_evaluate_and_the_other_commands(folder, run, sfumato):
     assert torch.equal(exported.model.embed_texts([query]).mean, model.embed_texts([query]).mean)
 
 
-def test_index_search_and_serve(folder, run, sfumato, tmp_path):
-    index = tmp_path / "index"
-    sfumato.printed("index", run, "--split", "test", "--out", index)
-    first, second = sfumato.json("search", index, "--id", "photo-33", "--id", "photo-39", "-k", 3)
-    assert first["hits"][0]["id"] == "photo-33" and second["hits"][0]["id"] == "photo-39"
-    assert first["hits"][0]["distance"] == pytest.approx(0, abs=1e-5) and first["calibrated"] is False
-    model = load_run(run).model
-    query = model.embed_texts([(folder / "query.npy").read_bytes()])
-    images = np.load(folder / "images.npy").astype(np.float32)
-    with torch.no_grad():
-        rows = {i: model.image.head(model.image.encoder(inputs(images[i]))) for i in range(3, N, 6)}
-    distance = {i: get_distance("squared_l2").matrix(query, row).item() for i, row in rows.items()}
-    nearest = sorted(distance, key=distance.__getitem__)[:2]
-    (found,) = sfumato.json("search", index, folder / "query.npy", "-k", 2, "--duplicates", "show")
-    assert [hit["id"] for hit in found["hits"]] == [f"photo-{i}" for i in nearest]
-    with served(open_sources(index)) as client:
-        served_hits = client.post("/v1/search", json={"queries": [{"id": "photo-33"}]}).json()["answers"][0]["hits"]
-        assert served_hits[0]["id"] == "photo-33"
-        refused = client.get("/v1/search", params={"q": "a dog"})
-        assert refused.status_code == 422
-        assert "the model of this service reads embeddings, not texts; search by vector or by item" in refused.text
-
-
 @pytest.mark.parametrize(("split", "own"), [("all", True), ("train", True), ("test", False)])
 def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, split, own):
     said, model = sfumato.json("index", run, "--split", split, "--out", tmp_path / "index"), load_run(run)
@@ -224,10 +199,7 @@ def test_a_mix_is_said_at_every_search_also_of_copied_files_and_as_the_collectio
     folder, out = tmp_path / "elsewhere", tmp_path / "index"
     made = sfumato.json("index", tmp_path / "run", "--images", folder, "--store", "file:", "--out", out)
     assert "All images trained" in made["note"]
-
-    def note():
-        return sfumato.json("search", out, "a red circle")[0]["note"]
-
+    note = lambda: sfumato.json("search", out, "a red circle")[0]["note"]
     assert note() == "", "no mix"
     assert load(tmp_path / "run").index(folder).gallery.metadata["trained"] == 96
     for k in range(3):
