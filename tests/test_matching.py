@@ -46,7 +46,7 @@ def labelled(seed=0, k=4000, scale=4.0, bias=3.0):
     return distance, match
 
 
-def test_fit_is_the_maximum_that_another_optimiser_finds():
+def test_fit_is_the_maximum_that_another_optimiser_finds_also_with_weights_and_of_separable_distances():
     distance, match = labelled()
 
     def loss(parameters):
@@ -57,9 +57,6 @@ def test_fit_is_the_maximum_that_another_optimiser_finds():
     best = scipy.optimize.minimize(loss, [1.0, 0.0], method="Nelder-Mead", options=exact)
     fitted = fit_logits(distance, match)
     assert loss(fitted) <= best.fun + 1e-9 and fitted == pytest.approx(tuple(best.x), rel=1e-4)
-
-
-def test_fits_with_weights_of_separable_and_of_wrong_distances():
     distance, match = labelled(k=300)
     weight = torch.randint(1, 4, (300,))
     copies = fit_logits(distance.repeat_interleave(weight), match.repeat_interleave(weight))

@@ -57,7 +57,7 @@ def plain_loss(image, text, match, options):
     return {"match": options.weight * torch.nn.functional.binary_cross_entropy_with_logits(logit, match)}
 
 
-def test_a_plain_function_is_the_built_in_loss_of_the_same_formula():
+def test_a_plain_function_is_the_built_in_loss_which_starts_from_its_options_and_names_wrong_input():
     register_loss("plain", plain_loss, PlainOptions)
     built_in, found = LOSSES["pcmepp"](PCMEPPOptions(alpha=0, beta=0)).double(), []
     for loss in (LOSSES["plain"]().double(), built_in):
@@ -69,6 +69,13 @@ def test_a_plain_function_is_the_built_in_loss_of_the_same_formula():
     small = PairBlock.whole(*batch(), MATCH, "test")
     whole = loss_of_block(LOSSES["plain"]().double(), small, max_pairs=2)  # It is never split.
     torch.testing.assert_close(whole.total, found[0][0])
+    options = PCMEPPOptions(logit_scale=3.0, logit_bias=1.0)
+    explicit = pcmepp_loss(*batch(), MATCH, options, logit_scale=3.0, logit_bias=1.0)
+    torch.testing.assert_close(pcmepp_loss(*batch(), MATCH, options).total, explicit.total)
+    wrong = torch.zeros(4, 3)
+    with pytest.raises(TypeError, match="pcmepp_loss: image must be a GaussianEmbedding, got Tensor; wrap means in"):
+        pcmepp_loss(wrong, wrong, MATCH)
+    raises(TypeError, "csd: x must be a GaussianEmbedding, got Tensor; wrap means in", public.csd_matrix, wrong, wrong)
 
 
 def test_functions_are_checked_and_their_recipes_differ():
@@ -90,16 +97,6 @@ def test_functions_are_checked_and_their_recipes_differ():
     made = lambda name: load_recipe(public.find_recipe("emoji-pixels"), [f"loss.name={name}"])
     first, other = made("pull"), made("push")
     assert first == made("pull") != other and first.loss.name == "pull"
-
-
-def test_a_built_in_formula_starts_from_its_options_and_names_wrong_input():
-    options = PCMEPPOptions(logit_scale=3.0, logit_bias=1.0)
-    explicit = pcmepp_loss(*batch(), MATCH, options, logit_scale=3.0, logit_bias=1.0)
-    torch.testing.assert_close(pcmepp_loss(*batch(), MATCH, options).total, explicit.total)
-    wrong = torch.zeros(4, 3)
-    with pytest.raises(TypeError, match="pcmepp_loss: image must be a GaussianEmbedding, got Tensor; wrap means in"):
-        pcmepp_loss(wrong, wrong, MATCH)
-    raises(TypeError, "csd: x must be a GaussianEmbedding, got Tensor; wrap means in", public.csd_matrix, wrong, wrong)
 
 
 class Undecorated(LossOptions):

@@ -44,18 +44,7 @@ def test_every_recipe_loads_and_says_what_it_is_and_what_repeats_what_was_publis
     assert published and {(name, s) for name, text in told.items() for s in starts if f"\n{s}" not in text} == set()
 
 
-def test_values_bare_words_and_sections_of_another_loss():
-    keys = ["optim.name=adamp", "loss.alpha=0.01", "data.kind_weights={name = 1.0}", "optim.betas=[0.9, 0.98]"]
-    recipe = load_recipe(find_recipe("emoji-demo"), keys)
-    assert recipe.optim.name == "adamp" and recipe.loss.alpha == 0.01
-    assert recipe.data.kind_weights == {"name": 1.0} and recipe.optim.betas == (0.9, 0.98)
-    recipe = load_recipe(find_recipe("emoji-pcmepp"), ["loss.name=triplet", "loss.margin=0.3"])
-    assert recipe.loss.margin == 0.3 and not hasattr(recipe.loss, "alpha")
-    recipe = load_recipe(find_recipe("emoji-infonce"), ["loss.alpha=0.7", "model.variance=true", "loss.name=pcmepp"])
-    assert recipe.loss.alpha == 0.7
-
-
-def test_every_mistake_is_listed_in_files_too(tmp_path):
+def test_values_bare_words_and_sections_of_another_loss_and_every_mistake_in_files_too(tmp_path):
     with pytest.raises(UserError, match="here.toml: ") as error:
         check_recipe({"name": "x", "train": {"epochs": 0, "sead": 1}}, "here.toml")
     assert all(words in str(error.value) for words in ("train.epochs", "did you mean 'train.seed'"))
@@ -69,6 +58,14 @@ def test_every_mistake_is_listed_in_files_too(tmp_path):
             load_recipe(find_recipe("emoji-pcmepp"), [f"train.epochs={value}"])
     (tmp_path / "bad.toml").write_text('name = "x"\n[model.image]\nsize = 32\n')
     raises(UserError, "model.image: needs its 'kind'", load_recipe, tmp_path / "bad.toml")
+    keys = ["optim.name=adamp", "loss.alpha=0.01", "data.kind_weights={name = 1.0}", "optim.betas=[0.9, 0.98]"]
+    recipe = load_recipe(find_recipe("emoji-demo"), keys)
+    assert recipe.optim.name == "adamp" and recipe.loss.alpha == 0.01
+    assert recipe.data.kind_weights == {"name": 1.0} and recipe.optim.betas == (0.9, 0.98)
+    recipe = load_recipe(find_recipe("emoji-pcmepp"), ["loss.name=triplet", "loss.margin=0.3"])
+    assert recipe.loss.margin == 0.3 and not hasattr(recipe.loss, "alpha")
+    recipe = load_recipe(find_recipe("emoji-infonce"), ["loss.alpha=0.7", "model.variance=true", "loss.name=pcmepp"])
+    assert recipe.loss.alpha == 0.7
 
 
 def test_wrong_overrides_and_those_without_effect_are_named():

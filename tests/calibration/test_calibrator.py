@@ -59,7 +59,7 @@ def test_scores_by_hand():
     np.testing.assert_allclose(scores.precision, [*[0] * 6, *[1] * 7, *[1] * 7])
 
 
-def test_queries_without_a_match_are_left_out_and_blocks_are_the_whole():
+def test_queries_without_a_match_are_left_out_blocks_are_the_whole_and_growth_by_hand():
     generator = torch.Generator().manual_seed(0)
     distance = torch.randn(57, 23, generator=generator)
     match = torch.rand(57, 23, generator=generator) < 0.06
@@ -71,9 +71,6 @@ def test_queries_without_a_match_are_left_out_and_blocks_are_the_whole():
     again = query_scores.QueryScores.from_blocks(lambda: iter(blocks))
     assert again.closest_match == scores.closest_match and again.growth == scores.growth
     assert again.precision == pytest.approx(scores.precision)
-
-
-def test_growth_by_hand():
     # One match each: a gallery twice as large brings no more of them. Four items, all of them matches: two in a half.
     assert query_scores.growth_by_halving(np.ones(7), 100) == pytest.approx(0)
     assert query_scores.growth_by_halving(np.full(3, 4), 4) == pytest.approx(1)
@@ -217,16 +214,7 @@ def test_a_precision_of_groups_is_the_mean_of_their_means():
     raises(ValueError, "got 2 groups for 3 queries", query_scores.QueryScores.fit, distance, match, group=np.zeros(2))
 
 
-def test_absent_matches_make_it_more_careful():
-    generator = torch.Generator().manual_seed(4)
-    distance, match = scene(generator, 1500, 30, shift=3.5)
-    calibration = Calibration.fit(distance, match, t2i=query_scores.QueryScores.fit(distance, match)).of("t2i")
-    present, absent = calibration.abstain_below(0.2), calibration.abstain_below(0.2, absent=0.5)
-    assert present < absent
-    assert calibration.answered_fraction(0.2, absent=0.5) < calibration.answered_fraction(0.2)
-
-
-def test_threshold_by_hand():
+def test_threshold_by_hand_and_absent_matches_make_it_more_careful():
     # 600 queries; the first half finds one right item at i/600, the second half a right and a wrong one.
     nearest = torch.arange(600) / 600
     distance = torch.stack([nearest, torch.where(torch.arange(600) < 300, 9.0, nearest)], dim=1)
@@ -246,6 +234,12 @@ def test_threshold_by_hand():
     reachable = float(re.search(r"the largest that works is (0\.\d\d);", str(refused.value))[1])
     assert calibration.threshold(reachable) > 0
     raises(ValueError, "the largest that works", calibration.threshold, reachable + 0.01)
+    generator = torch.Generator().manual_seed(4)
+    distance, match = scene(generator, 1500, 30, shift=3.5)
+    calibration = Calibration.fit(distance, match, t2i=query_scores.QueryScores.fit(distance, match)).of("t2i")
+    present, absent = calibration.abstain_below(0.2), calibration.abstain_below(0.2, absent=0.5)
+    assert present < absent
+    assert calibration.answered_fraction(0.2, absent=0.5) < calibration.answered_fraction(0.2)
 
 
 def test_there_and_back(tmp_path):

@@ -249,7 +249,7 @@ def test_neither_order_nor_sign_nor_types_change_anything_and_distances_taken_fo
             ScoreCalibrator(higher_is_better=sign > 0).fit(sign * score, label, groups=query)
 
 
-def test_bad_input():
+def test_bad_input_and_prediction_needs_numpy_alone():
     made, prior = ScoreCalibrator(), ScoreCalibrator(prior="bm25")
     for message, function, *given in (
         ("got 2 labels for 3 hits", made.fit, [1, 2, 3], [0, 1]),
@@ -268,9 +268,6 @@ def test_bad_input():
     ):  # fmt: skip
         raises(ValueError, message, function, *given)
     assert prior.predict_proba([]).shape == (0, 2)
-
-
-def test_prediction_needs_numpy_alone():
     code = (
         "import sys\nfrom sfumato import ScoreCalibrator\nScoreCalibrator(prior='bm25').predict_proba([3., 1.])\n"
         "print([m for m in ('torch', 'scipy', 'sklearn', 'pydantic', 'PIL', 'transformers') if m in sys.modules])"

@@ -100,7 +100,7 @@ def test_every_text_is_true_of_exactly_the_concepts_that_carry_it(splits, concep
         assert all(kind[emoji_names()[code].lower()] == "name" for code in shown)
 
 
-def test_texts_are_distinct_and_every_picture_decodes_and_shows_something(splits):
+def test_texts_are_distinct_pictures_decode_and_show_something_and_licences_lie_beside_them(splits):
     for data in splits.values():
         assert set(data.text_kinds) == set(KINDS)
         assert len(set(data.texts)) == len(data.texts) and all(t == t.strip().lower() and t for t in data.texts)
@@ -113,9 +113,6 @@ def test_texts_are_distinct_and_every_picture_decodes_and_shows_something(splits
     pixels = np.stack([decode_image(image.read_bytes(), None) for image in images[::10]])
     assert pixels.shape[1:] == (3, 64, 64) and pixels.min(axis=(1, 2, 3)).max() < 255
     assert (pixels < 240).any(1).mean() > 0.3
-
-
-def test_licences_lie_beside_the_data():
     attribution = (FOLDER / "ATTRIBUTION.md").read_text("utf-8")
     for style, licence in (
         ("noto", "Noto-Apache-2.0"), ("twemoji", "Twemoji-CC-BY-4.0"), ("fluent3d", "FluentEmoji-MIT"),

@@ -176,7 +176,7 @@ def slow_fraction(random, rate, tokens):
     return np.mean([p > rate and random.random() < rate * p for _ in range(tokens)])
 
 
-def test_tokens_dropped_are_as_many_as_in_a_slow_loop():
+def test_tokens_dropped_are_as_many_as_in_a_slow_loop_and_regions_have_the_stated_probability():
     """Kolmogorov-Smirnov and binomial tests at 1e-4 with a fixed seed."""
     random = np.random.default_rng(0)
     slow = np.array([slow_fraction(random, 0.2, 300) for _ in range(1500)])
@@ -184,10 +184,6 @@ def test_tokens_dropped_are_as_many_as_in_a_slow_loop():
     ours = 1 - kept.double().mean(1).numpy()
     assert scipy.stats.ks_2samp(ours, slow).pvalue > 1e-4
     assert scipy.stats.binomtest(int((ours > 0).sum()), 1500, 0.8).pvalue > 1e-4
-
-
-def test_regions_are_dropped_with_the_stated_probability_each():
-    """Binomial and chi-squared tests at 1e-4. The rule for tokens would drop 9.6 %, 1,000 standard errors away."""
     kept = drop_regions(torch.ones(5000, 36, dtype=torch.bool), rate=0.2, generator=generator())
     assert scipy.stats.binomtest(int((~kept).sum()), 5000 * 36, 0.2).pvalue > 1e-4
     of_item = np.bincount((~kept).sum(1).numpy(), minlength=37)
@@ -199,7 +195,7 @@ def test_regions_are_dropped_with_the_stated_probability_each():
     assert drop_regions(kept, rate=0.0).equal(kept) and not (drop_regions(kept, rate=0.5) & ~kept).any()
 
 
-def test_one_token_always_stays_and_none_comes_back():
+def test_one_token_always_stays_none_comes_back_and_rate_zero_and_the_seeds():
     """At rate 0.9 an item of two tokens would often lose both; which one stays is a coin. Binomial test at 1e-4."""
     mask = torch.zeros(20_000, 5, dtype=torch.bool)
     mask[:, 1] = mask[:, 3] = True
@@ -209,9 +205,6 @@ def test_one_token_always_stays_and_none_comes_back():
     assert single.sum() > 1000
     assert scipy.stats.binomtest(int(kept[single][:, 1].sum()), int(single.sum()), 0.5).pvalue > 1e-4
     assert not drop_tokens(torch.zeros(3, 5, dtype=torch.bool)).any()
-
-
-def test_rate_zero_and_the_seeds():
     mask = torch.rand(40, 9, generator=generator(3)) < 0.8
     assert drop_tokens(mask, rate=0.0).equal(mask)
     assert drop_tokens(mask, generator=generator(5)).equal(drop_tokens(mask, generator=generator(5)))
@@ -225,7 +218,7 @@ def test_rate_zero_and_the_seeds():
     assert new_ids.tolist() == [[BEGIN, 9, END, 5, 5, 5]] and new_mask.tolist() == [[True] * 3 + [False] * 3]
 
 
-def test_texts_keep_their_ends_their_order_and_a_word():
+def test_texts_keep_their_ends_their_order_and_a_word_as_it_was():
     lengths = [4, 5, 9, 30, 3, 12] * 50
     ids, mask = texts(lengths, 30)
     for rate in (0.2, 1.0):
@@ -242,10 +235,6 @@ def test_texts_keep_their_ends_their_order_and_a_word():
     for row, inside in zip(own_ids.tolist(), own_mask.tolist(), strict=True):
         words = [i for i, there in zip(row, inside, strict=True) if there and i >= FIRST_WORD]
         assert words == sorted(set(words))
-
-
-def test_a_text_that_would_lose_all_keeps_one_word_as_it_was():
-    """Four words are all deleted with probability 0.4^4; only then is a word its own, as all others are changed."""
     ids, mask = texts([7] * 20_000, 7)
     new_ids, new_mask = augment(ids, mask, rate=1.0, forbidden=range(4, 1000))
     own = (new_ids >= FIRST_WORD).sum(1)

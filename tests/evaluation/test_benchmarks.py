@@ -139,7 +139,7 @@ def test_whole_lists_agree_with_the_scores_they_were_sorted_by(kind):
     assert ours == evaluate_score_matrix(SCORES, IMAGES, TEXTS, ground_truths(), better="smaller")
 
 
-def test_short_lists_are_exact_or_refused_also_in_folds():
+def test_short_lists_are_exact_or_refused_and_only_needed_where_there_is_something_to_find():
     i2t, t2i = whole_lists(SCORES)
     whole, folded = (ground_truth.with_metrics("recall@1", "recall@2") for ground_truth in ground_truths()[:2])
     of_lists = lambda i2t, t2i, truth: evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, [truth])[truth.name]
@@ -154,9 +154,6 @@ def test_short_lists_are_exact_or_refused_also_in_folds():
             raises(ValueError, message, of_lists, short, t2i, folded)
     one = {q: row[:1] for q, row in t2i.items()}
     raises(ValueError, "whole, t2i: .* recall@2 needs 2", of_lists, i2t, one, whole)
-
-
-def test_lists_are_only_needed_where_there_is_something_to_find_and_bad_ones_are_named():
     ground_truth = ground_truths()[2]
     i2t, t2i = whole_lists(coarse())
     needed = {q for q, total in zip(IMAGES, ground_truth.i2t.totals, strict=True) if total}
@@ -173,7 +170,7 @@ def test_lists_are_only_needed_where_there_is_something_to_find_and_bad_ones_are
     raises(ValueError, "i2t: there is no list for query '4'", of_lists, some)
 
 
-def test_averages_of_thresholds_and_sums():
+def test_averages_of_thresholds_sums_and_single_queries():
     thresholds = (("p@0", [("0", "100")]), ("p@1", [("0", "100"), ("1", "101"), ("2", "101")]))
     truths = [ground_truth_from_pairs(name, IMAGES, TEXTS, pairs) for name, pairs in thresholds]
     grouped = [GroundTruth(t.name, IMAGES, TEXTS, t.i2t, t.t2i, averaged_as="p") for t in truths]
@@ -185,9 +182,6 @@ def test_averages_of_thresholds_and_sums():
     assert averaged["rsum"] == pytest.approx((zero["rsum"] + one["rsum"]) / 2)
     clash = [*grouped, ground_truth_from_pairs("p", IMAGES, TEXTS, [("0", "100")])]
     raises(ValueError, "'p' is the name of a ground truth and of an average", of_truths, clash)
-
-
-def test_single_queries_average_to_the_figures():
     ranks = rank(Embeddings(IMAGE, TEXT), IMAGES, TEXTS, ground_truths())
     result = figures(ranks)
     for ground_truth in ground_truths():

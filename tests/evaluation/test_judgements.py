@@ -115,7 +115,7 @@ def test_estimates_are_unbiased():
     assert abs(np.mean(unweighted) - whole) > 5 * np.std(unweighted) / 10, "without the weights it is biased"
 
 
-def test_figures_by_hand_and_unjudged_hits_are_unknown():
+def test_figures_by_hand_unjudged_hits_and_the_calibration_error_with_weights():
     hits = [
         judgements.ShownHit(*hit)
         for hit in (("a", "1", 1, 0.9), ("a", "2", 2, 0.5), ("a", "3", 3, 0.4), ("b", "1", 1, 0.2))
@@ -137,9 +137,6 @@ def test_figures_by_hand_and_unjudged_hits_are_unknown():
     given = [replace(ONE, query=h.query, id=h.id, yes=int(h.query[1:]) % 2, weight=1.0) for h in many]
     found = judgements.judged_figures(many, given).precision
     assert found.value == 0.5 and 0.3 < found.high - found.low < 0.6, "20 cases, not 200"
-
-
-def test_the_calibration_error_with_weights():
     generator = torch.Generator().manual_seed(0)
     p, w = torch.rand(60, generator=generator).double(), torch.randint(1, 4, (60,), generator=generator).double()
     y = torch.bernoulli(p / 2, generator=generator)

@@ -113,7 +113,7 @@ def test_proxies_of_captions_are_judged_by_spearman():
     np.testing.assert_allclose(trust.caption_words(words, relevance), [expected, 0, np.nan, np.nan])
 
 
-def test_equal_seeds_give_equal_figures_and_scenes_without_wrong_or_true_items_are_told():
+def test_equal_seeds_give_equal_figures_and_points_have_no_variance_to_judge():
     everything = Relevance.from_lists([list(range(12))] * 9, n_gallery=12)
     gallery, queries = (GaussianEmbedding(torch.eye(n, 2), torch.zeros(n, 2)) for n in (12, 9))
     result = measure_trust(queries, gallery, everything, MATCHING, **QUICK)
@@ -124,9 +124,6 @@ def test_equal_seeds_give_equal_figures_and_scenes_without_wrong_or_true_items_a
     assert results[0] == results[1] != results[2]
     nothing = Relevance.from_lists([[]] * N, n_gallery=M)
     raises(ValueError, "no query has a true item", measure_trust, queries, gallery, nothing, MATCHING, **options)
-
-
-def test_points_have_no_variance_to_judge_and_all_the_rest():
     queries, gallery, relevance, _ = scene(7)
     queries, gallery = (GaussianEmbedding.point(x.mean) for x in (queries, gallery))
     usable = usable_estimators(queries, gallery)

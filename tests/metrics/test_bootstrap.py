@@ -130,7 +130,7 @@ def test_intervals_of_a_mean_are_scipys_and_resamples_seeded_and_common():
     assert bootstrap(both, len(x), n_resamples=50, seed=7, max_counts=7 * len(x)) == first
 
 
-def test_undefined_figures_are_none():
+def test_undefined_figures_are_none_and_bad_input_is_named():
     only_right = measures.auroc_statistic(np.arange(4.0), np.zeros(4))
     assert bootstrap({"a": only_right}, 4, n_resamples=9)["a"] == Interval(None, None, None)
     assert np.isnan(prediction_rejection_ratio(np.arange(4.0), np.ones(4)))
@@ -139,6 +139,14 @@ def test_undefined_figures_are_none():
     constant = measures.spearman_statistic(np.zeros(5), np.arange(5.0))
     assert bootstrap({"s": constant}, 5, n_resamples=9)["s"].value is None
     assert bootstrap({"m": mean_statistic(np.empty(0))}, 0)["m"].value is None
+    good = torch.tensor([0.5])
+    raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([1.5]), good)
+    raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([torch.nan]), good)
+    raises(ValueError, "n_bins", reliability_curve, good, good, n_bins=0)
+    raises(ValueError, "unknown binning 'mass'; known: width, count", reliability_curve, good, good, binning="mass")
+    for function in (reliability_curve, brier_score):
+        raises(ValueError, r"must be \(k,\)", function, torch.zeros(2), torch.zeros(3))
+    raises(ValueError, "got no probabilities", expected_calibration_error, torch.zeros(0), torch.zeros(0))
 
 
 def test_balanced_resamples_are_centred_on_the_balanced_correlation_and_see_ties():
@@ -172,7 +180,7 @@ def test_correlations_equal_scipys(levels):
     raises(ValueError, "must be equal", pearson, np.zeros(3), np.zeros(4))
 
 
-def test_recall_by_uncertainty_worked_by_hand():
+def test_recall_by_uncertainty_worked_by_hand_in_ten_bins_of_equal_size():
     uncertainty = np.array([5.0, 1.0, 3.0, 2.0, 4.0, 9.0, 9.0])
     hit = np.array([0, 1, 0, 1, 1, 0, np.nan])
     result = RecallByUncertainty.of(torch.from_numpy(uncertainty), hit, n_bins=3)
@@ -182,9 +190,6 @@ def test_recall_by_uncertainty_worked_by_hand():
     assert result.correlation == pytest.approx(-1)
     assert result.spearman == pytest.approx(scipy.stats.spearmanr(uncertainty[:6], hit[:6]).statistic)
     assert result == RecallByUncertainty(**vars(result)) and "6 queries in 3 groups" in repr(result)
-
-
-def test_ten_bins_of_equal_size_and_none_rather_than_nan():
     uncertainty = np.random.default_rng(0).permutation(1003) / 1003
     rises = RecallByUncertainty.of(uncertainty, (uncertainty > 0.55).astype(float))
     assert [b["count"] for b in rises.bins] == [101] * 3 + [100] * 7 and rises.correlation > 0.8
@@ -248,17 +253,6 @@ def test_bins_worked_by_hand(binning, probability, match, bins, ece):
     assert by_default == expected_calibration_error(probability, match, n_bins=2, binning="count")
     slow = sum((p - y) ** 2 for p, y in zip(probability.tolist(), match.tolist(), strict=True)) / len(match)
     assert brier_score(probability, match) == pytest.approx(slow)
-
-
-def test_bad_input_is_named():
-    good = torch.tensor([0.5])
-    raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([1.5]), good)
-    raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([torch.nan]), good)
-    raises(ValueError, "n_bins", reliability_curve, good, good, n_bins=0)
-    raises(ValueError, "unknown binning 'mass'; known: width, count", reliability_curve, good, good, binning="mass")
-    for function in (reliability_curve, brier_score):
-        raises(ValueError, r"must be \(k,\)", function, torch.zeros(2), torch.zeros(3))
-    raises(ValueError, "got no probabilities", expected_calibration_error, torch.zeros(0), torch.zeros(0))
 
 
 def test_intervals_and_tails_of_binomials_are_scipys():

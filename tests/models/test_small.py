@@ -94,14 +94,7 @@ def judge(splits, pieces):
     return UnfamiliarTexts.fit(splits["train"].texts, pieces)
 
 
-def test_pieces_are_those_of_the_tokenizer(pieces):
-    assert pieces(["dog", "giraffe", "qxzvkw"])[0] == 1 and pieces(["qxzvkw"])[0] >= 4 and pieces([]) == []
-    tokenizer = train_tokenizer(["red fox", "red dog"] * 20, 60)
-    own = TokenProcessor(tokenizer, 8).pieces(["red", "zebra"])
-    assert own[0] == 1 < own[1]
-
-
-def test_new_words_and_made_up_ones_are_told_apart(judge, pieces, splits, tmp_path):
+def test_new_words_and_made_up_ones_are_told_apart_by_the_pieces_of_the_tokenizer(judge, pieces, splits, tmp_path):
     known = set(splits["train"].texts)
     new = [text for text in splits["test"].texts if text not in known]
     made_up = nonsense(600, seed=99)
@@ -117,6 +110,10 @@ def test_new_words_and_made_up_ones_are_told_apart(judge, pieces, splits, tmp_pa
     raises(UserError, r"words\.json is damaged .*; delete it", UnfamiliarTexts.load, tmp_path / WORDS)
     with pytest.raises(ValueError, match="needs 100 texts with words, got 2"):
         UnfamiliarTexts.fit(["a", "b", "?"], lambda words: [1] * len(words))
+    assert pieces(["dog", "giraffe", "qxzvkw"])[0] == 1 and pieces(["qxzvkw"])[0] >= 4 and pieces([]) == []
+    tokenizer = train_tokenizer(["red fox", "red dog"] * 20, 60)
+    own = TokenProcessor(tokenizer, 8).pieces(["red", "zebra"])
+    assert own[0] == 1 < own[1]
 
 
 def test_a_run_remembers_its_words_and_a_verdict_says_it_first(toy, tmp_path, judge):

@@ -99,7 +99,7 @@ def test_the_commands_of_the_guide(service, home):
     assert gone["deleted"] == 1
 
 
-def test_the_commands_of_the_guide_about_vectors(vector_run, adopted, tmp_path, home):
+def test_the_commands_about_vectors_and_no_other_page_has_some_that_nobody_runs(vector_run, adopted, tmp_path, home):
     text = section(GUIDE.read_text(encoding="utf-8"), "Search by vector")
     copy_gallery(adopted.galleries["images"].gallery, tmp_path / "index").close()
     vectors = np.load(vector_run.parent / "texts.npy")
@@ -111,8 +111,5 @@ def test_the_commands_of_the_guide_about_vectors(vector_run, adopted, tmp_path, 
         assert info["query_kinds"]["vector"] == {"text": 5, "image": 6} and searched["answers"][0]["hits"]
     finally:
         process.end(signal.SIGTERM)
-
-
-def test_no_other_page_has_commands_that_nobody_runs():
     others = [path for path in DOCS.rglob("*.md") if path != GUIDE]
     assert [path for path in others if commands(path.read_text(encoding="utf-8"))] == []
