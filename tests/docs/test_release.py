@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import lowest_versions as lowest
@@ -136,6 +137,9 @@ def test_the_container_copies_what_exists_and_needs_an_index_and_a_key(sfumato, 
     assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in arguments and "PIP_INDEX_URL" in arguments
     (torch,) = [text for name, text in instructions() if name == "RUN" and "torch==" in text]
     assert '--index-url "$TORCH_INDEX"' in torch and "https://" not in torch
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    with_torch = {name for name, needs in extras.items() if any("torch" in one or "train" in one for one in needs)}
+    assert set(re.findall(r"\*,([a-z-]+),\*", torch)) == with_torch - {"mteb", "dev"}
     started = [yaml.safe_load(dict(instructions())[name]) for name in ("ENTRYPOINT", "CMD")]
     assert started[0] == ["sfumato"]
     monkeypatch.delenv("SFUMATO_API_KEY", raising=False)
