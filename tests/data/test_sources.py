@@ -1,21 +1,30 @@
-"""The registry of sources: a toy from outside, own options, data sets of the hub, and the keys of version 0.1."""
+"""The registry of sources and its data sets: COCO, Karpathy's file, CUB, SCAN's regions, the hub, a toy."""
+
+import json
+import warnings
 
 import numpy as np
 import pytest
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from support.pictures import png
+from support.pictures import png, write_tar
 from support.raising import raises
 from support.toy import make_toy
 
-from sfumato import Problems, read_dataset
+from sfumato import Problems, read_dataset, read_ground_truth, read_karpathy, read_manifest
+from sfumato.data.coco import coco_image_id, json_kind, read_coco_captions
+from sfumato.data.feature_tables import RegionFile
+from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
 from sfumato.data.images import MemoryImage
-from sfumato.data.pairs import make_pair_data
+from sfumato.data.layouts import CubOptions, read_cub, read_scan
+from sfumato.data.pairs import PairSampler, make_pair_data
 from sfumato.data.sources import SOURCES, DataConfig, get_source, register_source
 from sfumato.errors import UserError
+from sfumato.evaluation.benchmark_ground_truths import cub_captions
 from sfumato.models.build import Assets, build_model, fresh_tokenizer
 from sfumato.models.embed import load_splits, prepare_split
 from sfumato.models.recipe import load_recipe, save_recipe
+from sfumato.workflows.own_items import list_items, named_source
 
 
 class ToyOptions(BaseModel):
@@ -174,3 +183,439 @@ def test_what_cannot_be_used_is_named(datasets, tmp_path):
     raises(UserError, "no column of images, expected one, among n", read, tmp_path / "none")
     for missing in ("absent-folder", "nobody/nothing"):
         raises(UserError, "cannot read the data set", read, missing)
+
+
+BIRDS = [f"{k:03d}.Bird_{letter}" for k, letter in enumerate("abcdef", 1)]
+LISTS = {
+    "trainvalclasses": [3, 0, 1, 2],
+    "testclasses": [5, 4],
+    **{f"trainclasses{k}": [c for c in range(4) if c != k] for k in (1, 2, 3)},
+    **{f"valclasses{k}": [k] for k in (1, 2, 3)},
+}
+SEEN = ["001.Bird_a/a1.jpg", "003.Bird_c/c0.jpg", "006.Bird_f/f2.jpg"]
+
+
+@pytest.fixture
+def cub(tmp_path):
+    for c, bird in enumerate(BIRDS):
+        for folder in ("images", "text_c10"):
+            (tmp_path / folder / bird).mkdir(parents=True)
+        for k in range(3):
+            name = f"{bird[-1]}{k}"
+            Image.new("RGB", (20, 16), (40 * c, 80 * k, 100)).save(tmp_path / "images" / bird / f"{name}.jpg")
+            lines = [f"bird {bird[-1]} number {k}", "this bird has wings", *([f"the {k} of {c}"] if k else [])]
+            (tmp_path / "text_c10" / bird / f"{name}.txt").write_text("\n".join(lines) + "\n\n")
+            (tmp_path / "text_c10" / bird / f"{name}.t7").write_bytes(b"other files are ignored")
+    (tmp_path / "splits").mkdir()
+    for name, classes in LISTS.items():
+        (tmp_path / "splits" / f"{name}.txt").write_text("".join(f"{BIRDS[c]}\n" for c in classes))
+    (tmp_path / "splits" / "seen_test_images.txt").write_text("\n".join(SEEN))
+    return tmp_path
+
+
+def cub_read(folder, **options):
+    problems = Problems()
+    splits = read_cub(folder, problems, CubOptions(**options))
+    assert not len(problems)
+    return splits
+
+
+images_of = lambda classes: {f"{BIRDS[c]}/{BIRDS[c][-1]}{k}.jpg" for c in classes for k in range(3)}
+
+
+@pytest.mark.parametrize("fold", [0, 2])
+def test_splits_are_those_of_the_benchmark(cub, fold):
+    splits = cub_read(cub, fold=fold)
+    train = LISTS["trainvalclasses" if fold == 0 else f"trainclasses{fold}"]
+    expected = {"train": images_of(train) - set(SEEN), "test": images_of([4, 5])}
+    expected["seen"] = images_of(train) & set(SEEN)
+    if fold:
+        expected["val"] = images_of([fold])
+    assert {name: set(data.image_ids) for name, data in splits.items()} == expected
+
+
+def test_images_and_captions_of_a_class_match_as_in_the_benchmark(cub):
+    of = lambda identity: identity.split("/")[0]
+    for data in cub_read(cub).values():
+        match = data.match(np.arange(len(data.image_ids)), np.arange(len(data.text_ids)))
+        assert match.tolist() == [[of(image) == of(text) for text in data.text_ids] for image in data.image_ids]
+        same = [[of(a) == of(b) for b in data.image_ids] for a in data.image_ids]
+        assert ((data.groups[:, None] == data.groups) == same).all()
+    data = cub_read(cub)["test"]
+    truth = cub_captions(cub / "text_c10", classes=cub / "splits" / "testclasses.txt")
+    assert (data.image_ids, data.text_ids) == (truth.image_ids, truth.text_ids)
+    ours = data.relevance()
+    assert ours.indices.tolist() == truth.i2t.indices.tolist() and ours.indptr.tolist() == truth.i2t.indptr.tolist()
+    splits = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[5], BIRDS[0])), val_fraction=0.3, test_fraction=0.3)
+    assert set().union(*(data.image_ids for data in splits.values())) == images_of([0, 5])
+    assert set(splits) <= {"train", "val", "test"} and len(splits) > 1
+    again = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[0],)), val_fraction=0.3, test_fraction=0.3)
+    for name, data in again.items():
+        assert set(data.image_ids) == set(splits[name].image_ids) & images_of([0])
+
+
+def test_own_pairs_are_for_training_only_and_a_batch_has_one_of_each_class(cub):
+    splits = cub_read(cub, train_pairs="own")
+    train = splits["train"]
+    assert all(train.text_ids[t].startswith(f"{train.image_ids[i]}#") for i, t in train.pairs)
+    assert len(train.pairs) == len(train.text_ids)
+    assert splits["test"].pairs.tolist() == cub_read(cub)["test"].pairs.tolist()
+    sampler = PairSampler(train, 150, 0, epoch_over="groups", positives="sampled")
+    batches = [batch for epoch in range(20) for batch in sampler.batches(epoch)]
+    assert len(sampler) == len(train.text_ids) // 4 == len(batches) / 20
+    for batch in batches:
+        assert sorted(train.groups[batch.image_index]) == sorted(set(train.groups.tolist()))
+        assert (batch.match == np.eye(4)).all()
+    assert {i for batch in batches for i in batch.image_index.tolist()} == set(range(len(train.image_ids)))
+    smaller = PairSampler(train, 3, 0, epoch_over="groups", positives="sampled")
+    assert all(len(set(train.groups[batch.image_index].tolist())) == 3 for batch in smaller.batches(0))
+    assert len({tuple(sorted(train.groups[b.image_index])) for b in smaller.batches(0)}) > 1
+
+
+RANDOM = np.random.default_rng(0)
+FEATURES = RANDOM.standard_normal((4, 3, 5)).astype(np.float32)
+
+
+def write(folder, name, features, captions, ids=None):
+    np.save(folder / f"{name}_ims.npy", features)
+    (folder / f"{name}_caps.txt").write_bytes(
+        b"".join(c if isinstance(c, bytes) else f"{c}\n".encode() for c in captions)
+    )
+    if ids is not None:
+        (folder / f"{name}_ids.txt").write_text("".join(f"{i}\n" for i in ids))
+
+
+def captions_of(data):
+    """{image id: its captions in order}"""
+    found = {i: [] for i in data.image_ids}
+    for image, text in data.pairs:
+        found[data.image_ids[image]].append(data.texts[text])
+    return found
+
+
+features_of = lambda data: np.stack([regions_from_bytes(image.read_bytes()) for image in data.images])
+
+
+def test_five_captions_a_row_in_order_and_testall_for_test(tmp_path):
+    write(tmp_path, "train", FEATURES, [f"caption {i}" for i in range(20)])
+    write(tmp_path, "dev", FEATURES[:2], [f"dev {i}" for i in range(4)], ids=["a.jpg", "b.jpg"])
+    problems = Problems()
+    splits = read_scan(tmp_path, problems)
+    assert set(splits) == {"train", "val"} and not len(problems)
+    assert captions_of(splits["train"])["train-2"] == [f"caption {i}" for i in range(10, 15)]
+    assert captions_of(splits["val"]) == {"a.jpg": ["dev 0", "dev 1"], "b.jpg": ["dev 2", "dev 3"]}
+    assert splits["val"].text_ids == ("a.jpg#0", "a.jpg#1", "b.jpg#0", "b.jpg#1")
+    assert np.array_equal(features_of(splits["train"]), FEATURES)
+    assert splits["train"].images[1].location == f"{tmp_path / 'train_ims.npy'}[1]"
+    write(tmp_path, "testall", FEATURES, "abcd")
+    splits = read_scan(tmp_path, Problems())
+    assert splits["test"] is splits["testall"]
+    write(tmp_path, "test", FEATURES[:2], "ab")
+    assert len(read_scan(tmp_path, Problems())["test"].image_ids) == 2
+
+
+def test_a_row_for_each_caption_is_put_together_by_equal_rows_or_by_ids(tmp_path):
+    repeated = np.repeat(FEATURES, [2, 1, 3, 1], axis=0)
+    write(tmp_path, "train", repeated, "abcdefg")
+    write(tmp_path, "test", repeated, "abcdefg", ids=["p", "q", "q", "p", "r", "s", "t"])
+    splits = read_scan(tmp_path, Problems())
+    of_rows = {"train-0": ["a", "b"], "train-2": ["c"], "train-3": ["d", "e", "f"], "train-6": ["g"]}
+    assert captions_of(splits["train"]) == of_rows
+    assert np.array_equal(features_of(splits["train"]), FEATURES)
+    assert captions_of(splits["test"]) == {"p": ["a", "d"], "q": ["b", "c"], "r": ["e"], "s": ["f"], "t": ["g"]}
+    write(tmp_path, "train", FEATURES[:2], "abcd", ids=["x", "x", "y", "y"])
+    assert captions_of(read_scan(tmp_path, Problems())["train"]) == {"x": ["a", "b"], "y": ["c", "d"]}
+    for ids, message in (
+        (["x", "y", "y", "y"], r"train_ids.txt:2: 'y' stands where row 0 was 'x' before"),
+        (["x", "y", "z"], "has 3 ids; expected one for each of 2 rows or 4 captions"),
+        (["x", " "], r"train_ids.txt:2: a line without an id"),
+    ):
+        write(tmp_path, "train", FEATURES[:2], "abcd", ids=ids)
+        raises(UserError, message, read_scan, tmp_path, Problems())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_one_vector_a_picture_and_other_floats(tmp_path, dtype):
+    write(tmp_path, "train", FEATURES[:, 0].astype(dtype), "abcd")
+    found = features_of(read_scan(tmp_path, Problems())["train"])
+    assert found.dtype == np.float32 and found.shape == (4, 1, 5)
+    assert np.array_equal(found[:, 0], FEATURES[:, 0].astype(dtype).astype(np.float32))
+
+
+def test_what_cannot_be_used_is_noted_and_left_out_and_bytes_that_are_no_features_say_why(tmp_path):
+    lines = ["a", "  ", "c", b"\xff\n", "", "\tf  f ", "g", "h"]
+    write(tmp_path, "train", FEATURES, lines, ids=["p", "q", "r", "p"])
+    problems = Problems()
+    data = read_scan(tmp_path, problems)["train"]
+    assert captions_of(data) == {"p": ["a"], "q": ["c"], "r": ["f f"]}
+    caps = tmp_path / "train_caps.txt"
+    assert [(p.location, p.reason.split(":")[0]) for p in problems.items] == [
+        (f"{caps}:2", "empty caption"), (f"{caps}:4", "not UTF-8"), (f"{caps}:5", "empty caption"),
+        (f"{caps}:7", "id p belongs to another row already"), (f"{caps}:8", "id p belongs to another row already"),
+    ]  # fmt: skip
+    for data, message in (
+        (b"\xff\xd8\xff\xe0 a JPEG", "not a .npy file: region features are expected here, not an image"),
+        (regions_to_bytes(FEATURES[0])[:-3], "not a complete .npy file"),
+        (regions_to_bytes(FEATURES), r"float32 of shape \(4, 3, 5\); expected the \(regions, channels\) of one image"),
+        (regions_to_bytes(np.full((2, 5), np.nan, np.float32)), "NaN or infinity"),
+        (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),
+        (regions_to_bytes(np.ones((2, 5), bool)), r"bool of shape \(2, 5\)"),
+        (regions_to_bytes(np.full((2, 5), 1e300)), "NaN or infinity"),
+        (b"\x93NUMPY\x01", "not a complete .npy file"),
+    ):
+        with warnings.catch_warnings(), pytest.raises(ValueError, match=message):
+            warnings.simplefilter("error")
+            regions_from_bytes(data, 5)
+
+
+def test_a_bad_file_is_refused_by_its_name(tmp_path):
+    path = tmp_path / "train_ims.npy"
+    for array, message in (
+        (np.ones((4, 3, 5), np.int32), r"of shape \(4, 3, 5\) and type int32; expected .* float32"),
+        (FEATURES[..., None], r"shape \(4, 3, 5, 1\) and type float32; expected \(images, regions, channels\)"),
+        (np.asfortranarray(FEATURES), "saved row by row"),
+        (FEATURES[:0], r"shape \(0, 3, 5\)"),
+        (np.array([None]), "holds pickled Python objects"),
+    ):
+        write(tmp_path, "train", array, "abcd")
+        raises(UserError, rf"train_ims.npy.*{message}|{message}.*train_ims.npy", read_scan, tmp_path, Problems())
+    path.write_bytes(b"\x93NUMPY\x01")
+    raises(UserError, "train_ims.npy: not a complete .npy file", read_scan, tmp_path, Problems())
+    path.unlink()
+    raises(UserError, "there is no file .*train_ims.npy", read_scan, tmp_path, Problems())
+    path = tmp_path / "a.npy"
+    np.save(path, FEATURES)
+    file = RegionFile(path)
+    assert np.array_equal(file.features(3), FEATURES[3])
+    path.write_bytes(path.read_bytes()[:-4])
+    raises(OSError, "ends within row 3", file.features, 3)
+
+
+def test_files_of_each_picture_and_of_rows_that_differ(tmp_path, monkeypatch):
+    """6 rows of 40 kB of which two are equal: no more than these two are read whole, and with ids none."""
+    rows = RANDOM.standard_normal((6, 20, 512)).astype(np.float32)
+    rows[4] = rows[3]
+    rows[1, 0, :300] = rows[0, 0, :300]  # The beginnings agree, the rows do not.
+    cub_read, fromfile = [], np.fromfile
+
+    def counting(path, dtype, count, offset):
+        cub_read.append(count * dtype.itemsize)
+        return fromfile(path, dtype, count, offset=offset)
+
+    monkeypatch.setattr(np, "fromfile", counting)
+    write(tmp_path, "train", rows, "abcdef")
+    found = captions_of(read_scan(tmp_path, Problems())["train"])
+    assert found == {"train-0": ["a"], "train-1": ["b"], "train-2": ["c"], "train-3": ["d", "e"], "train-5": ["f"]}
+    assert sum(cub_read) < 4 * rows[0].nbytes + 10_000
+    cub_read.clear()
+    write(tmp_path, "train", rows, "abcdef", ids="pqrsst")
+    assert len(read_scan(tmp_path, Problems())["train"].image_ids) == 5 and not cub_read
+    for k in range(3):
+        np.save(tmp_path / f"{k}.npy", FEATURES[k, : k + 1])
+    (tmp_path / "m.jsonl").write_text(
+        "".join(f'{{"image": "{k}.npy", "captions": ["text {k}"], "split": "train"}}\n' for k in range(3))
+    )
+    data = read_manifest(tmp_path / "m.jsonl", Problems())["train"]
+    assert [regions_from_bytes(image.read_bytes()).shape for image in data.images] == [(1, 5), (2, 5), (3, 5)]
+
+
+def captions(path, images, annotations):
+    """A file of COCO; images {number: file name}, annotations [(id, image, caption)]."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = [{"license": 1, "file_name": name, "id": number} for number, name in images.items()]
+    annotations = [{"image_id": i, "id": a, "caption": text} for a, i, text in annotations]
+    path.write_text(json.dumps({"info": {}, "images": images, "licenses": [], "annotations": annotations}))
+    return path
+
+
+def karpathy(path, name, **more):
+    of_image = {"filename": name, "split": "test", "sentences": [{"sentid": 1, "raw": "x"}], **more}
+    path.write_text(json.dumps({"images": [of_image], "dataset": "coco"}))
+    return path
+
+
+padded = lambda number: f"{number:012d}.jpg"
+
+
+@pytest.fixture
+def coco(tmp_path):
+    for part, numbers in (("train", (9, 42)), ("val", (139,))):
+        (tmp_path / f"{part}2017").mkdir()
+        for number in numbers:
+            (tmp_path / f"{part}2017" / padded(number)).write_bytes(png())
+        texts = [(100 * n + k, n, f" image {n},\n said {k} ") for k in range(2) for n in numbers]
+        file = tmp_path / "annotations" / f"captions_{part}2017.json"
+        captions(file, {number: padded(number) for number in numbers}, texts)
+    return tmp_path
+
+
+def test_a_folder_of_annotations_is_train_and_val_by_years_and_one_file_is_divided_by_the_fractions(coco):
+    problems = Problems()
+    splits = read_coco_captions(coco / "annotations", problems)
+    assert not problems and list(splits) == ["train", "val"]
+    train = splits["train"]
+    assert (train.image_ids, train.text_ids) == (("9", "42"), ("900", "901", "4200", "4201"))
+    assert train.texts[0] == "image 9, said 0" and train.pairs.tolist() == [[0, 0], [0, 1], [1, 2], [1, 3]]
+    assert splits["val"].images[0].path == coco / "val2017" / padded(139)
+    by_recipe = load_splits(DataConfig(source="coco", path=str(coco / "annotations")), Problems())
+    assert by_recipe["train"].text_ids == train.text_ids
+    path = coco / "annotations" / "captions_train2017.json"
+    config = DataConfig(source="coco", path=str(path), val_fraction=0.0, test_fraction=0.0)
+    assert list(get_source("coco").read(config, Problems())) == ["train"]
+    found = read_coco_captions(path, Problems(), val_fraction=0.499, test_fraction=0.5)
+    assert sorted(i for data in found.values() for i in data.image_ids) == ["42", "9"]
+    truth = read_ground_truth(coco / "annotations" / "captions_train2017.json")
+    assert (truth.image_ids, truth.text_ids) == (("9", "42"), ("900", "4200", "901", "4201"))
+    assert truth.i2t.to_dense().tolist() == [[True, False, True, False], [False, True, False, True]]
+    captions(coco / "annotations" / "captions_val2014.json", {139: "COCO_val2014_000000000139.jpg"}, [(1, 139, "x")])
+    message = "captions_val2014.json and captions_val2017.json; choose with data.options.year=2017"
+    raises(UserError, message, read_coco_captions, coco / "annotations", Problems())
+    found = read_coco_captions(coco / "annotations", Problems(), year="2014")
+    assert found["val"].text_ids == ("1",) and "train" not in found  # With the image under its name of 2017.
+    options = DataConfig(source="coco", path=str(coco / "annotations"), options={"year": 2017})
+    assert get_source("coco").read(options, Problems())["val"].text_ids == ("13900", "13901")
+    message = r"no captions_train\*.json or captions_val\*.json of 2015"
+    raises(UserError, message, read_coco_captions, coco / "annotations", Problems(), year="2015")
+
+
+def test_karpathys_names_of_2014_find_the_images_of_2017_and_the_other_way_round(coco, tmp_path):
+    split = karpathy(tmp_path / "dataset.json", "COCO_val2014_000000000042.jpg", filepath="val2014")
+    found = read_karpathy(split, coco, Problems())["test"]
+    assert found.images[0].path == coco / "train2017" / padded(42)
+    old = tmp_path / "old" / "val2014" / "COCO_val2014_000000000042.jpg"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(png())
+    new = captions(tmp_path / "captions.json", {42: padded(42)}, [(1, 42, "x")])
+    found = read_coco_captions(new, Problems(), images=tmp_path / "old", val_fraction=0, test_fraction=0)
+    assert found["train"].images[0].path == old
+    for name in ("COCO_val2014_000000000042.jpg", "000000000042", "val2014/COCO_val2014_000000000042.jpg", "42"):
+        assert coco_image_id(name) == "42"
+    for name in ("0042", "0042.jpg", "1000268201_693b08cb0e.jpg", "x000000000042.jpg", "a/42.jpg"):
+        assert coco_image_id(name) == name
+
+
+def test_every_bad_entry_is_named_and_the_rest_is_read(coco):
+    path = captions(
+        coco / "annotations" / "captions_val2017.json",
+        {139: padded(139), 140: padded(140), 141: padded(9)},
+        [(1, 139, "good"), (1, 139, "again"), (2, 139, " "), (3, 7, "no image"), (4, 140, "gone"), (5, 139, 6)],
+    )
+    loaded = json.loads(path.read_text())
+    loaded["images"] += [{"id": "139", "file_name": "x.jpg"}, {"id": 139, "file_name": "x.jpg"}]
+    path.write_text(json.dumps(loaded))
+    problems = Problems()
+    assert read_coco_captions(coco / "annotations", problems)["val"].text_ids == ("1",)
+    said = problems.summary(100)
+    for reason in (
+        "images[3]: malformed entry", "images[4]: image 139 occurred before", "annotations[1]: annotation 1 occurred",
+        "annotations[2]: empty caption", "annotations[3]: image 7 is not among", "annotations[5]: malformed entry",
+        f"image {padded(140)} is missing", "image 141: no usable caption",
+    ):  # fmt: skip
+        assert reason in said
+
+
+def test_each_reader_names_the_other_ones_file_and_an_index_tells_them(coco, tmp_path):
+    path = coco / "annotations" / "captions_val2017.json"
+    split, instances = karpathy(tmp_path / "dataset.json", "a.jpg"), tmp_path / "instances_val2017.json"
+    instances.write_text(json.dumps({"images": [], "annotations": [{"image_id": 1, "category_id": 2}]}))
+    message = "this is COCO's own captions file, not a Karpathy split file. Read it with data.source=coco"
+    raises(UserError, message, read_karpathy, path, coco, Problems())
+    message = "a Karpathy split file; read it with data.source=karpathy"
+    raises(UserError, message, read_coco_captions, split, Problems())
+    for cub_read in (
+        lambda: read_karpathy(instances, coco, Problems()),
+        lambda: read_coco_captions(instances, Problems()),
+    ):
+        raises(UserError, "COCO's annotations without captions", cub_read)
+    kinds = [json_kind(json.loads(p.read_text())) for p in (path, split, instances)]
+    assert kinds == ["coco", "karpathy", "instances"] and json_kind([]) == ""
+    source = named_source(str(coco / "annotations" / "captions_train2017.json"))
+    assert (source.kind, source.root) == ("coco", str(coco))
+    items = {item.id: item for item in list_items(source, frozenset({".jpg"}), Problems())}
+    assert items.keys() == {"9", "42"} and items["42"].file == f"train2017/{padded(42)}"
+    assert items["42"].fields(png(), Problems())["captions"] == "image 42, said 0\nimage 42, said 1"
+
+
+def entry(name, split, *sentences, **more):
+    return {"filename": name, "split": split, "sentences": [{"sentid": i, "raw": t} for i, t in sentences], **more}
+
+
+NAMES = ("a.jpg", "val2014/b.jpg", "c.jpg", "d.jpg")
+
+
+@pytest.fixture(params=["folder", "tar", "tar with ./"])
+def images(request, tmp_path):
+    if request.param == "folder":
+        (tmp_path / "val2014").mkdir()
+        for name in NAMES:
+            (tmp_path / name).write_bytes(png())
+        return tmp_path
+    write_tar(tmp_path / "images.tar", [("./" * ("./" in request.param) + name, png()) for name in NAMES])
+    return tmp_path / "images.tar"
+
+
+def coco_write(tmp_path, entries):
+    path = tmp_path / "dataset.json"
+    path.write_text(json.dumps({"images": entries, "dataset": "toy"}), "utf-8")
+    return path
+
+
+def test_splits_ids_and_pictures(tmp_path, images):
+    problems = Problems()
+    entries = [
+        entry("a.jpg", "train", (3, " A dog  runs. "), (4, "Ein Hund – läuft")),
+        entry("b.jpg", "val", (5, "in its subfolder"), filepath="./val2014/"),
+        entry("c.jpg", "restval", (6, "joins training"), filepath="train2014"),  # Flat in spite of its filepath.
+        entry("d.jpg", "test", (7, "x")),
+        entry("a.jpg", "", (8, "no split")),
+        {k: v for k, v in entry("a.jpg", "", (9, "none either")).items() if k != "split"},
+        entry("a.jpg", "none", (10, "nor here")),
+    ]
+    splits = read_karpathy(coco_write(tmp_path, entries), images, problems)
+    assert len(problems) == 0
+    assert {name: (d.image_ids, d.text_ids) for name, d in splits.items()} == {
+        "train": (("a.jpg", "c.jpg"), ("3", "4", "6")), "val": (("b.jpg",), ("5",)), "test": (("d.jpg",), ("7",)),
+    }  # fmt: skip
+    assert splits["train"].texts == ("A dog runs.", "Ein Hund – läuft", "joins training")
+    assert splits["train"].pairs.tolist() == [[0, 0], [0, 1], [1, 2]]
+    assert all(image.read_bytes() == png() for data in splits.values() for image in data.images)
+
+
+def test_every_bad_entry_of_karpathys_file_is_named_and_the_rest_is_read(tmp_path, images):
+    bad = [
+        "a string", {"split": "train", "sentences": []}, entry(5, "train", (1, "x")),
+        {"filename": "a.jpg", "split": "train"}, entry("a.jpg", "train"),
+        {"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x"}]},
+        {"filename": "a.jpg", "split": "train", "sentences": [{"sentid": 1, "raw": None}]},
+        entry("a.jpg", ["train"], (1, "x")), entry("a.jpg", "train", (1, "x"), filepath=7),
+        entry("gone.jpg", "train", (1, "x")), entry("d.jpg", "train", (1, " ")),
+    ]  # fmt: skip
+    good = [entry("a.jpg", "train", (1, "one"), (2, "\n"), (3, "three"))]
+    again = [entry("a.jpg", "test", (4, "x")), entry("c.jpg", "train", (3, "taken"), (5, "five"))]
+    problems = Problems()
+    path = coco_write(tmp_path, bad + good + again)
+    splits = read_karpathy(path, images, problems)
+    assert list(splits) == ["train"] and splits["train"].image_ids == ("a.jpg", "c.jpg")
+    assert splits["train"].texts == ("one", "three", "five")
+    found = [(p.location.removeprefix(f"{path}:"), p.reason) for p in problems.items]
+    assert [place.split()[0] for place, _ in found] == [f"images[{k}]" for k in range(14)]
+    expected = [
+        *("expected an object", "filename is None", "filename is 5", "sentences is missing", "sentences is missing"),
+        *("a sentence lacks sentid", "a sentence lacks", "split is of type list", "filepath is of type int"),
+        *("image gone.jpg is missing from", "empty caption", "empty caption", "image a.jpg occurred before"),
+        "this sentid occurred before",
+    ]
+    assert [e in reason for e, (_, reason) in zip(expected, found, strict=True)] == [True] * 14, found
+
+
+def test_missing_files_archives_that_are_none_and_json_of_another_layout(tmp_path):
+    path = coco_write(tmp_path, [entry("gone.jpg", "train", (1, "x"))])
+    raises(UserError, "cannot read .*absent", read_karpathy, tmp_path / "absent.json", tmp_path, Problems())
+    message = r"data\.images: there is no folder or tar file"
+    raises(UserError, message, read_karpathy, path, tmp_path / "absent", Problems())
+    raises(UserError, r"data\.images: .*not an uncompressed tar file", read_karpathy, path, path, Problems())
+    message = r"no usable pair(.|\n)*images\[0\]: image gone\.jpg is missing"
+    raises(UserError, message, read_karpathy, path, tmp_path, Problems())
+    for text in ("", "{", "[]", "5", '{"annotations": []}', '{"images": 5}', '{"images": {"a": 1}}'):
+        path.write_text(text)
+        raises(UserError, r"dataset\.json: .*(expected|not usable JSON)", read_karpathy, path, tmp_path, Problems())

@@ -1,23 +1,34 @@
-"""ENCODERS: every kind keeps the written protocol, and a kind from outside the package works like one of ours."""
+"""Encoders of every kind keep the written protocol, also one from outside the package and folders of graphs."""
 
+import io
+import json
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper, save
+from PIL import Image
 from pydantic import Field, PositiveInt
 from support.raising import raises
-from support.tiny_models import tiny_architecture, tiny_resnet
+from support.tiny_models import import_open_clip, tiny_architecture, tiny_open_clip, tiny_resnet
 from support.toy import make_toy
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from sfumato.data.image_decoding import encode_png
+from sfumato.encoders.backbones import foreign_towers
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import TokenFeatures
+from sfumato.encoders.joint import joint_backbone
+from sfumato.encoders.package_weights import is_open_clip
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.scratch import Encoder, SmallImageConfig, SmallTextConfig
 from sfumato.encoders.towers import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.errors import UserError
 from sfumato.models.build import Assets, build_model, fresh_tokenizer
 from sfumato.models.embed import evaluate_run
+from sfumato.models.model import model_digest
 from sfumato.models.recipe import check_recipe, load_recipe, save_recipe
 from sfumato.models.run import load_model, load_run
 from sfumato.training.loop import fit
@@ -182,3 +193,183 @@ def test_every_kind_builds_an_encoder_that_keeps_the_protocol(side, kind, tmp_pa
     assert (max(map(encoder.blocks_from_top, names), default=0) > 0) == entry.config.has_blocks
     if side == "image" and names:  # Above frozen features there is no parameter to freeze.
         assert any(map(encoder.freezes, names)) == getattr(recipe.model, side).starts_pretrained
+
+
+SIZE, D, WORDS, LENGTH = 8, 5, ["[PAD]", "[END]", "a", "red", "dog", "the", "!"], 6
+RANDOM = np.random.default_rng(0)
+OF_PIXELS = RANDOM.normal(size=(3 * SIZE * SIZE, D)).astype(np.float32)
+OF_WORDS = RANDOM.normal(size=(len(WORDS), D)).astype(np.float32)
+MEAN, STD = [0.48, 0.45, 0.4], [0.27, 0.26, 0.28]
+TEXTS = ["a red  dog", "the dog", "a red dog the dog the dog a dog"]
+
+
+def graph(path, nodes, inputs, output, **weights):
+    """inputs: name -> (type, shape)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    given = [helper.make_tensor_value_info(name, *one) for name, one in inputs.items()]
+    made = [helper.make_tensor_value_info(output, TensorProto.FLOAT, None)]
+    held = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    whole = helper.make_graph([helper.make_node(*n[:3], **n[3]) for n in nodes], "tiny", given, made, held)
+    save(helper.make_model(whole, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+
+
+def of_images(path, name, output, batch, uint8=False):
+    given = (TensorProto.UINT8, [batch, SIZE, SIZE, 3]) if uint8 else (TensorProto.FLOAT, [batch, 3, SIZE, SIZE])
+    cast = "Cast", [name], ["x"], {"to": TensorProto.FLOAT}
+    nodes = [cast, ("Flatten", ["x"], ["flat"], {}), ("MatMul", ["flat", "w"], [output], {})]
+    graph(path, nodes, {name: given}, output, w=OF_PIXELS)
+
+
+def of_texts(path, output, inputs):
+    """The sum of the words' vectors, those of padding too unless there is a mask."""
+    ids, *mask = inputs
+    weights, nodes = {"w": OF_WORDS, "one": np.array([1])}, [("Gather", ["w", ids], ["v"], {})]
+    if mask:
+        nodes += [("Unsqueeze", [*mask, "two"], ["m"], {}), ("Cast", ["m"], ["f"], {"to": TensorProto.FLOAT})]
+        nodes.append(("Mul", ["v", "f"], ["p"], {}))
+        weights["two"] = np.array([2])
+    nodes.append(("ReduceSum", ["p" if mask else "v", "one"], [output], {"keepdims": 0}))
+    graph(path, nodes, inputs, output, **weights)
+
+
+def tokenizer(folder):
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="!"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="$A [END]", special_tokens=[("[END]", 1)])
+    made.save(str(folder / "tokenizer.json"))
+
+
+def dump(path, value):
+    path.write_text(json.dumps(value))
+
+
+@pytest.fixture
+def immich(tmp_path):
+    of_images(tmp_path / "visual" / "model.onnx", "image", "embedding", 1)
+    of_texts(tmp_path / "textual" / "model.onnx", "embedding", {"text": (TensorProto.INT32, [1, LENGTH])})
+    text = {"context_length": LENGTH, "tokenizer_kwargs": {"clean": "lower"}}
+    dump(tmp_path / "config.json", {"embed_dim": D, "vision_cfg": {}, "text_cfg": text})
+    settings = {"size": [SIZE, SIZE], "mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}
+    dump(tmp_path / "visual" / "preprocess_cfg.json", settings)
+    tokenizer(tmp_path / "textual")
+    dump(tmp_path / "textual" / "tokenizer_config.json", {"pad_token": "[PAD]"})
+    return tmp_path
+
+
+@pytest.fixture
+def transformers_js(tmp_path):
+    of_images(tmp_path / "onnx" / "vision_model.onnx", "pixel_values", "image_embeds", "n")
+    inputs = {name: (TensorProto.INT64, ["n", "t"]) for name in ("input_ids", "attention_mask")}
+    of_texts(tmp_path / "onnx" / "text_model.onnx", "text_embeds", inputs)
+    dump(tmp_path / "config.json", {"model_type": "clip", "text_config": {"max_position_embeddings": LENGTH}})
+    settings = {"size": {"shortest_edge": SIZE}, "crop_size": {"height": SIZE, "width": SIZE}, "do_center_crop": True}
+    dump(tmp_path / "preprocessor_config.json", settings | {"image_mean": MEAN, "image_std": STD, "resample": 3})
+    tokenizer(tmp_path)
+    dump(tmp_path / "tokenizer_config.json", {"pad_token": {"content": "[PAD]"}})
+    return tmp_path
+
+
+def picture(width=20, height=10):
+    pixels = RANDOM.integers(0, 256, (3, height, width), np.uint8)
+    return encode_png(pixels), Image.fromarray(pixels.transpose(1, 2, 0))
+
+
+unit = lambda values: values / np.linalg.norm(values, axis=-1, keepdims=True)
+
+
+def expected_image(image, squash=False):
+    wide = SIZE if squash else 2 * SIZE
+    resized = image.resize((wide, SIZE), Image.Resampling.BICUBIC)
+    pixels = np.asarray(resized.crop(((wide - SIZE) // 2, 0, (wide + SIZE) // 2, SIZE)))
+    return unit(((pixels / 255 - MEAN) / STD).transpose(2, 0, 1).reshape(-1) @ OF_PIXELS)
+
+
+def expected_text(text, padded):
+    ids = [*map(WORDS.index, text.split()[: LENGTH - 1]), 1]
+    return unit(OF_WORDS[ids + [0] * (LENGTH - len(ids)) * padded].sum(0))
+
+
+@pytest.mark.parametrize("layout", ["immich", "transformers_js"])
+def test_a_folder_of_graphs_is_a_model_of_points(layout, request):
+    folder = request.getfixturevalue(layout)
+    model, (first, one), (second, other) = load_model(folder), picture(), picture()
+    images, texts = model.embed_images([first, second]), model.embed_texts(TEXTS)
+    assert isinstance(images.mean, np.ndarray) and np.isneginf(images.log_var).all() and not model.calibrated
+    np.testing.assert_allclose(images.mean, [expected_image(one), expected_image(other)], atol=1e-5)
+    np.testing.assert_allclose(texts.mean, [expected_text(text, layout == "immich") for text in TEXTS], atol=1e-5)
+    for tower in (model.model.image, model.model.text):
+        assert (tower.dim, tower.variances, tower.has_offset, tower.normalize) == (D, False, False, True)
+    assert model.unfamiliar_texts(["red"]) == [False] and model.model.text.processor.pieces(["red", "a dog"]) == [1, 2]
+    assert model_digest(model.model) == model_digest(load_model(folder, device="cuda").model)
+    path, name = ("visual/model.onnx", "image") if layout == "immich" else ("onnx/vision_model.onnx", "pixel_values")
+    of_images(folder / path, name, "embedding", "another")
+    assert model_digest(model.model) != model_digest(load_model(folder).model)
+
+
+def test_settings_are_followed(immich):
+    found = load_model(immich).embed_texts(["A RED dog"])
+    np.testing.assert_allclose(found.mean, [expected_text("a red dog", True)], atol=1e-5)
+    path = immich / "visual" / "preprocess_cfg.json"
+    settings, (data, image) = json.loads(path.read_text()), picture()
+    dump(path, settings | {"resize_mode": "squash"})
+    np.testing.assert_allclose(load_model(immich).embed_images([data]).mean[0], expected_image(image, True), atol=1e-5)
+    of_images(immich / "visual" / "model.onnx", "image", "embedding", 1, uint8=True)  # It has mean and deviation.
+    pixels = np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BICUBIC)).reshape(-1)
+    np.testing.assert_allclose(load_model(immich).embed_images([data]).mean[0], unit(pixels @ OF_PIXELS), atol=1e-5)
+    for wrong, message in (
+        ({"interpolation": "bilinear"}, "resized by 'bilinear', not bicubic"),
+        ({"resize_mode": "longest"}, "KeyError"),
+    ):
+        dump(path, settings | wrong)
+        raises(UserError, message, load_model, immich)
+    path.unlink()
+    raises(UserError, "expected visual/preprocess_cfg.json, config.json, textual/tokenizer.json", load_model, immich)
+
+
+def test_a_damaged_graph_is_named_and_other_folders_are_none_of_these(transformers_js, tmp_path_factory):
+    (transformers_js / "onnx" / "text_model.onnx").write_bytes(b"not a graph")
+    model = load_model(transformers_js)
+    raises(UserError, r"text_model.onnx: not a graph that onnxruntime reads", model.embed_texts, ["a"])
+    assert model.embed_images([picture()[0]]).n == 1, "each is read when it is needed"
+    assert foreign_towers(tmp_path_factory.mktemp("none")) is None
+
+
+def test_features_are_those_of_open_clip(tmp_path):
+    model, preprocess, tokenizer = tiny_open_clip(tmp_path / "model")
+    image, text = joint_backbone(str(tmp_path / "model"), "image"), joint_backbone(str(tmp_path / "model"), "text")
+    picture = Image.effect_noise((40, 30), 90).convert("RGB")
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    captions = ["a red square", "blue " * 30]
+    with torch.inference_mode():
+        of_image, of_texts = model.encode_image(preprocess(picture)[None]), model.encode_text(tokenizer(captions))
+    assert image.channels == text.channels == 8
+    torch.testing.assert_close(torch.from_numpy(image([file.getvalue()])[0]), of_image)
+    torch.testing.assert_close(torch.cat([torch.from_numpy(found) for found in text(captions)]), of_texts)
+    assert image.fingerprint != text.fingerprint and "processor" in image.fingerprint
+    assert text.pieces(["red", "photographically"])[0] == 1 < text.pieces(["photographically"])[0]
+    half = joint_backbone(str(tmp_path / "model"), "text", precision="bfloat16")
+    assert half.fingerprint != text.fingerprint
+    torch.testing.assert_close(torch.tensor(half(captions)[0]), of_texts[:1], atol=0.05, rtol=0.05)
+
+
+def test_names_and_models_of_open_clip_that_cannot_be_loaded(tmp_path, monkeypatch):
+    assert is_open_clip("open_clip:ViT-B-32/laion2b_s34b_b79k") and is_open_clip("hf-hub:timm/ViT-B-16-SigLIP")
+    assert not is_open_clip("openai/clip-vit-base-patch32") and not is_open_clip(str(tmp_path))
+    (tmp_path / "open_clip_config.json").touch()
+    assert is_open_clip(str(tmp_path))
+    (tmp_path / "config.json").touch()  # The hub's laion models have the files of both; transformers needs no extra.
+    assert not is_open_clip(str(tmp_path))
+    for config in (FrozenImageConfig, FrozenTextConfig):
+        assert config(backbone="hf-hub:a/b", projected=True).extras == {"open-clip"}
+        assert config(backbone="openai/clip-vit-base-patch32").extras == {"backbones"}
+    import_open_clip()
+    monkeypatch.setattr("sfumato.encoders.joint.hub_reachable", lambda: False)
+    for name in ("open_clip:ViT-B-32/laion2b_s34b_b79k", "hf-hub:nobody/nothing"):
+        raises(UserError, "no connection to the hub.*Give a local folder", joint_backbone, name, "image")
+    tiny_open_clip(tmp_path / "model")
+    weights = tmp_path / "model" / "open_clip_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    raises(UserError, "cannot load .*model", joint_backbone, str(tmp_path / "model"), "text")
+    weights.rename(tmp_path / "model" / "open_clip_pytorch_model.bin")
+    raises(UserError, "other weights are pickles", joint_backbone, str(tmp_path / "model"), "text")
