@@ -27,6 +27,7 @@ from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.protocols import EmbeddedSet
 from sfumato.models.embed import embed_for_evaluation
 from sfumato.models.run import load_run
+from sfumato.reports.evaluation import print_measured
 
 RECIPE = """
 name = "birds"
@@ -249,7 +250,7 @@ def test_rows_without_ids_are_in_the_order_of_the_truth_and_our_files_have_log_v
     assert set(found.uncertainty()["i2t"].values()) == {0.0} and points.uncertainty() is None
 
 
-def test_lists_are_measured_as_they_are(folder):
+def test_lists_are_measured_as_they_are(folder, capsys):
     ground_truths = read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@1", "r_precision"])
     embedded = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
     distance = torch.cdist(embedded.images.tensors().mean, embedded.texts.tensors().mean)
@@ -264,6 +265,14 @@ def test_lists_are_measured_as_they_are(folder):
     assert found.figures == measure(embedded, "squared_l2").figures and found.score == "lists"
     single = per_query_table(found.ranks)
     assert np.isnan(single["recall@10"]).all() and not np.isnan(single["r_precision"]).any()
+    mixed = read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@1", "recall@5", "r_precision"])
+    assert measure_lists(folder / "lists.json", mixed).figures == found.figures
+    assert "without recall@5: truth, i2t: the list of" in capsys.readouterr().err
+    (folder / "one.json").write_text(json.dumps({"t2i": lists["t2i"]}))
+    one = measure_lists(folder / "one.json", mixed)
+    assert one.figures == {"truth": {"t2i": found.figures["truth"]["t2i"]}}
+    print_measured(one, "one direction")
+    assert "t2i" in (printed := capsys.readouterr().out) and "i2t" not in printed
     deeper = read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@5"])
     raises(ValueError, "recall@5 needs 5", measure_lists, folder / "lists.json", deeper)
 

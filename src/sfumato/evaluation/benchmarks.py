@@ -93,7 +93,7 @@ def figures(ranks: BenchmarkRanks) -> dict[str, dict[str, Any]]:
     averages: dict[str, list[dict[str, Any]]] = {}
     for name, both in ranks.items():
         found: dict[str, Any] = {direction: of.metrics() for direction, of in both.items()}
-        if all(set(retrieval.RECALLS) <= set(found[direction]) for direction in both):
+        if len(both) == len(DIRECTIONS) and all(set(retrieval.RECALLS) <= set(found[direction]) for direction in both):
             found["rsum"] = sum(found[direction][recall] for direction in both for recall in retrieval.RECALLS)
         result[name] = found
         if (average := next(iter(both.values())).ground_truth.averaged_as) is not None:
@@ -275,6 +275,8 @@ def rank(
     chosen = {one.name: one for one in ground_truths}
     result: BenchmarkRanks = {name: {} for name in chosen}
     for plan in plans:
+        if getattr(source, plan.direction, ()) is None:  # Lists of the other direction alone.
+            continue
         source.fill(plan)
         found: dict[str, dict[int, RankedPart]] = {}
         for group in plan.groups:

@@ -17,7 +17,7 @@ from sfumato.files import read_json
 from sfumato.gaussian import ScalarUncertainty, accumulation_dtype
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import RecallByUncertainty
-from sfumato.metrics.retrieval import Better
+from sfumato.metrics.retrieval import Better, ShortListError
 
 BENCHMARKS = ("coco", "flickr30k", "flickr8k", "cub", "emoji")
 """Names of the benchmarks that can be read."""
@@ -227,17 +227,43 @@ def _recall_by_uncertainty(ranks: BenchmarkRanks, values: dict[str, dict[str, fl
 def measure_lists(
     path: Path, ground_truths: Sequence[GroundTruth], *, image_ids: Path | None = None, text_ids: Path | None = None
 ) -> Measured:
-    """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first."""
+    """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first.
+
+    Metrics that lists of these lengths do not determine are left out with a note. One direction may be missing.
+    """
     loaded = read_json(path)
     form = 'expected {"i2t": {image: [texts]}, "t2i": {text: [images]}}'
-    if not isinstance(loaded, dict) or set(loaded) != {"i2t", "t2i"}:
+    if not isinstance(loaded, dict) or not loaded or not {"i2t", "t2i"}.issuperset(loaded):
         found = ", ".join(loaded) if isinstance(loaded, dict) else type(loaded).__name__
         raise UserError(f"{path}: {form}, found {found}")
     for direction, lists in loaded.items():
         if not isinstance(lists, dict) or not all(isinstance(items, list) for items in lists.values()):
             raise UserError(f"{path}: {direction} is not an object of lists; {form}")
     ids = _ids(ground_truths, image_ids, text_ids)
-    return _measured("lists", protocols.Lists(loaded["i2t"], loaded["t2i"]), ids, ground_truths)
+    return _measured("lists", protocols.Lists(loaded.get("i2t"), loaded.get("t2i")), ids, ground_truths)
+
+
+def _determined(ranks: BenchmarkRanks) -> BenchmarkRanks:
+    """What lists of these lengths determine; a note for each ground truth says what they do not."""
+    found: BenchmarkRanks = {}
+    for name, both in ranks.items():
+        truth, short = next(iter(both.values())).ground_truth, dict[str, ValueError]()
+        for metric in truth.metrics:
+            try:
+                for of in both.values():
+                    of.metrics([metric])
+            except ValueError as error:
+                if not isinstance(error.__cause__, ShortListError):
+                    raise
+                short[metric] = error
+        if kept := [metric for metric in truth.metrics if metric not in short]:
+            one = truth.with_metrics(*kept)
+            found[name] = {direction: replace(of, ground_truth=one) for direction, of in both.items()}
+        if short and (found or len(ranks) > 1):
+            say(f"note: {name} is without {', '.join(short)}: {next(iter(short.values()))}")
+    if not found:
+        raise next(iter(short.values()))
+    return found
 
 
 _BothIds = tuple[tuple[str, ...], tuple[str, ...]]
@@ -251,7 +277,7 @@ def _ids(ground_truths: Sequence[GroundTruth], image_ids: Path | None, text_ids:
 
 def _measured(score: str, source: Source, ids: _BothIds, ground_truths: Sequence[GroundTruth]) -> Measured:
     """The figures of what is no embedding."""
-    ranks = rank(source, *ids, ground_truths)
+    ranks = _determined(rank(source, *ids, ground_truths))
     return Measured(score, len(ids[0]), len(ids[1]), figures(ranks), ranks)
 
 

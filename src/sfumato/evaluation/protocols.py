@@ -352,8 +352,8 @@ class Lists:
     metric: recall@K needs K items of the fold, R-Precision and mAP@R as many as are relevant.
     """
 
-    i2t: Mapping[Any, Sequence[Any]]  # {query id: [gallery ids from best to worst]}
-    t2i: Mapping[Any, Sequence[Any]]
+    i2t: Mapping[Any, Sequence[Any]] | None  # {query id: [gallery ids from best to worst]}; None: not ranked
+    t2i: Mapping[Any, Sequence[Any]] | None
     batch_size: int = 256  # number of queries whose lists are read at once
 
     def shape(self) -> None:
@@ -362,7 +362,7 @@ class Lists:
 
     def fill(self, plan: RankPlan) -> None:
         """See :meth:`Source.fill`."""
-        lists = {str(query): items for query, items in (self.i2t if plan.direction == "i2t" else self.t2i).items()}
+        lists = {str(query): items for query, items in (getattr(self, plan.direction) or {}).items()}
         if unknown := lists.keys() - set(plan.query_ids):
             found = f"there is a list for {min(unknown)!r}, which is not among the query ids"
             raise ValueError(f"{plan.direction}: {found}")

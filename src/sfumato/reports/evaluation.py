@@ -8,6 +8,7 @@ from sfumato.evaluation.embedded_input import Measured
 from sfumato.evaluation.hits import HitFigures
 from sfumato.evaluation.protocols import Evaluation, table_rows
 from sfumato.evaluation.trust import FIGURES, DirectionTrust, TrustReport
+from sfumato.ids import DIRECTIONS
 from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
 from sfumato.reports.tables import (
@@ -90,13 +91,14 @@ def _print_uncertainty(directions: Mapping[str, Any], measure: str, prefix: str 
 
 def print_measured(measured: Measured, title: str) -> None:
     """Print a table of one or more ground truths in both directions, with all metrics that any of them reports."""
-    metrics = dict.fromkeys(name for one in measured.figures.values() for name in one["i2t"])
+    both = {name: {key: one[key] for key in DIRECTIONS if key in one} for name, one in measured.figures.items()}
+    metrics = dict.fromkeys(name for one in both.values() for found in one.values() for name in found)
     names = [name for name in metrics if name not in ("n_queries", "n_without_positives")]
     rows = []
-    for ground_truth, one in measured.figures.items():
-        for direction in ("i2t", "t2i"):
-            cells = [metric_cell(name, one[direction].get(name)) for name in names]
-            rows.append([ground_truth, direction, *cells, f"{one[direction]['n_queries']:g}"])
+    for ground_truth, one in both.items():
+        for direction, found in one.items():
+            cells = [metric_cell(name, found.get(name)) for name in names]
+            rows.append([ground_truth, direction, *cells, f"{found['n_queries']:g}"])
     print_table(f"{title}, by {measured.score}", ["ground truth", "direction", *names, "queries"], rows, left=2)
     rsums = {name: one["rsum"] for name, one in measured.figures.items() if "rsum" in one}
     sums = [f"{name} RSUM {rsum * 100:.1f} of 600" for name, rsum in rsums.items()]
