@@ -20,7 +20,6 @@ TINY = [
 
 
 def read_every_fourth(config, problems):
-    """Every fourth image of each split of the emoji, with its texts."""
     splits = load_emoji()
     return {name: data.keep_images(np.arange(0, len(data.image_ids), 4)) for name, data in splits.items()}
 

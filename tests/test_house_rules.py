@@ -12,12 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @functools.cache
 def found():
-    """Every function and class of the package."""
     return list(house.definitions(ROOT / "src" / "sfumato"))
 
 
 def exported():
-    """(module below the package, name) of every name that the package exports."""
     tree = ast.parse((ROOT / "src" / "sfumato" / "__init__.pyi").read_text(encoding="utf-8"))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     return {(node.module.replace(".", "/"), alias.name) for node in imports for alias in node.names}

@@ -16,8 +16,7 @@ ORDER = [
     "models", "training", "workflows", "reports", "adapters", "demo", "serve", "cli", "__main__",
 ]  # fmt: skip
 
-# What must not be reached, through whatever lies between.
-NEVER = {
+NEVER = {  # What must not be reached, through whatever lies between.
     "serve": {"training", "reports", "demo", "cli"}, "evaluation": {"training"}, "models": {"training"},
     "search": {"models"},
 }  # fmt: skip
@@ -57,7 +56,6 @@ def imports() -> dict[str, set[str]]:
 
 
 def named_modules(path: Path) -> Iterator[str]:
-    """Modules that a file imports, those of other packages too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             yield node.module or ""
@@ -70,7 +68,6 @@ def part_of(name: str) -> str:
 
 
 def reached_from(part: str) -> set[str]:
-    """The modules of a part and all that they import, directly or through others."""
     reached = {name for name in MODULES if part_of(name) == part}
     while more := {other for name in reached for other in imports()[name]} - reached:
         reached |= more

@@ -30,7 +30,6 @@ TABLES = LOSSES, DISTANCES, ESTIMATORS
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
-    """What a test registers and imports is forgotten, at its end and whenever it says so."""
     before = [dict(table) for table in TABLES]
 
     def forget_all():

@@ -311,8 +311,7 @@ def test_it_is_that_of_scikit_learn(weighted):
     x, y = rows()
     weight = np.random.default_rng(0).random(len(y)) + 0.1 if weighted else np.ones(len(y))
     ours, bias = logits.fit_logistic(x, y, weight=weight, penalty=0.02)
-    # scikit-learn: ||w||^2 / 2 + C sum(weight * loss)
-    c = 1 / (0.02 * float(weight.sum()))
+    c = 1 / (0.02 * float(weight.sum()))  # scikit-learn: ||w||^2 / 2 + C sum(weight * loss)
     theirs = linear_model.LogisticRegression(C=c, tol=1e-10, max_iter=1000).fit(x, y, sample_weight=weight)
     assert ours.tolist() == pytest.approx(theirs.coef_[0].tolist(), abs=1e-6)
     assert bias == pytest.approx(float(theirs.intercept_[0]), abs=1e-6)
@@ -415,8 +414,7 @@ def mean_of_smallest(row):
 def test_features_are_those_of_a_loop_in_the_orientation_of_the_distance(direction):
     reference = logits.ReferenceQueries.of(gaussians(40, 0), "kl", direction)
     queries, first = gaussians(3, 1), gaussians(3, 2)
-    # KL is not symmetric; it takes the image first in either direction.
-    kl = DISTANCES["kl"].matrix
+    kl = DISTANCES["kl"].matrix  # KL is not symmetric; it takes the image first in either direction.
     of = {"t2i": lambda asked, item: kl(item, asked).T, "i2t": kl}[direction]
     kept = reference.embeddings.to("float32")
     hub, isolation = of(kept, first).T.tolist(), of(queries, kept).tolist()

@@ -134,8 +134,7 @@ def test_the_buffer_mixes_and_its_size_is_kept(tmp_path, monkeypatch):
     # A sample cannot come before it was read: the one at place i is among the first i + 50.
     assert all(number < place + 50 for place, number in enumerate(mixed))
     assert abs(np.corrcoef(order(1000), range(400))[0, 1]) < 0.2
-    # Left early, it closes its file.
-    opened, original = [], open
+    opened, original = [], open  # Left early, it closes its file.
     monkeypatch.setattr("builtins.open", lambda *a, **k: opened.append(original(*a, **k)) or opened[-1])
     batches = stream(shards, shuffle_buffer=2).batches(0)
     next(batches)

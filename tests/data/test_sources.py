@@ -286,7 +286,6 @@ def write(folder, name, features, captions, ids=None):
 
 
 def captions_of(data):
-    """{image id: its captions in order}"""
     found = {i: [] for i in data.image_ids}
     for image, text in data.pairs:
         found[data.image_ids[image]].append(data.texts[text])

@@ -47,8 +47,7 @@ def test_every_mode_is_what_it_shows():
         assert hwc(encoded(two, kind, transparency=0)).tolist() == [[[255, 255, 255], [10, 20, 30]]]
     rgb = Image.fromarray(np.array([[[1, 2, 3], [4, 5, 6]]], dtype=np.uint8))
     assert hwc(encoded(rgb, transparency=(1, 2, 3))).tolist() == [[[255, 255, 255], [4, 5, 6]]]
-    # Transparency lies on white.
-    alpha = np.random.default_rng(1).integers(0, 256, (5, 7, 1), dtype=np.uint8)
+    alpha = np.random.default_rng(1).integers(0, 256, (5, 7, 1), dtype=np.uint8)  # Transparency lies on white.
     alpha[0], alpha[1] = 0, 255
     expected = (PIXELS * (alpha / 255.0) + 255 * (1 - alpha / 255.0)).round()
     decoded = hwc(encoded(Image.fromarray(np.concatenate([PIXELS, alpha], 2))))
@@ -69,8 +68,7 @@ def test_every_mode_is_what_it_shows():
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(orientation):
-    # The stored picture is what the camera saw; numpy turns it upright by the definition of each value.
-    upright = {
+    upright = {  # The stored picture is what the camera saw; numpy turns it upright by the definition of each value.
         **{1: lambda a: a, 2: lambda a: a[:, ::-1], 3: lambda a: a[::-1, ::-1], 4: lambda a: a[::-1]},
         **{5: lambda a: a.swapaxes(0, 1), 6: lambda a: np.rot90(a, -1), 7: lambda a: np.rot90(a, 2).swapaxes(0, 1)},
         8: lambda a: np.rot90(a),

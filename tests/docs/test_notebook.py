@@ -65,8 +65,7 @@ def test_the_cells_run(capsys):
     assert small in sources[0]
     names, values = {}, []
     for source in sources:
-        # The apple is not among so few.
-        shown = Path(names["lines"][0]["image"]).name if names else ""
+        shown = Path(names["lines"][0]["image"]).name if names else ""  # The apple is not among so few.
         values.append(run_cell(source.replace("1F34E-noto.png", shown), names))
     kinds = {type(value) for value in values}
     assert {Answer, LoadedModel, Searcher, Reliability} <= kinds

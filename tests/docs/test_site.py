@@ -54,7 +54,6 @@ FROM = re.compile(r"from (sfumato\b[\w.]*) import ([\w, ]+)")
 
 
 def code_of(text):
-    """The code of a page: its Python blocks and what stands between backticks."""
     return [block or inline for block, inline in CODE.findall(text)]
 
 

@@ -231,8 +231,7 @@ def ground_truths(folder):
 def test_rows_without_ids_are_in_the_order_of_the_truth_and_our_files_have_log_variances(folder, ground_truths):
     plain = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
     assert plain.text_ids == ground_truths[0].text_ids and plain.uncertainty() is None
-    # float64 images and float32 texts meet in float64.
-    assert plain.images.dtype == plain.texts.dtype == np.float64
+    assert plain.images.dtype == plain.texts.dtype == np.float64  # float64 images and float32 texts meet in float64.
     files = f"{folder}/i.npy", f"{folder}/shuffled.npy", ground_truths
     shuffled, wrong = read_embedded_set(*files, text_ids=folder / "shuffled.txt"), read_embedded_set(*files)
     assert measure(plain).figures == measure(shuffled).figures != measure(wrong).figures

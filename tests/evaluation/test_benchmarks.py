@@ -56,8 +56,7 @@ def by_definition(distance, ground_truth):
             dense = relevance.to_dense()[np.ix_(rows, columns)]
             lists = [np.flatnonzero(row).tolist() for row in dense]
             outside = np.zeros(len(rows), int) if relevance.n_outside is None else relevance.n_outside[rows]
-            # What nothing can find stands at the end, infinitely far.
-            most = outside.max(initial=0)
+            most = outside.max(initial=0)  # What nothing can find stands at the end, infinitely far.
             block = np.concatenate([block, np.full((len(rows), most), np.inf)], axis=1)
             lists = [own + [len(columns) + k for k in range(n)] for own, n in zip(lists, outside, strict=True)]
             parts.append(metrics_by_definition(block, lists, (1, 2, 5, 10)))

@@ -192,7 +192,6 @@ def test_sizes_populations_and_errors_by_chance():
 
 
 def verdict_of(n, off, seed):
-    """The verdict on probabilities of n first hits whose true probabilities differ by `off`, towards one half."""
     generator = torch.Generator().manual_seed(seed)
     p = torch.sigmoid(2 * torch.randn(n, generator=generator).double() + 0.8)
     true = torch.where(p > 0.5, p - off, p + off)

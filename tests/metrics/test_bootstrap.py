@@ -74,8 +74,7 @@ def test_aurc_with_ties_is_the_mean_over_all_orders_and_coverages_round_up():
     error = np.array([0.0, 0.0, 1.0, 1.0])
     assert prediction_rejection_ratio(np.zeros(4), error) == pytest.approx(0, abs=1e-12)
     assert aurc(np.full(4, -np.inf), error) == pytest.approx(0.5)
-    # 0.1 * 30 is a little more than 3: three items, none of which is wrong.
-    error = np.r_[np.zeros(3), np.ones(27)]
+    error = np.r_[np.zeros(3), np.ones(27)]  # 0.1 * 30 is a little more than 3: three items, none of which is wrong.
     assert [risk_at_coverage(np.arange(30.0), error, coverage) for coverage in (0.1, 0.101)] == [0, 0.25]
 
 
@@ -184,8 +183,7 @@ def test_recall_by_uncertainty_worked_by_hand_in_ten_bins_of_equal_size():
     uncertainty = np.array([5.0, 1.0, 3.0, 2.0, 4.0, 9.0, 9.0])
     hit = np.array([0, 1, 0, 1, 1, 0, np.nan])
     result = RecallByUncertainty.of(torch.from_numpy(uncertainty), hit, n_bins=3)
-    # Without the NaN: in order 1 2 | 3 4 | 5 9, hits 1 1 | 0 1 | 0 0.
-    bins = (1.5, 1.0), (3.5, 0.5), (7.0, 0.0)
+    bins = (1.5, 1.0), (3.5, 0.5), (7.0, 0.0)  # Without the NaN: in order 1 2 | 3 4 | 5 9, hits 1 1 | 0 1 | 0 0.
     assert result.bins == [{"uncertainty": u, "recall": recall, "count": 2} for u, recall in bins]
     assert result.correlation == pytest.approx(-1)
     assert result.spearman == pytest.approx(scipy.stats.spearmanr(uncertainty[:6], hit[:6]).statistic)

@@ -65,7 +65,6 @@ NAMES = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "ma
 
 
 def check(official, result):
-    """Every official value, to the last digit but for the order in which a mean is added up."""
     for key, both in official.items():
         ground_truth, metric = re.fullmatch(r"(coco_1k|coco_5k|cxc|eccv)_(\w+)", key).groups()
         for direction in DIRECTIONS:

@@ -75,8 +75,7 @@ def test_an_accelerator_agrees_with_the_processor():
 
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 2040, 2041, 8 * 255 * 3 + 5])
 def test_the_last_of_a_long_gallery_has_the_largest_rank(m):
-    # Counts in bytes would overflow from 255 words of 8 bytes.
-    falling = torch.arange(m, 0, -1.0)[None]
+    falling = torch.arange(m, 0, -1.0)[None]  # Counts in bytes would overflow from 255 words of 8 bytes.
     relevance = Relevance.from_lists([[0, m - 1]], n_gallery=m)
     assert relevant_ranks(falling, relevance).tolist() == ([0] if m == 1 else [m - 1, 0])
     assert relevant_ranks(torch.zeros(1, m), relevance).tolist() == ([0] if m == 1 else [0, m - 1])
@@ -111,8 +110,7 @@ def test_score_matrices_of_any_kind_both_ways(kind, tmp_path):
     for queries, matrix, ground_truth in (("rows", scores, dense), ("columns", scores.T, dense.T)):
         ground_truths = [np.flatnonzero(row).tolist() for row in ground_truth]
         relevance = Relevance.from_lists(ground_truths, n_gallery=ground_truth.shape[1])
-        # In one block, and in blocks with an uneven last one.
-        for (better, sign), memory_mb in itertools.product(
+        for (better, sign), memory_mb in itertools.product(  # In one block, and in blocks with an uneven last one.
             {"larger": -1, "smaller": 1}.items(), (64, 3 * 4 * 11 / 2**20)
         ):
             ours = ranks_from_scores(given, relevance, better=better, queries=queries, memory_mb=memory_mb)

@@ -44,7 +44,6 @@ def clip_vision(model):
 
 
 def embed(model, values, dtype=torch.float32, lengths=None):
-    """What a model makes of stored inputs: pixels that are standardised already, and token ids."""
     model = model.to(dtype).eval()
     clip_vision(model).pixels.mean.zero_()
     clip_vision(model).pixels.std.fill_(1)
@@ -80,7 +79,6 @@ def built(layout, dtype=torch.float32):
 
 
 def stored(folder):
-    """(folder, config, tensors, inputs and outputs) of a model as the hub has it."""
     config = json.loads((folder / "config.json").read_text())
     return folder, config, load_file(folder / "model.safetensors"), load_file(folder / "io.safetensors")
 

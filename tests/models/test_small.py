@@ -140,7 +140,6 @@ def pair_data(n_images, n_texts, pairs):
 
 
 def scene(n_images=30, n_texts=70, d=6):
-    """Texts near the image of their number, some near another one that matches too."""
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(n_images, d, generator=generator)
     of = torch.arange(n_texts) % n_images
@@ -195,8 +194,7 @@ def test_first_hits_have_the_stated_probability_where_the_distance_alone_errs_an
     brier = lambda p: float((p.double() - right).square().mean())
     assert brier(given) < brier(alone) - 0.02
     assert abs(float(given.double().mean() - right.mean())) < 0.1  # a gallery 7 times as large
-    # What is certified holds in a gallery of the size of the fit.
-    (images, texts) = crowded(n=160, seed=2)[0]
+    (images, texts) = crowded(n=160, seed=2)[0]  # What is certified holds in a gallery of the size of the fit.
     distance = get_distance("csd").for_direction("t2i").matrix(texts, images)
     nearest, place = distance.topk(50, largest=False)
     answered = ~fitted.t2i.abstains(nearest, 0.3, n_gallery=160)

@@ -35,7 +35,6 @@ def picture(position: int) -> bytes:
 
 
 def scene(n=13, m=29, d=5, seed=0, **changes):
-    """Texts near their images; the last text belongs to nothing, the first image has no text."""
     random = torch.Generator().manual_seed(seed)
     mean = torch.randn(n, d, generator=random)
     owner = 1 + torch.arange(m - 1) % (n - 1)
@@ -107,8 +106,7 @@ def test_the_page_is_whole_and_needs_nothing_else():
     assert len(checked.alts) <= 4 * SHOWN * RESULTS + 6 * MISTAKES
     assert checked.tags.count("h1") == 1 and checked.tags.count("svg") == 2 + 1 + 3
     assert "name = &#34;toy&#34;" in page and "ECE after" in page
-    # Intervals of recall are scipy's.
-    data = scene()
+    data = scene()  # Intervals of recall are scipy's.
     distance, true = csd_matrix(data.images, data.texts), truth(data)
     for d, t in ((distance, true), (distance.T, true.T)):
         has = t.any(1)

@@ -197,7 +197,6 @@ def assert_answers(gallery, old, name):
 
 
 def assert_whole(collection, old, name):
-    """It answers as it did, can be written to, and can be copied with its texts."""
     assert_answers(collection, old, name)
     found = collection.get(IDS)
     assert list(found.ids) == IDS and [dict(payload) for payload in found.payloads] == PAYLOADS

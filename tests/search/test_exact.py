@@ -216,7 +216,6 @@ def screen_of(gallery, distance="csd", dtype=DTYPES[0]):
 
 
 def with_each_distance(kinds):
-    """All kinds of data by csd, and one by the other distances."""
     others = [("near-duplicates", distance) for distance in LIFTED[1:]]
     return pytest.mark.parametrize("kind, distance", [*((kind, "csd") for kind in kinds), *others])
 

@@ -62,8 +62,6 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def embedded(file):
-    """The URL of a new collection in the file."""
-
     def url(**options):
         told = "".join(f"&{name}={value}" for name, value in options.items())
         return f"milvus:{file}?name=c{uuid.uuid4().hex[:12]}{told}"
@@ -73,7 +71,6 @@ def embedded(file):
 
 @pytest.fixture(params=["embedded", "milvus_server"])
 def url(request):
-    """The same in the file and on the server."""
     place = request.getfixturevalue(request.param)
     return place if request.param == "embedded" else place.url
 
@@ -267,8 +264,7 @@ def test_servers_that_are_not_there_and_passwords(monkeypatch):
     assert milvus_place.Place("milvus+https://h:1/n").token == "from the environment"
     assert milvus_place.Place("milvus+https://me:a%40b@h:1/n").token == "me:a@b"
     assert milvus_place.Place("milvus+https://me:a%40b@h:1/n").uri == "https://h:1"
-    # As a collection keeps it.
-    kept = milvus_place.Place(without_password("milvus+https://me:a%40b@h:1/n"))
+    kept = milvus_place.Place(without_password("milvus+https://me:a%40b@h:1/n"))  # As a collection keeps it.
     assert (kept.token, kept.uri) == ("from the environment", "https://h:1")
     monkeypatch.delenv("MILVUS_TOKEN")
     assert milvus_place.Place("milvus+https://me@h:1/n").token == ""

@@ -33,7 +33,6 @@ SAME = {"postgres": "postgresql", "milvus+https": "milvus+http"}
 
 
 def table():
-    """The cells of each row by the scheme in its first cell."""
     guide = (ROOT / "docs" / "guides" / "search.md").read_text(encoding="utf-8")
     section = guide.partition("### What each store can do\n")[2].partition("\n#")[0]
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]

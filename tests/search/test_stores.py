@@ -178,8 +178,7 @@ def test_optimise_gives_space_back(tmp_path):
     scan = store.scan(batch=10)
     begun = list(next(scan).ids)
     store.optimise()
-    # A scan sees what it began with.
-    assert sorted(begun + [key for part in scan for key in part.ids]) == sorted(kept)
+    assert sorted(begun + [key for part in scan for key in part.ids]) == sorted(kept)  # A scan sees what it began with.
     assert_holds(store, kept)
     assert_nearest(store, kept, queries(5, 50, 2), 9)
     store = StoreContract().reopen(store)

@@ -37,7 +37,6 @@ def gaussians(n, seed):
 
 
 def payloads(n):
-    """Every third item without texts; tags and a title here and there."""
     found = []
     for i in range(n):
         own = {"captions": f"a photo of a {THINGS[i % 8]}\nseen on day {i}"} if i % 3 else {}
@@ -79,7 +78,6 @@ def close(stems, payload):
 
 @functools.cache
 def vectors_by_text():
-    """Of all texts of the items and of all queries here."""
     every = [text for payload in payloads(60) for text in item_texts(payload)] + [*ASKED, "a photo day", "dog", "snow"]
     return dict(zip(every, text_vectors([{"title": text} for text in every]), strict=True))
 

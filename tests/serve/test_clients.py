@@ -30,7 +30,6 @@ def blocks(language):
 
 @pytest.fixture
 def service(squares, tmp_path):
-    """Of a collection whose items have captions, which takes verdicts and needs a key."""
     folder = shutil.copytree(squares, tmp_path / "index")
     with served(open_sources(folder), keys=(KEY,), judgements=tmp_path / "verdicts.jsonl") as client:
         yield client
@@ -45,7 +44,6 @@ def run(folder, *words):
 
 
 def generated(service, folder, which):
-    """Runs the commands of one language after its installation, in a folder with its files; returns the last output."""
     text = service.get("/openapi.json").text
     (folder / "openapi.json").write_text(text)
     (folder / "client.yaml").write_text(blocks("yaml")[0])

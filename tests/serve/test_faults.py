@@ -86,7 +86,6 @@ CLIMBS = (
 
 
 def climbing(tmp_path):
-    """A folder with a picture in it, one beside it, and links out of it."""
     folder = tmp_path / "pictures"
     (folder / "inside").mkdir(parents=True)
     (folder / "000.png").write_bytes(serving.picture())

@@ -37,14 +37,12 @@ def section(text, heading):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """An empty folder to work in, where curl makes an error status an error."""
     folder = tmp_path_factory.mktemp("home")
     (folder / ".curlrc").write_text('fail-with-body\nsilent\nshow-error\nnoproxy = "*"\nmax-time = 30\n')
     return folder
 
 
 def shell(command, home, port):
-    """What a command prints, in a shell where python3 is this Python."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     line = ["bash", "-c", f"set -o pipefail; {command.replace(ADDRESS, f'127.0.0.1:{port}')}"]
     environment = {**os.environ, "PATH": path, "HOME": str(home), "CURL_HOME": str(home)}
@@ -55,7 +53,6 @@ def shell(command, home, port):
 
 @pytest.fixture(scope="module")
 def service(run, data, tmp_path_factory):
-    """Of two small collections, of images with the ids of the demo and of texts."""
     folder, model = tmp_path_factory.mktemp("served"), load_run(run)
     pictures = folder / "pictures"
     for i, path in enumerate(sorted(data.glob("*.png"))[:12]):

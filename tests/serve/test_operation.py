@@ -58,7 +58,6 @@ def test_a_second_signal_ends_the_draining(client):
 
 @contextlib.contextmanager
 def logged():
-    """The log of the service in JSON on standard error, without the handlers of pytest."""
     root, service = logging.getLogger(), logging.getLogger("sfumato.serve")
     before = root.handlers[:], root.level, service.level
     root.handlers[:] = []
@@ -116,7 +115,6 @@ class FickleStore:
 
 @pytest.fixture
 def fickle(collection, monkeypatch):
-    """(client, store) of a service that looks at its store often."""
     often = partial(StoreHealth, every=0.05, patience=0.3)
     monkeypatch.setattr("sfumato.serve.service.StoreHealth", often)
     sources = open_sources(collection)

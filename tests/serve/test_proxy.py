@@ -83,7 +83,6 @@ def proxy(services, tmp_path):
 
 @contextlib.contextmanager
 def load(url):
-    """Clients that search and add without a pause: how often each succeeded, what was acknowledged, what failed."""
     done, acknowledged, failures, over = Counter(), [], [], threading.Event()
     both = {"queries": [{"text": "a blue bar"}, {"id": "000.png"}]}
     asks = {
@@ -117,7 +116,6 @@ def load(url):
 
 
 def more(done):
-    """Wait for 15 further searches and additions of each kind."""
     before = done.copy()
     until(lambda: all(done[kind] >= before[kind] + 15 for kind in ("get", "post", "add")))
 

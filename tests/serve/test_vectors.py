@@ -30,7 +30,6 @@ def texts(vector_run):
 
 @pytest.fixture(scope="module")
 def points(tmp_path_factory):
-    """Sources of a model of points with encoders of its own."""
     folder = tmp_path_factory.mktemp("points")
     changed = ["train.epochs=1", "model.variance=false", "loss.name=infonce"]
     fit(load_recipe(make_toy(folder), changed), folder / "run")

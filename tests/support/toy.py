@@ -97,7 +97,6 @@ def fit_until(recipe: Recipe, folder: Path, stop: Callable[[dict[str, Any]], boo
 
 
 def make_two_methods(folder: Path) -> Path:
-    """The toy's recipe, beside runs of two methods with two seeds each."""
     from sfumato.models.recipe import load_recipe
     from sfumato.training.loop import fit
 

@@ -41,7 +41,6 @@ SIZES = [8, 7, 3, 2]  # Uneven parts, and fewer pairs than processes.
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """{processes: (measured, gradients) of each process}."""
     out = tmp_path_factory.mktemp("worlds")
     gradients_of_losses(out, SIZES)
     LOSSES.pop("plain")
@@ -203,7 +202,6 @@ def tiny_model(*, variance: bool = True) -> DualEncoder:
 
 
 def tiny_batch(n: int, process_group: ProcessGroup, step: int) -> TrainBatch:
-    """n pairs of random features with a few more matches than the diagonal; this process's part."""
     generator = torch.Generator().manual_seed(step)
     image, text = (torch.randn(n, t, 6, generator=generator, dtype=torch.float64) for t in (4, 5))
     match = torch.eye(n)
@@ -214,7 +212,6 @@ def tiny_batch(n: int, process_group: ProcessGroup, step: int) -> TrainBatch:
 
 
 def plain_loss(image, text, match, options):
-    """A loss as a function, with learnt logits and a term that crosses all pairs."""
     distance = get_distance(options.distance).matrix(image, text)
     logit = options.logit_bias - options.logit_scale * distance
     cross_entropy = functional.binary_cross_entropy_with_logits(logit, match)
@@ -222,7 +219,6 @@ def plain_loss(image, text, match, options):
 
 
 def gradients_of_losses(out: Path, sizes: list[int]) -> None:
-    """Gradients and measured values of each loss and batch, from every process."""
     with join_process_group(lambda _: torch.device("cpu"), 1.0) as process_group:
         tensors, measured = {}, {}
         register_loss("plain", plain_loss, PCMEPPOptions)

@@ -189,8 +189,7 @@ def test_running_statistics_rest_with_their_network_and_go_on_where_layers_learn
 # Options, epochs, {epochs done: factor}.
 COSINE, CONSTANT, STEP = ({"schedule": name, "warmup_epochs": 0} for name in ("cosine", "constant", "step"))
 LATE = {"warmup_epochs": 2, "freeze_image_epochs": 2}
-# (1 + cos(pi / 4)) / 2 and its complement
-C, D = 0.8535533905932737, 0.14644660940672624
+C, D = 0.8535533905932737, 0.14644660940672624  # (1 + cos(pi / 4)) / 2 and its complement
 SCHEDULES = [
     (CONSTANT | {"warmup_epochs": 2}, 8, {0: 0.0, 0.25: 0.125, 1: 0.5, 2: 1.0, 7.9: 1.0}),
     (CONSTANT, 8, {0: 1.0, 4: 1.0}),

@@ -84,7 +84,6 @@ def make_cub(folder, random):
 
 
 def small(recipe, folder):
-    """Overrides that shrink a recipe to two steps, of one epoch each, on the data of the folder."""
     image, text = recipe.model.image, recipe.model.text
     sections = {
         "clip": {"kind": "clip", "architecture": "ViT-Ti/16", "size": 16},

@@ -381,8 +381,7 @@ def test_a_run_validates_and_keeps_the_mean_of_its_last_epochs(tmp_path):
             assert not torch.equal(validated[3][name], after[3][name]), name
     running = "image.encoder.stages.0.1.running_mean"
     assert not torch.equal(validated[3][running], after[3][running])
-    # The score in the log is that of the averaged towers, recomputed from the folder.
-    model = load_run(folder).model
+    model = load_run(folder).model  # The score in the log is that of the averaged towers, recomputed from the folder.
     assert_same(state(model), validated[3])
     split = load_split(model, recipe.data, "val")
     evaluation = evaluate_retrieval(*loop.embed_split(model, split), split.data.relevance(), distance="csd")

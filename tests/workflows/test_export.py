@@ -164,8 +164,6 @@ def environment(hub, tmp_path):
 
 @pytest.fixture
 def call(environment):
-    """Runs a command in a process of its own, as the hub's client reads its settings once; (status, what it prints)."""
-
     def run(*arguments, function=command, **changes):
         status, printed = Started(function, *arguments, env={**environment, **changes}).finish()
         assert environment["HF_TOKEN"] not in printed and "Traceback" not in printed, printed
@@ -176,8 +174,6 @@ def call(environment):
 
 @pytest.fixture
 def push(toy, hub, tmp_path_factory):
-    """Exports the toy run, or another, and puts it on the hub under a name."""
-
     def put(name, run=toy / "run", private=False):
         out = export_run(run, tmp_path_factory.mktemp("exported") / "model")
         files = {file.relative_to(out).as_posix(): file.read_bytes() for file in out.rglob("*") if file.is_file()}
@@ -189,7 +185,6 @@ def push(toy, hub, tmp_path_factory):
 
 @pytest.fixture
 def index(toy, call, tmp_path):
-    """Indexes the toy pictures with a model by its name."""
     return lambda name, **changes: call("index", name, "--images", toy / "data", "--out", tmp_path / "index", **changes)
 
 
@@ -258,7 +253,6 @@ def test_a_killed_download_is_never_half_a_model(toy, hub, environment, call, pu
 
 
 def card_of(folder):
-    """(metadata, text) of a model card."""
     _, metadata, text = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
     return pytest.importorskip("yaml").safe_load(metadata), text
 

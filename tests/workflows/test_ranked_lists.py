@@ -18,7 +18,6 @@ from sfumato.workflows.judgements import RankedLists, fit_lists, score_lists
 
 
 def write(folder, n=60, seed=0, name="run"):
-    """A run of n queries with 12 hits, of which the first may match, and its qrels."""
     random = np.random.default_rng(seed)
     run, qrels = [], []
     for q in range(n):

@@ -20,7 +20,6 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def scan(tmp_path_factory):
-    """Pictures of a coloured thing each, three regions that tell which; two captions."""
     folder, random = tmp_path_factory.mktemp("scan"), np.random.default_rng(0)
     for name, turns in (("train", 2), ("dev", 1), ("test", 1)):
         rows, captions = [], []
