@@ -32,9 +32,7 @@ def scores_of(closest, *, other=math.inf, n_gallery=100, growth=0.0):
 
 PAIRS = PairLogits(4.0, 2.0, 0.01)
 
-
-def calibrated(scores):
-    return DirectionCalibration(PAIRS, scores)
+calibrated = lambda scores: DirectionCalibration(PAIRS, scores)
 
 
 def scene(generator, n_queries, n_gallery, *, n_matches=1, shift=1.5):
@@ -406,8 +404,7 @@ def gaussians(n, seed, d=6):
     return GaussianEmbedding(torch.randn(n, d, generator=generator), torch.randn(n, d, generator=generator) - 2)
 
 
-def mean_of_smallest(row):
-    return sum(sorted(row)[: logits.N_CLOSE]) / logits.N_CLOSE
+mean_of_smallest = lambda row: sum(sorted(row)[: logits.N_CLOSE]) / logits.N_CLOSE
 
 
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])

@@ -22,9 +22,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'ray[data]'")
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "ingest.md"
 
-
-def printed(language):
-    return GUIDE.read_text(encoding="utf-8").split(f"```{language}\n")[1].partition("```")[0]
+printed = lambda language: GUIDE.read_text(encoding="utf-8").split(f"```{language}\n")[1].partition("```")[0]
 
 
 def test_the_recipe_as_printed_gives_what_the_command_gives(tmp_path, sfumato, monkeypatch):

@@ -52,9 +52,7 @@ CODE = re.compile(r"```(?:python|py)\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 DOTTED = re.compile(r"(?<![\w./~@-])sfumato((?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 FROM = re.compile(r"from (sfumato\b[\w.]*) import ([\w, ]+)")
 
-
-def code_of(text):
-    return [block or inline for block, inline in CODE.findall(text)]
+code_of = lambda text: [block or inline for block, inline in CODE.findall(text)]
 
 
 def names_of(text):

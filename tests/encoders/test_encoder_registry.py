@@ -239,8 +239,7 @@ def tokenizer(folder):
     made.save(str(folder / "tokenizer.json"))
 
 
-def dump(path, value):
-    path.write_text(json.dumps(value))
+dump = lambda path, value: path.write_text(json.dumps(value))
 
 
 @pytest.fixture

@@ -110,8 +110,7 @@ def test_another_ranker_and_another_order_give_the_same():
         check(ours, csd_matrix(IMAGE, TEXT).numpy(), ground_truth)
 
 
-def coarse(seed=6):
-    return np.random.default_rng(seed).integers(0, 9, (20, 50)).astype(np.float32)
+coarse = lambda seed=6: np.random.default_rng(seed).integers(0, 9, (20, 50)).astype(np.float32)
 
 
 @pytest.mark.parametrize("better", ["larger", "smaller"])

@@ -310,9 +310,7 @@ def test_first_hits_at_chance_are_named_instead_of_show_it(capsys, recall):
 
 LINK = "{http://www.w3.org/1999/xlink}href"
 
-
-def parsed(svg):
-    return ET.fromstring(str(svg).replace("<svg", '<svg xmlns:xlink="http://www.w3.org/1999/xlink"', 1))
+parsed = lambda svg: ET.fromstring(str(svg).replace("<svg", '<svg xmlns:xlink="http://www.w3.org/1999/xlink"', 1))
 
 
 def test_a_chart_is_one_element_without_references_to_elsewhere():

@@ -353,10 +353,7 @@ SETTINGS = {
 }  # fmt: skip
 CENTRE, CALIBRATION = np.arange(3, dtype=np.float32), Calibration(2.0, 1.0, 0.1)
 
-
-def save(path):
-    write_settings(path, SETTINGS, CENTRE, CALIBRATION)
-
+save = lambda path: write_settings(path, SETTINGS, CENTRE, CALIBRATION)
 
 change = lambda path, text: change_metadata(path, lambda now: {"content": text, "before": now["content"]})
 

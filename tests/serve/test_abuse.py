@@ -288,9 +288,7 @@ def test_what_takes_too_long_is_stopped_and_the_next_is_decoded(monkeypatch, own
     assert len(go(work)) == 3 * 16 * 16
 
 
-def stopped(process):
-    os.kill(process.child.pid, signal.SIGSTOP)
-
+stopped = lambda process: os.kill(process.child.pid, signal.SIGSTOP)
 
 own_time = pytest.mark.skipif(not decoding.KNOWS_ITS_TIME, reason="this system has no limit of processor time")
 

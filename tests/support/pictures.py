@@ -15,9 +15,7 @@ def encoded(image, kind="PNG", **options):
 
 png = lambda colour="red", size=(8, 8): encoded(Image.new("RGB", size, colour))
 
-
-def noise(width, height, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+noise = lambda width, height, seed=0: np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def write_tar(path, members, mode="w", **options):

@@ -148,8 +148,7 @@ def rank_disagreement(distance, label, temperature):
     return total / len(distance)
 
 
-def table(images, texts, formula=csd):
-    return [[formula(*x, *y) for y in texts] for x in images]
+table = lambda images, texts, formula=csd: [[formula(*x, *y) for y in texts] for x in images]
 
 
 def sigmoid_terms(images, texts, match, scale, bias):

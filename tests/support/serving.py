@@ -146,9 +146,7 @@ def make_squares(folder):
     return folder / "index"
 
 
-def new_item(id, colour="red", **more):
-    return {"id": id, "image": in_base64(picture(colour)), **more}
-
+new_item = lambda id, colour="red", **more: {"id": id, "image": in_base64(picture(colour)), **more}
 
 add = lambda client, *ids, **more: client.post("/v1/items", json={"items": [new_item(id) for id in ids], **more})
 remove = lambda client, *ids, **more: client.post("/v1/items/delete", json={"ids": list(ids), **more})
@@ -169,8 +167,7 @@ def search(client, *queries, status=200, **options):
     return answer.json()["answers"] if status == 200 else problem(answer, status)
 
 
-def by_image(data, **options):
-    return {"json": {"queries": [{"image": in_base64(data)}], **options}}
+by_image = lambda data, **options: {"json": {"queries": [{"image": in_base64(data)}], **options}}
 
 
 def begun(client, line, body=b"", length=10_000_000, headers=()):

@@ -122,8 +122,7 @@ def small(recipe, folder):
     ]  # fmt: skip
 
 
-def inline(values):
-    return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
+inline = lambda values: "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
 
 
 @pytest.mark.slow
