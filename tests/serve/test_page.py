@@ -218,6 +218,12 @@ def test_search_by_text(visit, service):
     expect(panel(page).locator("h2")).to_have_text("“<img src=x onerror=alert(1)>”")
     expect(hint).to_be_empty()
     assert page.locator("h2 img").count() == 0
+    stripped = lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace("/photos/", "/")))
+    page.route("**/photos/**", stripped)  # A proxy that serves it below a path.
+    page.goto("/photos/?q=a+red+circle")
+    shown = panel(page).locator(".hit img").first
+    assert shown.evaluate("async (image) => (await image.decode(), image.naturalWidth)") > 0
+    assert re.findall(r"""['"]?url['"]?: ['"](.*?)['"]""", service.get("/docs").text)[-1] == "openapi.json"
 
 
 def test_what_is_said_of_an_answer(visit, service):

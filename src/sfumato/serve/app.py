@@ -126,7 +126,7 @@ def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
     leaving = partial(getattr, service, "draining")
     app.add_middleware(Guard, settings=settings, metrics=service.metrics, route=partial(route_of, app), leaving=leaving)
     app.openapi = lambda: documented(app)  # type: ignore[method-assign]
-    app.swagger_ui_parameters = {"spec": app.openapi(), "supportedSubmitMethods": []}
+    app.swagger_ui_parameters = {"spec": app.openapi(), "supportedSubmitMethods": [], "url": "openapi.json"}
     return app
 
 

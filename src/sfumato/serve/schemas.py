@@ -32,7 +32,7 @@ Payload = Annotated[
 ]
 
 
-_PICTURE = "path of its image at this service; null if there is none"
+_PICTURE = "path of its image below the address of this service; null if there is none"
 _PAYLOAD = "texts that were stored with the item"
 _OF_ITEM = "total variance of the item, the sum of its variances"
 _MOST_VARIANCE = Field(None, ge=0, description="largest total variance of an item")
