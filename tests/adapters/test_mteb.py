@@ -87,8 +87,7 @@ def test_the_vectors_have_means_and_variances_and_what_it_cannot_do_is_said(load
     meta = encoder.mteb_model_meta
     assert (meta.name, meta.embed_dim) == ("me/mine", texts.shape[1]) and len(meta.revision) == 16
     assert MTEBEncoder(model).mteb_model_meta.name == "sfumato/run"
-    by_means = MTEBEncoder(model, distance="squared_l2").similarity(texts, pixels)
-    assert not torch.allclose(by_means, -distance[:5, :4])
+    assert not torch.allclose(MTEBEncoder(model, distance="squared_l2").similarity(texts, pixels), -distance[:5, :4])
     model, images, *_ = loaded
     with pytest.raises(UserError, match="have text, image; an item of this model is an image or a text"):
         MTEBEncoder(model).encode([{"text": ["a"], "image": images[:1]}])

@@ -250,7 +250,6 @@ def test_a_margin_is_left_out_as_by_resizing_to_256_and_cutting_out_224():
         left, top = round((resized.width - 224) / 2), round((resized.height - 224) / 2)
         expected = np.asarray(resized.crop((left, top, left + 224, top + 224))).transpose(2, 0, 1)
         np.testing.assert_array_equal(found, expected)
-        assert (found != decode_image(encoded(image), 224, fit="crop-nearest")).mean() > 0.5
     assert decode_image(encoded(Image.new("RGB", (60_000, 1))), 224, fit="crop-margin").shape == (3, 224, 224)
 
 

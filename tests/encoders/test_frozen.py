@@ -109,7 +109,6 @@ def test_backbones_side_by_side_pooled_and_of_several_layers():
         assert (alone.shape, beside.shape) == ((1, 384), (1, 768))
         np.testing.assert_allclose(alone[0], of_tokens.astype(float).mean(0), atol=2e-3)
         np.testing.assert_allclose(beside[:, 384:], alone, atol=2e-3)
-        assert np.abs(beside[:, :384] - alone).max() > 0.1
     message = r"model\.text\.layers: .* has the layers 0 to 6, got 7"
     raises(UserError, message, text_backbone, "minilm-l6-v2", layers=(7,))
 

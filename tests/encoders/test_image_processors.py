@@ -126,6 +126,3 @@ def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
     assert ours.shape == (12, 12, 3) and ours.dtype == np.uint8
     expected = bilinear_loops(picture.astype(np.float64), 12)
     assert np.abs(ours - expected).max() <= 0.5 + 1e-3
-    if (width, height) != (12, 12):
-        smoothed = np.asarray(Image.fromarray(picture).resize((12, 12), Image.Resampling.BILINEAR), dtype=float)
-        assert np.abs(smoothed - expected).max() > 5

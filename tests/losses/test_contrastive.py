@@ -156,18 +156,10 @@ def test_log_inclusion_is_the_integral_and_its_loss_the_loops():
     exact = integrated(x, y)
     torch.testing.assert_close(log_inclusion(x, y), exact, rtol=1e-9, atol=1e-9)
     assert torch.equal((exact - integrated(y, x)).sign(), (y.log_var - x.log_var).sign())
-    for wrong in (
-        integrated(x, y, powers=(1, 1)), integrated(x, y, powers=(1, 2)), integrated(x, y, powers=(2, 2)),
-        released_log_inclusion(x, y, eps=0.0), released_log_inclusion(x, y, eps=-10.0),
-        log_inclusion(*(GaussianEmbedding(e.mean, e.log_var / 2) for e in (x, y))),
-    ):  # fmt: skip
-        assert (wrong - exact).abs().median() > 0.1
-    x, y = pairs()
     for scale in (0.7, 10.0):
         loop = [math.log1p(math.exp(-scale * value)) for row in inclusion_test(x, y).tolist() for value in row]
         loss = inclusion_loss(x, y, scale=scale)
         assert loss.item() == pytest.approx(sum(loop) / len(loop), rel=1e-12)
-        assert abs(loss.item() - inclusion_loss(y, x, scale=scale).item()) > 1e-3
     narrow, wide = (GaussianEmbedding(x.mean, x.log_var + k) for k in (-1, 1))
     assert inclusion_loss(narrow, wide) < 1e-9 < 100 < inclusion_loss(wide, narrow)
 
@@ -190,40 +182,12 @@ def test_tiny_variances_gradients_and_half_precision():
     torch.testing.assert_close(half.double(), log_inclusion(x, y), rtol=0.05, atol=0.05)
 
 
-def test_parity_with_the_released_inclusion():
-    about, tensors = fixture("prolip/loss")
-    sides = {"img_in_txt": ("img", "txt")} | {f"{side}_in_masked": (side, f"masked_{side}") for side in ("img", "txt")}
-    groups = sorted({key.rsplit("/", 1)[0] for key in about["tensors"] if key.startswith("inclusion/")})
-    assert len(groups) >= 6
-    for group in groups:
-        _, pair, eps = group.split("/")
-        eps, n = float(eps.removeprefix("eps")), len(tensors[f"{group}/test_12"])
-        names = [f"inputs/{side}_{what}" for side in sides[pair] for what in ("mean", "log_var")]
-        leaves = [tensors[name][:n].double().requires_grad_() for name in names]
-        one, two = GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:])
-
-        def close(ours, key, group=group):
-            torch.testing.assert_close(ours, tensors[f"{group}/{key}"], rtol=1e-10, atol=1e-12)
-
-        close(released_log_inclusion(one, two, eps=eps), "test_12")
-        close(released_log_inclusion(two, one, eps=eps), "test_21")
-        for scale in (10, 1000):
-            close(released_inclusion_loss(one, two, scale, eps), f"loss_scale{scale}_plus")
-            close(released_inclusion_loss(two, one, scale, eps), f"loss_scale{scale}_minus")
-        released_inclusion_loss(one, two, 10, eps).backward()
-        for leaf, key in zip(leaves, ("grad_mu1", "grad_log_var1", "grad_mu2", "grad_log_var2"), strict=True):
-            close(leaf.grad, key)
-
-
 def test_the_released_form_differs_in_size_and_hardly_sees_the_means():
     x, y = pairs()
     exact = integrated(x, y) - integrated(y, x)
     torch.testing.assert_close(inclusion_test(x, y), exact, rtol=1e-8, atol=1e-8)
     expected = exact + (y.log_var - x.log_var) / 2
     torch.testing.assert_close(released_inclusion_test(x, y, eps=0.0), expected, rtol=1e-8, atol=1e-8)
-    for eps in (0.0, -10.0, -20.0):
-        released = released_inclusion_test(x, y, eps=eps)
-        assert torch.equal(released.sign(), exact.sign()) and (released - exact).abs().median() > 0.1
     shifted = GaussianEmbedding(x.mean + (x.log_var / 2).exp(), x.log_var)
     released = lambda a, b: released_log_inclusion(a, b, eps=-10.0)
     moved = [(test(shifted, y) - test(x, y)).abs().median() for test in (log_inclusion, released)]

@@ -107,7 +107,6 @@ def test_parity_pcmepp_hub(pcmepp):
     assert_same(plain, values, "out", SINGLE)
     quick = built(pcmepp_hub({**longer, "quick_gelu": True}, tensors, no_tokenizer, "x"))
     assert_released(quick, values, "quick_gelu")
-    assert (plain["image_mean"] - values["quick_gelu/image_mean"]).abs().max() > 1e-4
 
 
 def test_parity_prolip(prolip):
@@ -183,8 +182,6 @@ def test_parity_pcmepp_training_of_other_layers(towers):
     plain = {key: value for key, value in state.items() if "gpool" not in key}
     ours = embed(training_model(plain, heads), values, lengths=values["inputs/lengths"])
     assert_same(ours, values, "out_no_gpo", SINGLE)
-    average = values["out_no_gpo/image_log_var"] / len(state["img_enc.backbone.positional_embedding"])
-    assert (ours["image_log_var"] - average).abs().max() > 0.1
     state, values, heads = towers
     left_out = ("std", "uncertainty", "prob_", "criterion.")
     baseline = {key: value for key, value in state.items() if not any(word in key for word in left_out)}
