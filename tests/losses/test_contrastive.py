@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from support import references
 from support.batches import MATCH, batch
-from support.parity import fixture, released_inclusion_loss, released_inclusion_test, released_log_inclusion
+from support.parity import released_inclusion_loss, released_inclusion_test, released_log_inclusion
 
 from sfumato import DISTANCES, GaussianEmbedding, InfoNCELoss, ProLIPLoss, infonce_loss, prolip_loss
 from sfumato.losses.base import vib_loss
