@@ -220,9 +220,10 @@ def test_search_by_text(visit, service):
     assert page.locator("h2 img").count() == 0
     stripped = lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace("/photos/", "/")))
     page.route("**/photos/**", stripped)  # A proxy that serves it below a path.
-    page.goto("/photos/?q=a+red+circle")
+    page.goto("/photos/?q=a+red+circle", wait_until="networkidle")
     shown = panel(page).locator(".hit img").first
     assert shown.evaluate("async (image) => (await image.decode(), image.naturalWidth)") > 0
+    page.unroute_all(behavior="wait")
     assert re.findall(r"""['"]?url['"]?: ['"](.*?)['"]""", service.get("/docs").text)[-1] == "openapi.json"
 
 
