@@ -47,7 +47,7 @@ def test_samples_have_the_stated_moments_repeat_and_carry_gradients():
     raises(ValueError, "n_samples must be at least 1, got 0", some().sample, 0)
 
 
-def test_errors():
+def test_rows_are_chosen_joined_moved_and_detached_and_errors_named():
     two, dtype = torch.zeros(2, 3), "mean must be floating point, got torch.int64"
     for error, message, mean, log_var in (
         (ValueError, r"mean must have shape \(n, d\), got \(3,\).*x.None.", two[0], two[0]),
@@ -59,9 +59,6 @@ def test_errors():
         raises(error, message, GaussianEmbedding, mean, log_var)
     with pytest.raises(AttributeError):
         some().mean = two
-
-
-def test_rows_are_chosen_joined_moved_and_detached():
     e = some(5)
     assert torch.equal(e[1:3].mean, e.mean[1:3]) and len(e[torch.tensor([4, 0, 4])]) == 3
     assert len(e[torch.ones(5, dtype=torch.bool)]) == 5

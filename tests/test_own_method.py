@@ -77,7 +77,7 @@ def test_a_plain_function_is_the_built_in_loss_which_starts_from_its_options_and
     raises(TypeError, "csd: x must be a GaussianEmbedding, got Tensor; wrap means in", public.csd_matrix, wrong, wrong)
 
 
-def test_functions_are_checked_and_their_recipes_differ():
+def test_functions_are_checked_and_a_distance_of_ones_own_is_computed_in_blocks():
     register_loss("scalar", lambda image, text, match, options: (image.mean**2).mean())
     assert LOSSES["scalar"]()(*batch(), MATCH).terms.keys() == {"loss"}
     for name, function, message in (
@@ -96,6 +96,12 @@ def test_functions_are_checked_and_their_recipes_differ():
     made = lambda name: load_recipe(public.find_recipe("emoji-pixels"), [f"loss.name={name}"])
     first, other = made("pull"), made("push")
     assert first == made("pull") != other and first.loss.name == "pull"
+    register_distance("l1", lambda x, y: (x.mean - y.mean).abs().sum(-1))
+    x, y = batch()
+    expected = torch.tensor([[(a - b).abs().sum() for b in y.mean] for a in x.mean], dtype=x.dtype)
+    torch.testing.assert_close(public.get_distance("l1").matrix(x, y), expected)
+    torch.testing.assert_close(public.get_distance("l1").row(x, y[:4]), expected.diagonal())
+    torch.testing.assert_close(LOSSES["pcmepp"](PCMEPPOptions(distance="l1")).distance.matrix(x, y), expected)
 
 
 class Undecorated(LossOptions):
@@ -151,15 +157,6 @@ def test_a_corrected_definition_replaces_the_one_of_the_same_place(tmp_path, mon
     other.write_text(own.read_text() + "# another file\n")
     raises(UserError, "there is a distance 'own_pair' already", imports.import_own, [str(other)])
     del LOSSES["own_pair"], DISTANCES["own_pair"]
-
-
-def test_a_distance_of_ones_own_is_computed_in_blocks():
-    register_distance("l1", lambda x, y: (x.mean - y.mean).abs().sum(-1))
-    x, y = batch()
-    expected = torch.tensor([[(a - b).abs().sum() for b in y.mean] for a in x.mean], dtype=x.dtype)
-    torch.testing.assert_close(public.get_distance("l1").matrix(x, y), expected)
-    torch.testing.assert_close(public.get_distance("l1").row(x, y[:4]), expected.diagonal())
-    torch.testing.assert_close(LOSSES["pcmepp"](PCMEPPOptions(distance="l1")).distance.matrix(x, y), expected)
 
 
 TINY = ["train.epochs=1"]

@@ -58,7 +58,7 @@ def loaded(toy):
     return model, images, data, distance
 
 
-def test_a_task_ranks_by_the_distance_of_the_model(loaded, tmp_path):
+def test_a_task_ranks_by_the_distance_vectors_have_variances_and_what_it_cannot_do_is_said(loaded, tmp_path):
     model, images, data, distance = loaded
     task = Toy()
     task.given = images, data.texts, data.pairs.tolist()
@@ -71,9 +71,6 @@ def test_a_task_ranks_by_the_distance_of_the_model(loaded, tmp_path):
     gain = (ranked / torch.log2(torch.arange(2, 12.0))).sum(1)
     ideal = torch.stack([(1 / torch.log2(torch.arange(2, 12.0)))[: int(n)].sum() for n in match.sum(1)])
     assert scores["ndcg_at_10"] == pytest.approx(float((gain / ideal).mean()), abs=1e-5)
-
-
-def test_the_vectors_have_means_and_variances_and_what_it_cannot_do_is_said(loaded):
     model, images, data, distance = loaded
     encoder = MTEBEncoder(model, "me/mine")
     texts = encoder.encode([{"text": list(data.texts[:3])}, {"text": list(data.texts[3:5])}])

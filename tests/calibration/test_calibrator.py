@@ -78,7 +78,7 @@ def test_queries_without_a_match_are_left_out_blocks_are_the_whole_and_growth_by
     assert query_scores.growth_by_halving(np.array([1]), 1) == 0
 
 
-def test_platt_is_fit_logits_and_the_prior_shifts_by_hand():
+def test_platt_is_fit_logits_the_prior_shifts_by_hand_and_an_isotonic_fit_is_linear_between_its_knots():
     fitted = Calibration.fit(DISTANCE, MATCH)
     assert (fitted.logit_scale, fitted.logit_bias) == pytest.approx(fit_logits(DISTANCE, MATCH), rel=1e-12)
     assert fitted.match_fraction == pytest.approx(4 / 12)
@@ -95,9 +95,6 @@ def test_platt_is_fit_logits_and_the_prior_shifts_by_hand():
     assert calibration.prior_shift(1) == PAIRS.shift(0.5) == pytest.approx(math.log(99)), "never above one half"
     # sigmoid(2 - 4 * 0.5) is one half; 1/99 of its odds for a fraction of one in 9,802.
     assert float(PAIRS.probability(torch.tensor(0.5), match_fraction=1 / (99 * 99 + 1))) == pytest.approx(1 / 100)
-
-
-def test_an_isotonic_fit_of_an_earlier_version_is_linear_between_its_knots():
     knots = ((0.15, math.log(5)), (0.35, 0.0), (0.65, math.log(1 / 9)))
     found = Calibration(3.0, 0.0, 0.5, knots).logit(torch.tensor([0.25, 0.05, 0.75]))
     expected = [math.log(5) / 2, math.log(5) + 0.3, math.log(1 / 9) - 0.3]
@@ -262,7 +259,7 @@ def test_there_and_back(tmp_path):
         raises(ValueError, message, replace(calibration, i2t=None).of, wrong)
 
 
-def test_damaged_files_are_named(tmp_path):
+def test_damaged_files_and_mistakes_are_named(tmp_path):
     whole = Calibration.fit(DISTANCE, MATCH).to_json()
     for text, message in (
         ("{", "Expecting"), ("[]", "not a calibration, or a damaged one"), ("{}", "damaged.*version.*calibrate again"),
@@ -273,9 +270,6 @@ def test_damaged_files_are_named(tmp_path):
     ):  # fmt: skip
         (tmp_path / "calibration.json").write_text(text if isinstance(text, str) else json.dumps(whole | text))
         raises(ValueError, rf"calibration.json: .*{message}", Calibration.load, tmp_path / "calibration.json")
-
-
-def test_mistakes_are_named():
     c = calibrated(scores_of([0.1, 0.2]))
     two_galleries = lambda: [(DISTANCE, MATCH), (DISTANCE.T, MATCH.T)]
     for ask, message in (

@@ -97,7 +97,7 @@ def test_a_higher_score_never_gets_a_lower_probability(seed):
             assert (np.diff(p[inside][np.argsort(scores[inside], kind="stable")]) >= -1e-12).all()
 
 
-def test_the_fit_is_that_of_scikit_learn(data):
+def test_the_fit_is_that_of_scikit_learn_and_scores_are_used_as_such_where_they_are_comparable(data):
     """Labels are drawn by a formula whose weights are all positive, and every eleventh hit is not judged."""
     linear_model = pytest.importorskip("sklearn.linear_model")
     scores, _, queries = data
@@ -118,9 +118,6 @@ def test_the_fit_is_that_of_scikit_learn(data):
     weights = reference.coef_[0] / deviation
     np.testing.assert_allclose(list(made.formula_.weights.values()), weights, rtol=1e-3, atol=1e-4)
     assert made.formula_.intercept == pytest.approx(reference.intercept_[0] - mean @ weights, abs=1e-3)
-
-
-def test_scores_are_used_as_such_where_they_are_comparable():
     for seed in range(3):
         random = np.random.default_rng(seed)
         same = np.repeat(random.normal(0, 3, 200), 2)  # Two hits: the shape says nothing, the height all.

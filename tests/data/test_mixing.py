@@ -46,7 +46,7 @@ def test_pictures_are_the_loops(options):
     assert images.equal(pixels()), "the input is left alone"
 
 
-def test_partner_is_the_flip_or_oneself_and_plans_of_several_processes_join():
+def test_partner_is_the_flip_or_oneself_and_the_share_of_a_cut_picture_the_area_that_is_left():
     for n in (0, 1, 2, 9, 12):
         drawn = plan(n, fraction=1.0, seed=5)
         mixed = drawn.own_fraction < 1
@@ -64,10 +64,6 @@ def test_partner_is_the_flip_or_oneself_and_plans_of_several_processes_join():
     torch.testing.assert_close(joint.apply(images), torch.cat([plans[0].apply(images[:4]), plans[2].apply(images[4:])]))
     match = torch.rand(9, 6)
     torch.testing.assert_close(joint.match(match), torch.cat([plans[0].match(match[:4]), plans[2].match(match[4:])]))
-
-
-def test_share_of_a_cut_picture_is_the_area_that_is_left():
-    """Counted in the picture: what is still black of a black picture whose partner is white; clipping happens."""
     drawn = plan(400, fraction=1.0, mixup_alpha=0.0, seed=2)
     images = torch.zeros(400, 3, *SIZE, dtype=torch.uint8)
     images[200:] = 255
@@ -117,7 +113,7 @@ def test_the_parts_of_a_batch_share_its_choice_of_mixup_or_cutmix():
     assert kinds == {True, False}
 
 
-def test_frequencies_are_those_stated():
+def test_frequencies_are_those_stated_and_areas_that_are_left_have_the_mean_of_a_slow_loop():
     """Binomial and Kolmogorov-Smirnov tests at 1e-4 each, with a fixed seed."""
     n = 20_000
     drawn = plan(n, choice="element", size=(64, 48), cutmix_probability=0.3)
@@ -135,10 +131,6 @@ def test_frequencies_are_those_stated():
         mixed = int((drawn.own_fraction < 1).sum())
         assert scipy.stats.binomtest(mixed, 4000, 0.25).pvalue > 1e-4
         assert int(drawn.cut.sum()) == (mixed if off == "mixup_alpha" else 0)
-
-
-def test_areas_that_are_left_have_the_mean_of_a_slow_loop():
-    """Within 5 standard errors; the share of the area is Beta(2, 2), and boxes are clipped."""
     random, h, w = np.random.default_rng(0), 64, 48
 
     def area():

@@ -234,7 +234,7 @@ def test_splits_are_those_of_the_benchmark(cub, fold):
     assert {name: set(data.image_ids) for name, data in splits.items()} == expected
 
 
-def test_images_and_captions_of_a_class_match_as_in_the_benchmark(cub):
+def test_images_and_captions_of_a_class_match_as_in_the_benchmark_and_own_pairs_are_for_training_only(cub):
     of = lambda identity: identity.split("/")[0]
     for data in cub_read(cub).values():
         match = data.match(np.arange(len(data.image_ids)), np.arange(len(data.text_ids)))
@@ -252,9 +252,6 @@ def test_images_and_captions_of_a_class_match_as_in_the_benchmark(cub):
     again = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[0],)), val_fraction=0.3, test_fraction=0.3)
     for name, data in again.items():
         assert set(data.image_ids) == set(splits[name].image_ids) & images_of([0])
-
-
-def test_own_pairs_are_for_training_only_and_a_batch_has_one_of_each_class(cub):
     splits = cub_read(cub, train_pairs="own")
     train = splits["train"]
     assert all(train.text_ids[t].startswith(f"{train.image_ids[i]}#") for i, t in train.pairs)

@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_embedded(work, sfumato,
         assert message in folded(sfumato.refused("evaluate", "run", work / "run", *arguments))
 
 
-def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato, evaluate, tmp_path, capsys):
+def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato, evaluate, tmp_path, capsys, flickr):
     found = evaluate("--distance", "match_probability")
     assert found["distance"] == "match_probability"
     assert found["samples"] == {"n": 3, "seed": 0}, "the number of the training"
@@ -126,9 +126,6 @@ def test_ranking_by_match_probability_takes_the_logits_of_the_run(work, sfumato,
     capsys.readouterr()
     said = sfumato.refused("evaluate", "run", tmp_path / "point", "--distance", "match_probability")
     assert "match_probability needs logits that were learnt on distances of samples" in said
-
-
-def test_samples_at_test_time_are_chosen_with_their_seed(work, evaluate, flickr):
     run = load_run(work / "run")
     embedded, logits = embed_for_evaluation(run, run.recipe.data, "test"), run.loss.logits
     scale, bias = (2 * x.item() for x in (logits.logit_scale, logits.logit_bias))

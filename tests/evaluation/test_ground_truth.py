@@ -48,24 +48,7 @@ def matches(ground_truth):
     return rows["i2t"], rows["t2i"]
 
 
-def test_pairs_make_both_directions_and_what_does_not_fit_is_refused():
-    ground_truth = ground_truth_from_pairs("mine", ["b", "a"], [7, "x", 8], [("a", 7), ("b", "x"), ("a", 8), ("a", 7)])
-    assert matches(ground_truth) == ({"b": {"x"}, "a": {"7", "8"}}, {"7": {"a"}, "x": {"b"}, "8": {"a"}})
-    assert ground_truth.with_metrics("recall@3").metrics == ("recall@3",)
-    with pytest.raises(ValueError, match="mine: pair 1 names text 'y', which is not among the text ids"):
-        ground_truth_from_pairs("mine", ["a"], ["x"], [("a", "x"), ("a", "y")])
-    one, other = Relevance.from_lists([[0], [1]], n_gallery=3), Relevance.from_lists([[0], [1], []], n_gallery=2)
-    images, texts = ("a", "b"), ("x", "y", "z")
-    GroundTruth("t", images, texts, one, other)
-    with pytest.raises(ValueError, match="t2i is 2 by 3, but there are 2 images and 3 texts; expected 3 by 2"):
-        GroundTruth("t", images, texts, one, one)
-    raises(ValueError, "text id 'x' occurs more than once", GroundTruth, "t", images, ("x", "y", "x"), one, other)
-    raises(ValueError, "unknown metric 'recall'", GroundTruth, "t", images, texts, one, other, ("recall",))
-    with pytest.raises(ValueError, match=r"fold 0 needs distinct text positions in 0\.\.2"):
-        GroundTruth("t", images, texts, one, other, folds=((np.array([0]), np.array([3])),))
-
-
-def test_folds_are_consecutive_images_and_splits_of_pairs_ground_truths():
+def test_pairs_make_both_directions_and_folds_are_consecutive_images():
     images, texts = list("abcdefghij"), [f"{c}{k}" for c in "abcdefghij" for k in (0, 1)]
     texts = texts[1:] + texts[:1]
     pairs = [(text[0], text) for text in texts]
@@ -83,6 +66,20 @@ def test_folds_are_consecutive_images_and_splits_of_pairs_ground_truths():
         assert ground_truth.i2t.indices.tolist() == data.relevance().indices.tolist()
     assert len(emoji("style").image_ids) > len(data.images)
     raises(ValueError, "unknown split 'dev'; known: train, val, test, style", emoji, "dev")
+    ground_truth = ground_truth_from_pairs("mine", ["b", "a"], [7, "x", 8], [("a", 7), ("b", "x"), ("a", 8), ("a", 7)])
+    assert matches(ground_truth) == ({"b": {"x"}, "a": {"7", "8"}}, {"7": {"a"}, "x": {"b"}, "8": {"a"}})
+    assert ground_truth.with_metrics("recall@3").metrics == ("recall@3",)
+    with pytest.raises(ValueError, match="mine: pair 1 names text 'y', which is not among the text ids"):
+        ground_truth_from_pairs("mine", ["a"], ["x"], [("a", "x"), ("a", "y")])
+    one, other = Relevance.from_lists([[0], [1]], n_gallery=3), Relevance.from_lists([[0], [1], []], n_gallery=2)
+    images, texts = ("a", "b"), ("x", "y", "z")
+    GroundTruth("t", images, texts, one, other)
+    with pytest.raises(ValueError, match="t2i is 2 by 3, but there are 2 images and 3 texts; expected 3 by 2"):
+        GroundTruth("t", images, texts, one, one)
+    raises(ValueError, "text id 'x' occurs more than once", GroundTruth, "t", images, ("x", "y", "x"), one, other)
+    raises(ValueError, "unknown metric 'recall'", GroundTruth, "t", images, texts, one, other, ("recall",))
+    with pytest.raises(ValueError, match=r"fold 0 needs distinct text positions in 0\.\.2"):
+        GroundTruth("t", images, texts, one, other, folds=((np.array([0]), np.array([3])),))
 
 
 @cache

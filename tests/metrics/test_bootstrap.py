@@ -49,18 +49,7 @@ def scene(seed, n=57, levels=8):
     return uncertainty, (random.random(n) < 0.2 + 0.5 * uncertainty / levels).astype(float)
 
 
-def test_auroc_by_hand_and_by_pairs():
-    assert auroc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([0, 0, 1, 1])) == 0.875
-    assert auroc(np.array([1.0, 2.0, 3.0]), np.array([True, False, False])) == 0
-    assert auroc(np.array([-np.inf, -np.inf, 0.0, np.inf]), np.array([0, 1, 0, 1])) == pytest.approx(0.625)
-    for seed in range(5):
-        score, positive = scene(seed)
-        pairs = [(p > q) + 0.5 * (p == q) for p, q in itertools.product(score[positive == 1], score[positive == 0])]
-        assert auroc(score, positive) == pytest.approx(np.mean(pairs), abs=1e-12)
-        assert auroc(-score, positive) == pytest.approx(1 - np.mean(pairs), abs=1e-12)
-
-
-def test_aurc_with_ties_is_the_mean_over_all_orders_and_coverages_round_up():
+def test_auroc_by_pairs_and_aurc_with_ties_is_the_mean_over_all_orders():
     uncertainty, error = np.array([1.0, 2.0, 2.0, 2.0, 3.0, 3.0]), np.array([0.0, 1.0, 0.0, 0.5, 1.0, 0.0])
     areas, risks = [], []
     for middle, end in itertools.product(itertools.permutations([1, 2, 3]), itertools.permutations([4, 5])):
@@ -75,6 +64,14 @@ def test_aurc_with_ties_is_the_mean_over_all_orders_and_coverages_round_up():
     assert aurc(np.full(4, -np.inf), error) == pytest.approx(0.5)
     error = np.r_[np.zeros(3), np.ones(27)]  # 0.1 * 30 is a little more than 3: three items, none of which is wrong.
     assert [risk_at_coverage(np.arange(30.0), error, coverage) for coverage in (0.1, 0.101)] == [0, 0.25]
+    assert auroc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([0, 0, 1, 1])) == 0.875
+    assert auroc(np.array([1.0, 2.0, 3.0]), np.array([True, False, False])) == 0
+    assert auroc(np.array([-np.inf, -np.inf, 0.0, np.inf]), np.array([0, 1, 0, 1])) == pytest.approx(0.625)
+    for seed in range(5):
+        score, positive = scene(seed)
+        pairs = [(p > q) + 0.5 * (p == q) for p, q in itertools.product(score[positive == 1], score[positive == 0])]
+        assert auroc(score, positive) == pytest.approx(np.mean(pairs), abs=1e-12)
+        assert auroc(-score, positive) == pytest.approx(1 - np.mean(pairs), abs=1e-12)
 
 
 def plain_statistic(function, *arrays):
@@ -147,7 +144,7 @@ def test_undefined_figures_are_none_and_bad_input_is_named():
     raises(ValueError, "got no probabilities", expected_calibration_error, torch.zeros(0), torch.zeros(0))
 
 
-def test_balanced_resamples_are_centred_on_the_balanced_correlation_and_see_ties():
+def test_balanced_spearman_and_its_resamples_are_exact_of_whole_bins_seeded_otherwise_and_see_ties():
     random = np.random.default_rng(4)
     multiplicity = np.concatenate([random.integers(1, 4, 200), random.integers(4, 40, 60)])
     x = np.log(multiplicity) + random.normal(size=260)
@@ -163,6 +160,19 @@ def test_balanced_resamples_are_centred_on_the_balanced_correlation_and_see_ties
     assert np.isnan(resampled_balanced_spearman({"x": x}, np.ones(260), n_resamples=3)["x"]).all()
     values, chosen = random.integers(0, 4, 30), random.integers(0, 30, (20, 11))
     np.testing.assert_array_equal(_row_ranks(values, chosen), scipy.stats.rankdata(values[chosen], axis=1) - 1)
+    random = np.random.default_rng(4)
+    multiplicity, x = random.integers(1, 40, 60), random.normal(size=60)
+    whole = balanced_spearman(x, multiplicity, per_bin=60, n_sets=3)
+    assert whole == pytest.approx(scipy.stats.spearmanr(x, multiplicity).statistic)
+    draws = [balanced_spearman(x, multiplicity, per_bin=3, n_sets=7, seed=s) for s in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+    assert np.isnan(balanced_spearman(x, np.ones(60)))
+    # 500 items of multiplicity 1 and 2 with noise in x, and 5 in each higher power of two where x follows exactly.
+    random = np.random.default_rng(3)
+    multiplicity = np.concatenate([random.integers(1, 3, 500), np.repeat(2 ** np.arange(2, 8), 5)])
+    x = np.where(multiplicity > 2, multiplicity, random.normal(1.5, 1.0, len(multiplicity)))
+    plain, balanced = spearman(x, multiplicity), balanced_spearman(x, multiplicity, per_bin=5)
+    assert balanced > 0.8 > 0.5 > plain
 
 
 @pytest.mark.parametrize("levels", [2, 4, 50, 10**9])
@@ -194,22 +204,6 @@ def test_recall_by_uncertainty_worked_by_hand_in_ten_bins_of_equal_size():
     assert constant.correlation is None and constant.spearman is None
     few = RecallByUncertainty.of(np.array([1.0, 2.0]), np.array([1.0, 0.0]))
     assert [b["count"] for b in few.bins] == [1, 1]
-
-
-def test_balanced_spearman_is_exact_of_whole_bins_seeded_otherwise_and_hears_the_rare_ambiguous_items():
-    random = np.random.default_rng(4)
-    multiplicity, x = random.integers(1, 40, 60), random.normal(size=60)
-    whole = balanced_spearman(x, multiplicity, per_bin=60, n_sets=3)
-    assert whole == pytest.approx(scipy.stats.spearmanr(x, multiplicity).statistic)
-    draws = [balanced_spearman(x, multiplicity, per_bin=3, n_sets=7, seed=s) for s in (0, 0, 1)]
-    assert draws[0] == draws[1] != draws[2]
-    assert np.isnan(balanced_spearman(x, np.ones(60)))
-    # 500 items of multiplicity 1 and 2 with noise in x, and 5 in each higher power of two where x follows exactly.
-    random = np.random.default_rng(3)
-    multiplicity = np.concatenate([random.integers(1, 3, 500), np.repeat(2 ** np.arange(2, 8), 5)])
-    x = np.where(multiplicity > 2, multiplicity, random.normal(1.5, 1.0, len(multiplicity)))
-    plain, balanced = spearman(x, multiplicity), balanced_spearman(x, multiplicity, per_bin=5)
-    assert balanced > 0.8 > 0.5 > plain
 
 
 def test_the_figure_has_each_group_with_its_interval():

@@ -214,7 +214,7 @@ def test_chance_is_the_mean_over_all_orders():
     raises(ValueError, "no query has a relevant item", chance_metrics, Relevance.from_lists([[]], n_gallery=4))
 
 
-def test_lists_pairs_and_dense_agree_and_pairs_are_sorted_and_merged():
+def test_lists_pairs_and_dense_agree_and_bad_positions_are_named():
     lists = [[4, 1], [], [0, 0, 2], [3]]
     r = Relevance.from_lists(lists, n_gallery=6)
     dense = np.zeros((4, 6), bool)
@@ -235,9 +235,6 @@ def test_lists_pairs_and_dense_agree_and_pairs_are_sorted_and_merged():
     assert r.indptr.dtype == r.indices.dtype == np.int64
     assert r.n_queries == 4 and r.n_gallery == 5
     assert r.counts.tolist() == [1, 0, 2, 0] and r.query_of_item.tolist() == [0, 2, 2]
-
-
-def test_bad_positions_are_named():
     for rows, columns, message in (
         ([0, 0], [1, 3], r"gallery position is outside of 0\.\.2 \(found 1\.\.3\)"),
         ([-1], [0], "query position"),
