@@ -35,7 +35,7 @@ from torch.nn.functional import normalize
 
 from sfumato.arrays import Array, as_numpy, sigmoid
 from sfumato.calibration.calibrator import Scorer
-from sfumato.calibration.fits import BARE, N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
+from sfumato.calibration.fits import N_NEAR, Evidence, FitsCalibration, FitsLogits, list_features
 from sfumato.calibration.logits import LinearLogit, Rows, fit_linear_logit
 from sfumato.distances import get_distance
 from sfumato.encoders.package_weights import sentence_vectors
@@ -224,7 +224,7 @@ def present_and_absent(lists: Lists, own: Tensor | None) -> list[Lists]:
 
 
 def fit(both: Lists, own: Tensor | None, bare: LinearLogit) -> FitsLogits:
-    """The constants of one kind of queries. bare: those of galleries without texts, by left_out_topics.py."""
+    """The constants of one kind of queries. bare: those of photographs without texts, by left_out_topics.py."""
     if own is not None:  # Too few sentences stand together in a text to say what that means.
         both = replace(both, evidence=replace(both.evidence, together=np.zeros_like(both.evidence.words)))
     columns = both.evidence.image, both.evidence.features(), both.yes.numpy()
@@ -256,8 +256,7 @@ def said(found: FitsLogits, lists: Lists) -> tuple[Tensor, Tensor, Tensor, Tenso
     pair = found.of_pairs(lists.evidence)
     listed = lists.listed(torch.from_numpy(pair)).numpy()
     has_texts = lists.evidence.has_texts
-    near = lists.near if has_texts.mean() < BARE else None
-    hits, nothing = found.of_hits(pair, has_texts, listed, near), found.of_nothing(listed)
+    hits, nothing = found.of_hits(pair, has_texts, listed, lists.near), found.of_nothing(listed)
     p, place = torch.from_numpy(sigmoid(hits)).topk(N_HITS, dim=1)
     return p, lists.yes.gather(1, place), place, torch.from_numpy(sigmoid(nothing)).minimum(1 - p[:, 0])
 

@@ -1,4 +1,4 @@
-"""Fit the constants of target "fits" for galleries without texts on topics that the model has not seen, and test them.
+"""Fit the constants of target "fits" for photographs without texts on topics that `small` has not seen, and test them.
 
     python benchmarks/left_out_topics.py train FLICKR8K TEXTS WORK      five models, each without a fifth of the topics
     python benchmarks/left_out_topics.py fit FLICKR8K TEXTS WORK [--write]
@@ -6,10 +6,10 @@
 
 FLICKR8K as for fits_prior.py; TEXTS is the texts.npy of scripts/make_small.py. Topics are 25 clusters of the mean
 vectors of a photograph's captions. Galleries have 100, 400 and 1,000 photographs, half of topics that were left out,
-half of the validation split's others. Sentences describe a photograph of the gallery or, with a third of the weight,
-another one. A sentence fits a photograph with the probability that its captions give (logistic of maximum and mean of
-MiniLM's cosines, fitted on people's verdicts). FOLDER holds
-annotations/captions_*.json and COCO's photographs; CAPTIONS is a file with a caption of other photographs a line.
+half of the validation split's others, with captions for none or a part. Sentences describe a photograph of the gallery
+or, with a third of the weight, another one. A sentence fits a photograph with the probability that its captions give
+(logistic of maximum and mean of MiniLM's cosines, fitted on people's verdicts). FOLDER holds COCO's photographs and
+annotations/captions_*.json; CAPTIONS is a file with a caption of other photographs a line.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from sfumato.models.run import load_model
 from sfumato.search.answer import LINE, QueryInfo
 from sfumato.search.candidates import REFERENCE_SIZE
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.texts import word_stems
+from sfumato.search.texts import ItemTexts
 from sfumato.training.loop import fit as train
 
 FOLDS = 5
@@ -46,6 +46,12 @@ SIZES = ((100, 5), (400, 3), (1000, 1))
 
 QUERIES = 60
 """Sentences of each of four kinds: of topics left out or not, describing a photograph of the gallery or not."""
+
+TEXTS = ((0, 0), (0.5, 1), (0.5, 4), (0.9, 1), (0.9, 4))
+"""Fractions of the photographs that have texts, and numbers of captions of each."""
+
+PACKAGED = fits.FitsCalibration.packaged()
+CONSTANTS = PACKAGED.of(3)
 
 ABSENT = 1 / 3
 """Weight of queries that mean nothing in the gallery."""
@@ -109,23 +115,12 @@ def features(values: np.ndarray) -> RaggedStore:
 
 
 class Lists:
-    """Sentences against a gallery without texts: logits of pairs, what lists say, and what is right."""
+    """Sentences against a gallery: logits of pairs, what lists say, which items have texts, and what is right."""
 
-    def __init__(
-        self,
-        texts: list[str],
-        vectors: np.ndarray,
-        image: np.ndarray,
-        yes: np.ndarray,
-        there: np.ndarray,
-        known: np.ndarray,
-    ) -> None:
-        calibration, n_words = fits.FitsCalibration.packaged(), np.array([len(word_stems(text)) or 1 for text in texts])
-        by_query = np.column_stack([1 / n_words, prior := calibration.query_prior(vectors)])
-        self.yes, self.there, image = yes, there, image.astype(np.float64)
-        self.pair = calibration.of(3).pair_without.of(image, np.broadcast_to(by_query[:, None], (*image.shape, 2)))
-        near = -np.sort(-self.pair, axis=1)[:, : fits.N_NEAR]
-        self.listed = np.column_stack([fits.list_features(near, n_words, prior), nearness(vectors, known)])
+    def __init__(self, evidence: fits.Evidence, near: np.ndarray, yes: np.ndarray, there: np.ndarray) -> None:
+        self.pair, self.has, self.yes, self.there = CONSTANTS.of_pairs(evidence), evidence.has_texts, yes, there
+        best = -np.sort(-self.pair, axis=1)[:, : fits.N_NEAR]
+        self.listed = np.column_stack([fits.list_features(best, evidence.n_words, evidence.prior), near])
 
 
 def kept_captions(data: Data, fold: int | None) -> np.ndarray:
@@ -159,8 +154,21 @@ def lists_of(data: Data, work: Path, fold: int) -> list[Lists]:
         gallery = model.model.image.embed(features(images[own])).tensors()
         image = scorer.pair_logit(get_distance("csd").matrix(queries, gallery), REFERENCE_SIZE)
         sentences, vectors = [data.captions[i][4] for i in asked], data.vectors[asked, 4]
-        found.append(Lists(sentences, vectors, as_numpy(image), yes, there, known))
+        prior, near = PACKAGED.query_prior(vectors), nearness(vectors, known)
+        for fraction, n in TEXTS:
+            has = np.isin(range(len(own)), drawn.sample(range(len(own)), round(fraction * len(own))))
+            items = texts_of(data, own, has, n)
+            evidence = items.evidence(sentences, vectors, as_numpy(image), prior, items.rarity)
+            found.append(Lists(evidence, near, yes, there))
     return found
+
+
+def texts_of(data: Data, own: list[int], has: np.ndarray, n: int) -> ItemTexts:
+    """The first n captions of some of the photographs."""
+    mean = data.vectors[own, :n].sum(1)
+    mean = np.where(has[:, None], mean / np.maximum(np.linalg.norm(mean, axis=1, keepdims=True), 1e-9), 0)
+    captions = ["\n".join(data.captions[i][:n]) for i in own]
+    return ItemTexts.of(mean, [{"captions": c} if h else {} for c, h in zip(captions, has, strict=True)])
 
 
 def fit(some: list[Lists]) -> LinearLogit:
@@ -171,8 +179,8 @@ def fit(some: list[Lists]) -> LinearLogit:
         of_list = np.broadcast_to(x.listed[:, None], (*place.shape, x.listed.shape[1]))
         columns = np.concatenate([np.take_along_axis(x.pair, place, 1)[..., None], of_list], 2)
         part = np.where(x.there, (1 - ABSENT) / x.there.sum(), ABSENT / (~x.there).sum())
-        weight = (part[:, None] / np.arange(1, place.shape[1] + 1)).ravel()
-        rows.append((columns.reshape(len(weight), -1), np.take_along_axis(x.yes, place, 1).ravel(), weight))
+        weight, use = part[:, None] / np.arange(1, place.shape[1] + 1), ~np.take_along_axis(x.has, place, 1)
+        rows.append((columns[use], np.take_along_axis(x.yes, place, 1)[use], weight[use]))
     return fitted(rows)
 
 
@@ -180,11 +188,11 @@ def first_hits(hit: LinearLogit, some: list[Lists]) -> dict[str, Any]:
     """What is said of first hits, and what is right."""
     found = dict[str, list[np.ndarray]]()
     for x in some:
-        best = x.pair.argmax(1)[:, None]
-        p = sigmoid(hit.of(x.pair, x.listed[:, None]))
+        p = sigmoid(replace(CONSTANTS, hit_bare=hit).of_hits(x.pair, x.has, x.listed[:, :-1], x.listed[:, -1]))
+        best, kind = p.argmax(1)[:, None], "with texts for a part" if x.has.any() else "without texts"
         one = np.column_stack([np.take_along_axis(values, best, 1)[:, 0] for values in (p, x.yes)])
         for name, rows in (("describes", x.there), ("something else", ~x.there), ("both", x.there | True)):
-            found.setdefault(name, []).append(one[rows])
+            found.setdefault(f"{kind}, {name}", []).append(one[rows])
     return {name: summary(np.concatenate(parts)) for name, parts in found.items()}
 
 
@@ -203,14 +211,14 @@ def refit(data: Data, work: Path, write: bool) -> dict[str, Any]:
     if write:
         kept = kept_captions(data, None)
         np.save(place / "captions.npy", np.round(kept * 127 / np.abs(kept).max()).astype(np.int8))
-    by_fold, packaged = [lists_of(data, work, f) for f in range(FOLDS)], fits.FitsCalibration.packaged()
-    every, last = [x for lists in by_fold for x in lists], packaged.of(3)
+    by_fold = [lists_of(data, work, f) for f in range(FOLDS)]
+    every = [x for lists in by_fold for x in lists]
     others = ([x for g, lists in enumerate(by_fold) if g != f for x in lists] for f in range(FOLDS))
     own = [first_hits(fit(rest), lists) for rest, lists in zip(others, by_fold, strict=True)]
-    result = {"as it is": first_hits(last.hit_bare, every), "fitted on the other folds": own}
-    lengths = (*packaged.lengths[:-1], replace(last, hit_bare=fit(every)))
+    result = {"as it is": first_hits(CONSTANTS.hit_bare, every), "fitted on the other folds": own}
     if write:
-        found = asdict(replace(packaged, lengths=lengths))
+        lengths = (*PACKAGED.lengths[:-1], replace(CONSTANTS, hit_bare=fit(every)))
+        found = asdict(replace(PACKAGED, lengths=lengths))
         (place / "fits.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return result
 

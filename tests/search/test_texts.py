@@ -108,8 +108,8 @@ def by_loops(collection, gallery, query, text, neutral=False, own=None):
     listed = (min(best[0] - best[1], 5), expected, 1 / n_words, prior)
     rows = np.load(Path(fits.__file__).parent / "captions.npy").astype(float)
     near = sum(sorted(rows @ vector / np.linalg.norm(rows, axis=1))[-5:]) / 5
-    few = sum(bool(item_texts(payload)) for payload in own) < len(own) / 10
-    kinds = ["hit_with" if item_texts(payload) else "hit_bare" if few else "hit_without" for payload in own]
+    bare = "hit_bare" if collection.metadata.get("run") == "small" else "hit_without"
+    kinds = ["hit_with" if item_texts(payload) else bare for payload in own]
     read = {"hit_bare": (best[0], *listed, near)}
     hits = [linear(of[kind], z, read.get(kind, (best[0], *listed))) for kind, z in zip(kinds, pairs, strict=True)]
     found = sorted((-z, f"{i:02}.jpg") for i, z in enumerate(hits))
@@ -120,11 +120,12 @@ ASKED = ["a dog", "vehicles in snow", "zebra", "a cat and an animal on a sofa"]
 
 
 @pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("text", ASKED)
-def test_order_and_probabilities_are_those_of_the_formula(made, text, bare):
+def test_order_and_probabilities_are_those_of_the_formula(made, text, small, bare):
     collection, gallery = made
     own = [payload if not bare or i == 1 else {"date": "2024"} for i, payload in enumerate(payloads(60))]
-    if bare:
+    if small:
         collection.keep({"run": "small"})
     collection.upsert(gallery, [f"{i:02}.jpg" for i in range(60)], payloads=own)
     query, (answer,) = gaussians(1, 5), asked(collection, text, k=20)
@@ -141,7 +142,7 @@ def test_order_and_probabilities_are_those_of_the_formula(made, text, bare):
         p, has = hit.match_probability, bool(item_texts(hit.payload))
         assert sum(hit.why.values()) == pytest.approx(math.log(p / (1 - p)), abs=1e-6)
         slope = constants["pair_with" if has else "pair_without"]["slope"]
-        slope *= constants["hit_with" if has else "hit_bare" if bare else "hit_without"]["slope"]
+        slope *= constants["hit_with" if has else "hit_bare" if small else "hit_without"]["slope"]
         assert hit.why["image"] == pytest.approx(slope * images[int(hit.id[:2])], rel=1e-4)
         assert bool(hit.why["texts"]) is has
     assert [h.distance for h in answer] == pytest.approx(

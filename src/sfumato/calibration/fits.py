@@ -9,9 +9,9 @@ sentence may be said in other words.
 
 The constants lie in fits.json. They were fitted once: on people's verdicts about sentences (Hodosh, Young and
 Hockenmaier 2013, Flickr8k), and, for words, on whether captions mention them. benchmarks/fits_prior.py fits them, and
-docs/results/people.md says how well they hold. Those of sentences in galleries without texts also read how near the
-query is to the captions that `small` was trained on, and were fitted on topics that the model had not seen, by
-benchmarks/left_out_topics.py.
+docs/results/people.md says how well they hold. Those of sentences and items without texts also read, for the model
+`small`, how near the query is to the captions that it was trained on, and were fitted on topics that it had not seen,
+by benchmarks/left_out_topics.py.
 
 A small correction of fitted logits by people's verdicts, as strong as other verdicts say that it should be.
 
@@ -50,14 +50,11 @@ _WORDS = 1 + LIST_FEATURES.index("one over words")
 _LAST_OF_LIST = LIST_FEATURES.index("log expected") + 1
 
 N_CLOSE = 5
-"""The nearness of a query is its mean cosine with this many training captions, the closest. In bare galleries it is the
-last feature of a hit."""
+"""The nearness of a query is its mean cosine with this many training captions, the closest. It is the last feature of a
+hit without texts."""
 
 MODEL = "small"
-"""The model that the nearness and the constants of bare galleries are of; other models know other things."""
-
-BARE = 0.1
-"""A gallery is bare if a smaller fraction of its items have texts."""
+"""The model that the nearness and the constants that read it are of; other models know other things."""
 
 KNOWN = 0.6
 """Nearness from which `small` knows what a query asks for: "skateboard" has .61, "a dog in the snow" .78, and
@@ -112,7 +109,7 @@ class FitsLogits:
     pair_without: LinearLogit
     hit_with: LinearLogit  # of a hit: of the logit of the pair, and of the best logit and LIST_FEATURES
     hit_without: LinearLogit
-    hit_bare: LinearLogit  # in a bare gallery; also of the nearness of the query
+    hit_bare: LinearLogit  # of a hit without texts by `small`; also of the nearness of the query
     nothing: LinearLogit  # that no item fits: of minus the best logit and LIST_FEATURES
 
     def is_sound(self) -> bool:
@@ -132,7 +129,7 @@ class FitsLogits:
     def of_hits(self, pair: np.ndarray, has_texts: np.ndarray, listed: np.ndarray, near: np.ndarray | None) -> Floats:
         """(q, c) logits that items fit, given the list of each query.
 
-        pair (q, c), listed (q, 5); near (q,) the nearness of the queries in a bare gallery, else None.
+        pair (q, c), listed (q, 5); near (q,) the nearness of the queries, None for other models than `small`.
         """
         of_list = listed[:, None]
         if near is None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sfumato.arrays import as_numpy, joined_rows, sigmoid
 from sfumato.calibration.calibrator import Scorer
-from sfumato.calibration.fits import BARE, KNOWN, MODEL, N_NEAR, Evidence, FitsCalibration, list_features
+from sfumato.calibration.fits import KNOWN, MODEL, N_NEAR, Evidence, FitsCalibration, list_features
 from sfumato.data.image_decoding import PIXELS
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
@@ -280,7 +280,6 @@ class TextSearch:
         self.logits = [fits.of(len(word_stems(text))) for text in texts]
         self.prior = fits.query_prior(self.vectors)  # (q,)
         self.near = fits.nearness(self.vectors) if model == MODEL else None  # (q,)
-        self.with_texts = own.has_texts.sum() / max(1, len(own.has_texts))  # fraction of the items
         passing = own.has_texts[self._passing]
         self._silent = 1 - passing.sum() / max(1, len(passing))  # fraction of those that may be found
 
@@ -305,7 +304,7 @@ class TextSearch:
         return items.evidence(texts, self.vectors[[i]], image, self.prior[[i]], self.own.rarity)
 
     def _nearness(self, i: int) -> np.ndarray | None:
-        return None if self.near is None or self.with_texts >= BARE else self.near[[i]]
+        return None if self.near is None else self.near[[i]]
 
     def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: np.ndarray, listed: np.ndarray) -> np.ndarray:
         """(c,) logits of items as hits."""
