@@ -13,15 +13,8 @@ from support import pictures
 from support.pictures import encoded
 from support.raising import raises
 
+from sfumato.data import transforms
 from sfumato.data.image_decoding import MAX_PIXELS, check_image, decode_image
-from sfumato.data.transforms import (
-    IMAGENET_MEAN,
-    augment,
-    crop_and_mirror,
-    erase_rectangles,
-    random_crop_box,
-    resized_crop_box,
-)
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
 hwc = lambda data, size=None: decode_image(data, size).transpose(1, 2, 0)
@@ -256,7 +249,7 @@ def test_a_margin_is_left_out_as_by_resizing_to_256_and_cutting_out_224():
 @pytest.mark.parametrize("aspect", [1.0, 0.6, 8.0])
 def test_resized_crops_have_the_area_and_the_aspects_of_imagenet(aspect):
     random = np.random.default_rng(0)
-    boxes = np.array([resized_crop_box(random, aspect) for _ in range(4000)])
+    boxes = np.array([transforms.resized_crop_box(random, aspect) for _ in range(4000)])
     left, top, width, height = boxes.T
     assert (boxes >= 0).all() and (left + width <= 1 + 1e-12).all() and (top + height <= 1 + 1e-12).all()
     area, shape = width * height, aspect * width / height
@@ -272,7 +265,7 @@ def test_resized_crops_have_the_area_and_the_aspects_of_imagenet(aspect):
 
 def test_random_crop_boxes_are_anisotropic_uniform_and_inside():
     random = np.random.default_rng(0)
-    boxes = np.array([random_crop_box(random) for _ in range(4000)])
+    boxes = np.array([transforms.random_crop_box(random) for _ in range(4000)])
     left, top, width, height = boxes.T
     for side, start in ((width, left), (height, top)):
         assert side.min() >= 0.6 and side.max() <= 1 and start.min() >= 0 and (start + side).max() <= 1
@@ -282,8 +275,8 @@ def test_random_crop_boxes_are_anisotropic_uniform_and_inside():
         place = start / (1 - side)
         assert abs(place.mean() - 0.5) < 4 / (12 * 4000) ** 0.5
     assert abs(np.corrcoef(boxes.T[2:])[0, 1]) < 4 / 4000**0.5
-    assert random_crop_box(np.random.default_rng(3)) == random_crop_box(np.random.default_rng(3))
-    assert random_crop_box(random, 1.0) == (0, 0, 1, 1)
+    assert transforms.random_crop_box(np.random.default_rng(3)) == transforms.random_crop_box(np.random.default_rng(3))
+    assert transforms.random_crop_box(random, 1.0) == (0, 0, 1, 1)
 
 
 def test_augmentation_is_bounded_different_for_each_the_same_for_a_seed_and_keeps_the_thing_in_sight():
@@ -291,14 +284,14 @@ def test_augmentation_is_bounded_different_for_each_the_same_for_a_seed_and_keep
     pixels = torch.randint(0, 256, (6, 3, 20, 20), dtype=torch.uint8, generator=generator(0))
     pixels[1:] = pixels[0]
     before = pixels.clone()
-    a = augment(pixels, generator=generator(3))
+    a = transforms.augment(pixels, generator=generator(3))
     assert a.shape == (6, 3, 20, 20) and a.dtype == torch.float32 and a.min() >= 0 and a.max() <= 1
-    assert torch.equal(a, augment(pixels, generator=generator(3))) and torch.equal(pixels, before)
-    assert not torch.equal(a, augment(pixels, generator=generator(4)))
+    assert torch.equal(a, transforms.augment(pixels, generator=generator(3))) and torch.equal(pixels, before)
+    assert not torch.equal(a, transforms.augment(pixels, generator=generator(4)))
     assert all(not torch.equal(a[i], a[j]) for i in range(6) for j in range(i))
     pixels = torch.full((200, 3, 32, 32), 255, dtype=torch.uint8)
     pixels[:, :, 12:20, 12:20] = 0
-    light = augment(pixels, generator=generator(0)).mean(1)
+    light = transforms.augment(pixels, generator=generator(0)).mean(1)
     # The dark square stays within the picture, and darker than the corner, whatever the background became.
     assert (light.flatten(1).amin(1) + 0.1 < light[:, 0, 0]).float().mean() > 0.95
 
@@ -307,7 +300,7 @@ def test_crop_and_mirror_shows_a_straight_part_of_the_picture():
     # Red grows to the right and green downwards: every pixel tells where it was, the centre of x at (x + 0.5) / 64.
     ramp = torch.arange(64, dtype=torch.uint8)
     pixels = torch.stack([ramp.expand(64, 64), ramp[:, None].expand(64, 64), torch.zeros(64, 64, dtype=torch.uint8)])
-    drawn = crop_and_mirror(pixels.expand(300, 3, 64, 64), generator=torch.Generator().manual_seed(0))
+    drawn = transforms.crop_and_mirror(pixels.expand(300, 3, 64, 64), generator=torch.Generator().manual_seed(0))
     assert drawn.shape == (300, 3, 64, 64) and drawn.dtype == torch.float32
     place = (drawn[:, :2] * 255 + 0.5) / 64
     across, down = place[:, 0, 32, :], place[:, 1, :, 32]
@@ -318,7 +311,10 @@ def test_crop_and_mirror_shows_a_straight_part_of_the_picture():
         assert (line[:, 48] - line[:, 32] - (line[:, 32] - line[:, 16])).abs().max() < 1e-4
         assert line.min() >= 0.5 / 64 - 1e-6 and line.max() <= 63.5 / 64 + 1e-6
     assert 110 < int((across[:, 48] < across[:, 16]).sum()) < 190 and (down[:, 48] > down[:, 16]).all()
-    whole = crop_and_mirror(pixels.expand(20, 3, 64, 64), generator=torch.Generator().manual_seed(0), low=1.0) * 255
+    whole = (
+        transforms.crop_and_mirror(pixels.expand(20, 3, 64, 64), generator=torch.Generator().manual_seed(0), low=1.0)
+        * 255
+    )
     square = pixels.float()
     same = [(w - square).abs().max() < 1e-3 for w in whole]
     mirrored = [(w - square.flip(-1)).abs().max() < 1e-3 for w in whole]
@@ -327,7 +323,7 @@ def test_crop_and_mirror_shows_a_straight_part_of_the_picture():
 
 def test_erasing_leaves_one_rectangle_of_the_stated_area_and_aspect_in_the_stated_share():
     pixels = torch.full((600, 3, 60, 90), 255, dtype=torch.uint8)
-    erase = lambda pixels, fraction: erase_rectangles(
+    erase = lambda pixels, fraction: transforms.erase_rectangles(
         pixels, fraction=fraction, generator=torch.Generator().manual_seed(0)
     )
     erased = erase(pixels, 0.2)
@@ -340,7 +336,9 @@ def test_erasing_leaves_one_rectangle_of_the_stated_area_and_aspect_in_the_state
         rows, columns = inside.any(1).nonzero().flatten(), inside.any(0).nonzero().flatten()
         assert inside[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].sum() == inside.sum(), "a rectangle"
         assert inside.sum() == len(rows) * len(columns)
-        torch.testing.assert_close(picture[:, inside].T, torch.tensor(IMAGENET_MEAN).expand(int(inside.sum()), 3))
+        torch.testing.assert_close(
+            picture[:, inside].T, torch.tensor(transforms.IMAGENET_MEAN).expand(int(inside.sum()), 3)
+        )
         fractions.append(inside.float().mean().item())
         # Fractions of the sides, as those of a square picture; half a pixel of either side may be lost.
         height, width = len(rows) / 60, len(columns) / 90

@@ -10,20 +10,6 @@ import torch
 from support.raising import raises
 
 from sfumato.metrics import bootstrap as measures
-from sfumato.metrics.bootstrap import (
-    Interval,
-    _row_ranks,
-    auroc,
-    average_ranks,
-    balanced_spearman,
-    bootstrap,
-    mean_statistic,
-    on_all,
-    pearson,
-    percentile_interval,
-    resampled_balanced_spearman,
-    spearman,
-)
 from sfumato.metrics.reliability import (
     RecallByUncertainty,
     binomial_tail,
@@ -35,7 +21,7 @@ from sfumato.metrics.reliability import (
 )
 
 aurc, excess_aurc, prediction_rejection_ratio, risk_at_coverage = (
-    lambda u, e, *given, statistic=statistic: on_all(statistic(u, e, *given), len(u))
+    lambda u, e, *given, statistic=statistic: measures.on_all(statistic(u, e, *given), len(u))
     for statistic in (
         measures.aurc_statistic, lambda u, e: measures.risk_coverage_statistics(u, e)["e_aurc"],
         lambda u, e: measures.risk_coverage_statistics(u, e)["prr"], measures.risk_statistic,
@@ -64,14 +50,14 @@ def test_auroc_by_pairs_and_aurc_with_ties_is_the_mean_over_all_orders():
     assert aurc(np.full(4, -np.inf), error) == pytest.approx(0.5)
     error = np.r_[np.zeros(3), np.ones(27)]  # 0.1 * 30 is a little more than 3: three items, none of which is wrong.
     assert [risk_at_coverage(np.arange(30.0), error, coverage) for coverage in (0.1, 0.101)] == [0, 0.25]
-    assert auroc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([0, 0, 1, 1])) == 0.875
-    assert auroc(np.array([1.0, 2.0, 3.0]), np.array([True, False, False])) == 0
-    assert auroc(np.array([-np.inf, -np.inf, 0.0, np.inf]), np.array([0, 1, 0, 1])) == pytest.approx(0.625)
+    assert measures.auroc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([0, 0, 1, 1])) == 0.875
+    assert measures.auroc(np.array([1.0, 2.0, 3.0]), np.array([True, False, False])) == 0
+    assert measures.auroc(np.array([-np.inf, -np.inf, 0.0, np.inf]), np.array([0, 1, 0, 1])) == pytest.approx(0.625)
     for seed in range(5):
         score, positive = scene(seed)
         pairs = [(p > q) + 0.5 * (p == q) for p, q in itertools.product(score[positive == 1], score[positive == 0])]
-        assert auroc(score, positive) == pytest.approx(np.mean(pairs), abs=1e-12)
-        assert auroc(-score, positive) == pytest.approx(1 - np.mean(pairs), abs=1e-12)
+        assert measures.auroc(score, positive) == pytest.approx(np.mean(pairs), abs=1e-12)
+        assert measures.auroc(-score, positive) == pytest.approx(1 - np.mean(pairs), abs=1e-12)
 
 
 def plain_statistic(function, *arrays):
@@ -93,18 +79,18 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items():
     deciles = lambda u, h: RecallByUncertainty.of(u, h).correlation
     shared = measures.risk_coverage_statistics(x, error)
     pairs = {
-        "auroc": (measures.auroc_statistic(x, error), plain_statistic(auroc, x, error)),
+        "auroc": (measures.auroc_statistic(x, error), plain_statistic(measures.auroc, x, error)),
         "aurc": (measures.aurc_statistic(x, error), plain_statistic(aurc, x, error)),
         "excess": (shared["e_aurc"], plain_statistic(excess_aurc, x, error)),
         "gain": (shared["prr"], plain_statistic(prediction_rejection_ratio, x, error)),
         "risk": (measures.risk_statistic(x, error, 0.3), plain_statistic(risk, x, error)),
-        "mean": (mean_statistic(y), plain_statistic(np.mean, y)),
+        "mean": (measures.mean_statistic(y), plain_statistic(np.mean, y)),
         "spearman": (measures.spearman_statistic(x, y), plain_statistic(rho, x, y)),
         "deciles": (measures.decile_statistic(distinct, error), plain_statistic(deciles, distinct, error)),
     }  # fmt: skip
     for groups in (None, np.arange(len(x)) // 5):
         sides = ({name: pair[k] for name, pair in pairs.items()} for k in (0, 1))
-        fast, plain = (bootstrap(side, len(x), n_resamples=40, groups=groups) for side in sides)
+        fast, plain = (measures.bootstrap(side, len(x), n_resamples=40, groups=groups) for side in sides)
         for name, ours in fast.items():
             assert ours.low < ours.high, name
             assert tuple(vars(ours).values()) == pytest.approx(tuple(vars(plain[name]).values()), abs=1e-10), name
@@ -112,7 +98,7 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items():
 
 def test_intervals_of_a_mean_are_scipys_and_resamples_seeded_and_common():
     values = np.random.default_rng(5).exponential(size=400)
-    ours = bootstrap({"mean": mean_statistic(values)}, 400, n_resamples=4000, seed=1)["mean"]
+    ours = measures.bootstrap({"mean": measures.mean_statistic(values)}, 400, n_resamples=4000, seed=1)["mean"]
     theirs = scipy.stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=0).confidence_interval
     # The deviation of a 2.5 % percentile of 4,000 draws is about 0.04 standard errors: 0.25 of one is six of them.
     error = values.std() / 20
@@ -120,20 +106,22 @@ def test_intervals_of_a_mean_are_scipys_and_resamples_seeded_and_common():
     assert ours.low == pytest.approx(values.mean() - 1.96 * error, abs=0.3 * error)
     x, error = scene(9)
     both = {"a": measures.auroc_statistic(x, error), "b": measures.auroc_statistic(x, error)}
-    first = bootstrap(both, len(x), n_resamples=50, seed=7)
-    assert first["a"] == first["b"] != bootstrap(both, len(x), n_resamples=50, seed=8)["a"]
-    assert bootstrap(both, len(x), n_resamples=50, seed=7, max_counts=7 * len(x)) == first
+    first = measures.bootstrap(both, len(x), n_resamples=50, seed=7)
+    assert first["a"] == first["b"] != measures.bootstrap(both, len(x), n_resamples=50, seed=8)["a"]
+    assert measures.bootstrap(both, len(x), n_resamples=50, seed=7, max_counts=7 * len(x)) == first
 
 
 def test_undefined_figures_are_none_and_bad_input_is_named():
     only_right = measures.auroc_statistic(np.arange(4.0), np.zeros(4))
-    assert bootstrap({"a": only_right}, 4, n_resamples=9)["a"] == Interval(None, None, None)
+    assert measures.bootstrap({"a": only_right}, 4, n_resamples=9)["a"] == measures.Interval(None, None, None)
     assert np.isnan(prediction_rejection_ratio(np.arange(4.0), np.ones(4)))
-    assert bootstrap({"m": mean_statistic(np.ones(3))}, 3, n_resamples=0)["m"] == Interval(1.0, None, None)
-    assert percentile_interval(1.0, np.array([np.nan, np.nan, 1.0])) == Interval(1.0, None, None)
+    assert measures.bootstrap({"m": measures.mean_statistic(np.ones(3))}, 3, n_resamples=0)["m"] == measures.Interval(
+        1.0, None, None
+    )
+    assert measures.percentile_interval(1.0, np.array([np.nan, np.nan, 1.0])) == measures.Interval(1.0, None, None)
     constant = measures.spearman_statistic(np.zeros(5), np.arange(5.0))
-    assert bootstrap({"s": constant}, 5, n_resamples=9)["s"].value is None
-    assert bootstrap({"m": mean_statistic(np.empty(0))}, 0)["m"].value is None
+    assert measures.bootstrap({"s": constant}, 5, n_resamples=9)["s"].value is None
+    assert measures.bootstrap({"m": measures.mean_statistic(np.empty(0))}, 0)["m"].value is None
     good = torch.tensor([0.5])
     raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([1.5]), good)
     raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([torch.nan]), good)
@@ -149,29 +137,32 @@ def test_balanced_spearman_and_its_resamples_are_exact_of_whole_bins_seeded_othe
     multiplicity = np.concatenate([random.integers(1, 4, 200), random.integers(4, 40, 60)])
     x = np.log(multiplicity) + random.normal(size=260)
     measured = {"x": x, "flat": np.zeros(260), "same": x}
-    drawn = resampled_balanced_spearman(measured, multiplicity, n_resamples=300, seed=1)
+    drawn = measures.resampled_balanced_spearman(measured, multiplicity, n_resamples=300, seed=1)
     assert drawn["x"].shape == (300,) and (drawn["x"] == drawn["same"]).all() and np.isnan(drawn["flat"]).all()
     # 300 resamples: the mean is within five standard errors of the value on the data, and a bias of 0.03 is allowed for
     # ties.
-    assert abs(drawn["x"].mean() - balanced_spearman(x, multiplicity)) < 5 * drawn["x"].std() / np.sqrt(300) + 0.03
+    assert (
+        abs(drawn["x"].mean() - measures.balanced_spearman(x, multiplicity))
+        < 5 * drawn["x"].std() / np.sqrt(300) + 0.03
+    )
     # Everything in one set: each draw is the plain correlation of its resample.
-    whole = resampled_balanced_spearman({"x": x}, multiplicity, per_bin=1000, n_resamples=200, n_sets=1)["x"]
-    assert abs(whole.mean() - spearman(x, multiplicity)) < 0.03 and 0.01 < whole.std() < 0.1
-    assert np.isnan(resampled_balanced_spearman({"x": x}, np.ones(260), n_resamples=3)["x"]).all()
+    whole = measures.resampled_balanced_spearman({"x": x}, multiplicity, per_bin=1000, n_resamples=200, n_sets=1)["x"]
+    assert abs(whole.mean() - measures.spearman(x, multiplicity)) < 0.03 and 0.01 < whole.std() < 0.1
+    assert np.isnan(measures.resampled_balanced_spearman({"x": x}, np.ones(260), n_resamples=3)["x"]).all()
     values, chosen = random.integers(0, 4, 30), random.integers(0, 30, (20, 11))
-    np.testing.assert_array_equal(_row_ranks(values, chosen), scipy.stats.rankdata(values[chosen], axis=1) - 1)
+    np.testing.assert_array_equal(measures._row_ranks(values, chosen), scipy.stats.rankdata(values[chosen], axis=1) - 1)
     random = np.random.default_rng(4)
     multiplicity, x = random.integers(1, 40, 60), random.normal(size=60)
-    whole = balanced_spearman(x, multiplicity, per_bin=60, n_sets=3)
+    whole = measures.balanced_spearman(x, multiplicity, per_bin=60, n_sets=3)
     assert whole == pytest.approx(scipy.stats.spearmanr(x, multiplicity).statistic)
-    draws = [balanced_spearman(x, multiplicity, per_bin=3, n_sets=7, seed=s) for s in (0, 0, 1)]
+    draws = [measures.balanced_spearman(x, multiplicity, per_bin=3, n_sets=7, seed=s) for s in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
-    assert np.isnan(balanced_spearman(x, np.ones(60)))
+    assert np.isnan(measures.balanced_spearman(x, np.ones(60)))
     # 500 items of multiplicity 1 and 2 with noise in x, and 5 in each higher power of two where x follows exactly.
     random = np.random.default_rng(3)
     multiplicity = np.concatenate([random.integers(1, 3, 500), np.repeat(2 ** np.arange(2, 8), 5)])
     x = np.where(multiplicity > 2, multiplicity, random.normal(1.5, 1.0, len(multiplicity)))
-    plain, balanced = spearman(x, multiplicity), balanced_spearman(x, multiplicity, per_bin=5)
+    plain, balanced = measures.spearman(x, multiplicity), measures.balanced_spearman(x, multiplicity, per_bin=5)
     assert balanced > 0.8 > 0.5 > plain
 
 
@@ -181,11 +172,13 @@ def test_correlations_equal_scipys(levels):
     for _ in range(10):
         x = random.integers(0, levels, 37)
         y = x * random.integers(0, 2, 37) + random.integers(0, levels, 37)
-        assert spearman(x, y) == pytest.approx(scipy.stats.spearmanr(x, y).statistic, abs=1e-12)
-        np.testing.assert_allclose(average_ranks(x), scipy.stats.rankdata(x) - 1)
-        assert pearson(x, y) == pytest.approx(scipy.stats.pearsonr(x, y).statistic, abs=1e-12)
-    assert np.isnan(spearman(np.zeros(5), np.arange(5))) and np.isnan(spearman(np.array([1.0]), np.array([2.0])))
-    raises(ValueError, "must be equal", pearson, np.zeros(3), np.zeros(4))
+        assert measures.spearman(x, y) == pytest.approx(scipy.stats.spearmanr(x, y).statistic, abs=1e-12)
+        np.testing.assert_allclose(measures.average_ranks(x), scipy.stats.rankdata(x) - 1)
+        assert measures.pearson(x, y) == pytest.approx(scipy.stats.pearsonr(x, y).statistic, abs=1e-12)
+    assert np.isnan(measures.spearman(np.zeros(5), np.arange(5))) and np.isnan(
+        measures.spearman(np.array([1.0]), np.array([2.0]))
+    )
+    raises(ValueError, "must be equal", measures.pearson, np.zeros(3), np.zeros(4))
 
 
 def test_recall_by_uncertainty_worked_by_hand_in_ten_bins_of_equal_size():

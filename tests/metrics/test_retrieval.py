@@ -6,19 +6,8 @@ import torch
 from support.raising import raises
 from support.references_metrics import metrics_by_definition, ranks_by_sorting
 
+from sfumato.metrics import retrieval
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.retrieval import (
-    ALL_METRICS,
-    UNLISTED,
-    _ranks_on_device,
-    chance_metrics,
-    check_metric,
-    per_query_metrics,
-    ranks_from_lists,
-    relevant_ranks,
-    retrieval_metrics,
-    score_blocks,
-)
 
 # Worked by hand. Query 0 orders the gallery 1 3 0 2 4, query 1 has a tie of items 0, 2 and 4, query 2 has no truth.
 DISTANCE = torch.tensor(
@@ -37,9 +26,9 @@ def test_agrees_with_sorting_with_and_without_ties(levels, fraction):
     ground_truths = [np.flatnonzero(row).tolist() for row in dense]
     ground_truths[0] = [140]
     relevance = Relevance.from_lists(ground_truths, n_gallery=141)
-    ranks = relevant_ranks(torch.from_numpy(distance), relevance)
+    ranks = retrieval.relevant_ranks(torch.from_numpy(distance), relevance)
     np.testing.assert_array_equal(ranks, ranks_by_sorting(distance, ground_truths))
-    ours, theirs = retrieval_metrics(ranks, relevance), metrics_by_definition(distance, ground_truths)
+    ours, theirs = retrieval.retrieval_metrics(ranks, relevance), metrics_by_definition(distance, ground_truths)
     for name, value in theirs.items():
         assert ours[name] == pytest.approx(value, abs=1e-12), name
 
@@ -57,10 +46,10 @@ def test_neither_branches_nor_blocks_nor_the_device_change_the_ranks(monkeypatch
         dense = random.random((21, 37)) < random.choice([0.1, 0.7], (21, 1))
         ground_truths = [np.flatnonzero(row).tolist() for row in dense]
         relevance, right = Relevance.from_lists(ground_truths, n_gallery=37), ranks_by_sorting(distance, ground_truths)
-        for ranks_of in (relevant_ranks, _ranks_on_device):
+        for ranks_of in (retrieval.relevant_ranks, retrieval._ranks_on_device):
             ours = [ranks_of(distance[s : s + 6], relevance, s) for s in range(0, 21, 6)]
             np.testing.assert_array_equal(np.concatenate(ours), right)
-        assert len(relevant_ranks(distance[:0], relevance)) == 0
+        assert len(retrieval.relevant_ranks(distance[:0], relevance)) == 0
 
 
 @pytest.mark.gpu
@@ -70,29 +59,35 @@ def test_an_accelerator_agrees_with_the_processor():
     random = np.random.default_rng(7)
     distance = torch.from_numpy(random.integers(0, 99, (301, 997)).astype(np.float32))
     relevance = Relevance.from_lists([np.flatnonzero(row) for row in random.random((301, 997)) < 0.02], n_gallery=997)
-    np.testing.assert_array_equal(relevant_ranks(distance.cuda(), relevance), relevant_ranks(distance, relevance))
+    np.testing.assert_array_equal(
+        retrieval.relevant_ranks(distance.cuda(), relevance), retrieval.relevant_ranks(distance, relevance)
+    )
 
 
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 2040, 2041, 8 * 255 * 3 + 5])
 def test_the_last_of_a_long_gallery_has_the_largest_rank(m):
     falling = torch.arange(m, 0, -1.0)[None]  # Counts in bytes would overflow from 255 words of 8 bytes.
     relevance = Relevance.from_lists([[0, m - 1]], n_gallery=m)
-    assert relevant_ranks(falling, relevance).tolist() == ([0] if m == 1 else [m - 1, 0])
-    assert relevant_ranks(torch.zeros(1, m), relevance).tolist() == ([0] if m == 1 else [0, m - 1])
+    assert retrieval.relevant_ranks(falling, relevance).tolist() == ([0] if m == 1 else [m - 1, 0])
+    assert retrieval.relevant_ranks(torch.zeros(1, m), relevance).tolist() == ([0] if m == 1 else [0, m - 1])
 
 
 def test_any_type_of_distance_is_ranked_infinite_ones_last_and_nan_is_refused():
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64):
         distance = torch.tensor([[3.0, 1.0, 2.0, 1.0]]).to(dtype)
-        assert relevant_ranks(distance, Relevance.from_lists([[0, 1, 3]], n_gallery=4)).tolist() == [3, 0, 1], dtype
+        assert retrieval.relevant_ranks(distance, Relevance.from_lists([[0, 1, 3]], n_gallery=4)).tolist() == [
+            3,
+            0,
+            1,
+        ], dtype
     relevance = Relevance.from_lists([[0, 2]], n_gallery=3)
-    assert relevant_ranks(torch.tensor([[torch.inf, 1.0, torch.inf]]), relevance).tolist() == [1, 2]
-    raises(ValueError, "NaN", relevant_ranks, torch.tensor([[0.0, torch.nan, 1.0]]), relevance)
+    assert retrieval.relevant_ranks(torch.tensor([[torch.inf, 1.0, torch.inf]]), relevance).tolist() == [1, 2]
+    raises(ValueError, "NaN", retrieval.relevant_ranks, torch.tensor([[0.0, torch.nan, 1.0]]), relevance)
 
 
 def ranks_from_scores(scores, relevance, **given):
-    blocks = score_blocks(scores, **given)
-    return np.concatenate([relevant_ranks(block, relevance, start) for start, block in blocks])
+    blocks = retrieval.score_blocks(scores, **given)
+    return np.concatenate([retrieval.relevant_ranks(block, relevance, start) for start, block in blocks])
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", ">f4", "int64", "uint8", "bool", "memmap", "tensor", "fortran"])
@@ -127,7 +122,7 @@ def test_extreme_integers_keep_their_order_bad_scores_are_refused_and_blocks_are
         (np.zeros((1, 3), np.uint64), {}, "expected real numbers"), (np.array([[0, np.nan, 1]]), {}, "NaN"),
     ):  # fmt: skip
         raises(ValueError, message, ranks_from_scores, scores, relevance, **{"better": "larger", **given})
-    blocks = score_blocks(np.zeros((10, 256), np.float32), better="larger", memory_mb=4 / 1024)
+    blocks = retrieval.score_blocks(np.zeros((10, 256), np.float32), better="larger", memory_mb=4 / 1024)
     assert [(start, len(block)) for start, block in blocks] == [(0, 4), (4, 4), (8, 2)]
     limits = np.iinfo(np.int64)
     scores = np.array([[limits.min, limits.max, 0, 2**53 + 1, 2**53]])
@@ -138,12 +133,12 @@ def test_extreme_integers_keep_their_order_bad_scores_are_refused_and_blocks_are
 
 def test_short_lists_give_exactly_what_they_determine_and_bad_ones_are_refused():
     relevance = Relevance.from_lists([[4, 1], [2], []], n_gallery=5)
-    ranks, depth = ranks_from_lists([[3, 4], [2, 0], []], relevance)
-    assert ranks.tolist() == [UNLISTED, 1, 0] and depth.tolist() == [2, 2, 0]
+    ranks, depth = retrieval.ranks_from_lists([[3, 4], [2, 0], []], relevance)
+    assert ranks.tolist() == [retrieval.UNLISTED, 1, 0] and depth.tolist() == [2, 2, 0]
     wanted = ("recall@1", "recall@2", "r_precision", "map@r", "mean_rank")
-    result = retrieval_metrics(ranks, relevance, depth=depth, names=wanted)
-    whole, _ = ranks_from_lists([[3, 4, 0, 1, 2], [2, 0, 1, 3, 4], [0, 1, 2, 3, 4]], relevance)
-    assert result == retrieval_metrics(whole, relevance, names=wanted)
+    result = retrieval.retrieval_metrics(ranks, relevance, depth=depth, names=wanted)
+    whole, _ = retrieval.ranks_from_lists([[3, 4, 0, 1, 2], [2, 0, 1, 3, 4], [0, 1, 2, 3, 4]], relevance)
+    assert result == retrieval.retrieval_metrics(whole, relevance, names=wanted)
     for lists, names, message in (
         (
             [[3, 4], [2, 0], []],
@@ -152,14 +147,14 @@ def test_short_lists_give_exactly_what_they_determine_and_bad_ones_are_refused()
         ),
         ([[4], [0, 1], []], ["r_precision"], r"query 0 holds 1 of 5 items, but r_precision needs 2 \(1 of 2"),
         ([[4], [0, 1], []], ["median_rank"], "query 1 holds 2 of 5 items, but the rank of its best item needs 5"),
-        ([[4], [0, 1], []], ALL_METRICS, "needs"),
+        ([[4], [0, 1], []], retrieval.ALL_METRICS, "needs"),
     ):
-        ranks, depth = ranks_from_lists(lists, relevance)
-        raises(ValueError, message, retrieval_metrics, ranks, relevance, depth=depth, names=names)
+        ranks, depth = retrieval.ranks_from_lists(lists, relevance)
+        raises(ValueError, message, retrieval.retrieval_metrics, ranks, relevance, depth=depth, names=names)
     # Whole lists are fine for any k, and for items that nothing can find.
     relevance = Relevance.from_lists([[0, 1]], n_gallery=3, n_outside=np.array([4]))
-    ranks, depth = ranks_from_lists([[1, 2, 0]], relevance)
-    result = retrieval_metrics(ranks, relevance, names=("recall@10", "r_precision", "map@r"), depth=depth)
+    ranks, depth = retrieval.ranks_from_lists([[1, 2, 0]], relevance)
+    result = retrieval.retrieval_metrics(ranks, relevance, names=("recall@10", "r_precision", "map@r"), depth=depth)
     assert result["recall@10"] == 1 and result["r_precision"] == pytest.approx(2 / 6)
     assert result["map@r"] == pytest.approx((1 + 2 / 3) / 6)
     for lists, message in (
@@ -169,34 +164,34 @@ def test_short_lists_give_exactly_what_they_determine_and_bad_ones_are_refused()
         ([[0], [0, 1, 2, 1]], "query 1 holds position 1 more than once"),
         ([[0]], "got 1 lists for 2 queries"),
     ):
-        raises(ValueError, message, ranks_from_lists, lists, Relevance.from_lists([[0], [1]], n_gallery=3))
+        raises(ValueError, message, retrieval.ranks_from_lists, lists, Relevance.from_lists([[0], [1]], n_gallery=3))
 
 
 def test_items_outside_of_the_gallery_count_in_r_and_are_never_found():
     # Query 0: R = 3 of which one cannot be found, ranks 0 and 2. Query 1: its one item cannot be found at all. Query 2:
     # no truth.
     relevance = Relevance.from_lists([[0, 1], [], []], n_gallery=4, n_outside=np.array([1, 1, 0]))
-    single = per_query_metrics(np.array([0, 2]), relevance)
+    single = retrieval.per_query_metrics(np.array([0, 2]), relevance)
     np.testing.assert_allclose(single["r_precision"], [2 / 3, 0, np.nan])
     np.testing.assert_allclose(single["map@r"], [(1 + 2 / 3) / 3, 0, np.nan])
     np.testing.assert_array_equal(single["best_rank"], [0, np.inf, np.nan])
     np.testing.assert_array_equal(single["recall@10"], [1, 0, np.nan])
-    result = retrieval_metrics(np.array([0, 2]), relevance)
+    result = retrieval.retrieval_metrics(np.array([0, 2]), relevance)
     assert result["n_queries"] == 2 and result["n_without_positives"] == 1 and result["recall@1"] == 0.5
 
 
 def test_only_the_metrics_asked_for_are_given():
     relevance = Relevance.from_lists(TRUTHS, n_gallery=5)
-    ranks = relevant_ranks(DISTANCE, relevance)
-    everything = retrieval_metrics(ranks, relevance, names=(*ALL_METRICS, "recall@7"))
-    some = retrieval_metrics(ranks, relevance, names=("map@r", "recall@7", "median_rank"))
+    ranks = retrieval.relevant_ranks(DISTANCE, relevance)
+    everything = retrieval.retrieval_metrics(ranks, relevance, names=(*retrieval.ALL_METRICS, "recall@7"))
+    some = retrieval.retrieval_metrics(ranks, relevance, names=("map@r", "recall@7", "median_rank"))
     assert list(some) == ["map@r", "recall@7", "median_rank", "n_queries", "n_without_positives"]
     assert some == {name: everything[name] for name in some}
     for wrong in ("recall@0", "recall", "precision@5"):
-        raises(ValueError, f"unknown metric '{wrong}'", retrieval_metrics, ranks, relevance, names=[wrong])
-        raises(ValueError, "median_rank", check_metric, wrong)
-    check_metric("recall@3")
-    check_metric("mean_rank")
+        raises(ValueError, f"unknown metric '{wrong}'", retrieval.retrieval_metrics, ranks, relevance, names=[wrong])
+        raises(ValueError, "median_rank", retrieval.check_metric, wrong)
+    retrieval.check_metric("recall@3")
+    retrieval.check_metric("mean_rank")
 
 
 def test_chance_is_the_mean_over_all_orders():
@@ -206,12 +201,14 @@ def test_chance_is_the_mean_over_all_orders():
         for relevant in ({2}, {0, 1}):
             for k, found in hits.items():
                 found.append(bool(relevant & set(order[:k])))
-    chance = chance_metrics(relevance, ks=[1, 2, 3])
+    chance = retrieval.chance_metrics(relevance, ks=[1, 2, 3])
     for k, found in hits.items():
         assert chance[f"recall@{k}"] == pytest.approx(np.mean(found))
     assert chance["r_precision"] == pytest.approx((1 / 4 + 2 / 4) / 2)
-    assert chance_metrics(relevance, ks=[9])["recall@9"] == 1
-    raises(ValueError, "no query has a relevant item", chance_metrics, Relevance.from_lists([[]], n_gallery=4))
+    assert retrieval.chance_metrics(relevance, ks=[9])["recall@9"] == 1
+    raises(
+        ValueError, "no query has a relevant item", retrieval.chance_metrics, Relevance.from_lists([[]], n_gallery=4)
+    )
 
 
 def test_lists_pairs_and_dense_agree_and_bad_positions_are_named():
