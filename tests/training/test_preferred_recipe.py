@@ -15,7 +15,7 @@ from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import find_recipe, load_recipe, save_recipe
 from sfumato.models.run import load_run
 from sfumato.training import loop as module
-from sfumato.training.loop import fit, preferred_recipe, what_to_expect
+from sfumato.training.loop import preferred_recipe, what_to_expect
 
 OWN, CLIP = "own-pictures", "own-pictures-clip"
 
