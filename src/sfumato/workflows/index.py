@@ -18,11 +18,7 @@ import numpy as np
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.emoji import emoji_names
 from sfumato.data.feature_tables import vectors_of
-from sfumato.data.images import (
-    DIGEST,
-    FileImage,
-    Problems,
-)
+from sfumato.data.images import DIGEST, FileImage, Problems
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, counted, first_line, need, progress_bar, say

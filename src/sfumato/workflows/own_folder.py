@@ -31,14 +31,7 @@ from sfumato.search.folder import is_collection
 from sfumato.search.searcher import open_gallery
 from sfumato.search.stores.protocol import own_or_anchored
 from sfumato.search.texts import item_texts
-from sfumato.workflows.index import (
-    GalleryPart,
-    check_same,
-    create_collection,
-    keep_trained,
-    source_of,
-    training_note,
-)
+from sfumato.workflows.index import GalleryPart, check_same, create_collection, keep_trained, source_of, training_note
 from sfumato.workflows.own_items import Item, Source, list_items, named_source, some_items, sources_of
 
 STAT = "_stat"
