@@ -28,17 +28,7 @@ from sfumato.metrics.reliability import N_BINS, wilson_interval
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import Run
-from sfumato.reports.report_charts import (
-    DirectionResult,
-    ReportData,
-    Thumbnails,
-    calibration_panels,
-    direction_result,
-    recall_by_uncertainty,
-    uncertain_queries,
-    variance_histogram,
-    wrong_first_results,
-)
+from sfumato.reports import report_charts
 from sfumato.reports.tables import DIRECTIONS, MISSING, percent, signed
 from sfumato.search.exact import rank_relevant
 
@@ -59,13 +49,13 @@ class Report:
         return {"evaluation": self.evaluation.to_json(), "calibration": self.calibration, "mistakes": self.mistakes}
 
 
-def make_report(data: ReportData) -> Report:
+def make_report(data: report_charts.ReportData) -> Report:
     """Evaluate, and write the page."""
     require_matplotlib()
     evaluation, directions = _evaluate(data)
-    calibration, panels = calibration_panels(data, directions)
-    thumbnails = Thumbnails(data)
-    mistakes, shown_mistakes = wrong_first_results(data, directions, thumbnails)
+    calibration, panels = report_charts.calibration_panels(data, directions)
+    thumbnails = report_charts.Thumbnails(data)
+    mistakes, shown_mistakes = report_charts.wrong_first_results(data, directions, thumbnails)
     points = evaluation.uncertainty is None
     values = {
         "data": data,
@@ -75,13 +65,15 @@ def make_report(data: ReportData) -> Report:
         "headline": [_recall(direction) for direction in directions],
         "summary": _summary(evaluation, calibration, mistakes, directions),
         "rows": [_table_row(name.replace("->", "→"), metrics) for name, metrics in table_rows(evaluation)],
-        "deciles": [] if points else [recall_by_uncertainty(direction, evaluation) for direction in directions],
-        "histogram": None if points else variance_histogram(data),
+        "deciles": []
+        if points
+        else [report_charts.recall_by_uncertainty(direction, evaluation) for direction in directions],
+        "histogram": None if points else report_charts.variance_histogram(data),
         "correlation": evaluation.multiplicity,
         "calibration": calibration,
         "calibration_panels": panels,
         "n_bins": N_BINS,
-        "extremes": [] if points else uncertain_queries(data, directions, thumbnails),
+        "extremes": [] if points else report_charts.uncertain_queries(data, directions, thumbnails),
         "mistakes": mistakes,
         "shown_mistakes": [group | {"name": DIRECTIONS[group["key"]]} for group in shown_mistakes],
         "signed": signed,
@@ -89,7 +81,7 @@ def make_report(data: ReportData) -> Report:
     return Report(render_page("report.html.j2", values), evaluation, calibration, mistakes)
 
 
-def _evaluate(data: ReportData) -> tuple[Evaluation, list[DirectionResult]]:
+def _evaluate(data: report_charts.ReportData) -> tuple[Evaluation, list[report_charts.DirectionResult]]:
     """The evaluation, and both directions with the ranks that it computed."""
     found: dict[str, np.ndarray] = {}
 
@@ -103,10 +95,13 @@ def _evaluate(data: ReportData) -> tuple[Evaluation, list[DirectionResult]]:
     evaluation = evaluate_retrieval(
         data.images, data.texts, data.relevance, distance=data.distance, text_kinds=data.text_kinds, rank=rank
     )
-    return evaluation, [direction_result(data, "i2t", found["i2t"]), direction_result(data, "t2i", found["t2i"])]
+    return evaluation, [
+        report_charts.direction_result(data, "i2t", found["i2t"]),
+        report_charts.direction_result(data, "t2i", found["t2i"]),
+    ]
 
 
-def _recall(direction: DirectionResult) -> dict[str, str]:
+def _recall(direction: report_charts.DirectionResult) -> dict[str, str]:
     right = direction.first_is_right
     right = right[~np.isnan(right)]
     low, high = wilson_interval(float(right.mean()), len(right))
@@ -118,7 +113,7 @@ def _summary(
     evaluation: Evaluation,
     calibration: Mapping[str, Mapping[str, Any]],
     mistakes: Mapping[str, Mapping[str, int]],
-    directions: Sequence[DirectionResult],
+    directions: Sequence[report_charts.DirectionResult],
 ) -> list[str]:
     """A short summary in sentences, derived from the figures."""
     sentences = []
@@ -148,7 +143,7 @@ def _summary(
     return sentences
 
 
-def _meaning_of_variance(direction: DirectionResult, evaluation: Evaluation) -> str:
+def _meaning_of_variance(direction: report_charts.DirectionResult, evaluation: Evaluation) -> str:
     """The meaning of the correlation of uncertainty and success in words; the threshold is two standard errors."""
     assert evaluation.uncertainty is not None
     correlation = evaluation.uncertainty[direction.key]["spearman"]
@@ -183,7 +178,7 @@ def report_model(
     pairs = prepared.data
     images, texts = (e.to("cpu") for e in embed_split(retrieval_model.model, prepared))
     report = make_report(
-        ReportData(
+        report_charts.ReportData(
             model=name,
             split=split,
             images=images,

@@ -34,17 +34,7 @@ from sfumato.search.folder import (
     write_settings,
 )
 from sfumato.search.gallery import N_WHOLE, Gallery
-from sfumato.search.stores.protocol import (
-    Filter,
-    Records,
-    VectorStore,
-    anchored,
-    beside,
-    composed,
-    create_store,
-    open_store,
-    without_password,
-)
+from sfumato.search.stores import protocol
 from sfumato.search.texts import ItemTexts, TextStore
 
 UPLOADED_IMAGES = "pictures"
@@ -71,7 +61,7 @@ class GaussianCollection(Gallery):
     def __init__(
         self,
         folder: Path,
-        store: VectorStore,
+        store: protocol.VectorStore,
         texts: TextStore | None,
         settings: Mapping[str, Any],
         centre: np.ndarray,
@@ -136,15 +126,17 @@ class GaussianCollection(Gallery):
         if centre.shape != (d,):
             raise ValueError(f"GaussianCollection: centre must have shape ({d},), got {tuple(centre.shape)}")
         fingerprint = f"sfumato {distance} {d} {secrets.token_hex(8)}"
-        second = beside(store) if texts else None
+        second = protocol.beside(store) if texts else None
         if texts and second is None:
-            raise UserError(f"store {without_password(store)}: this kind of store has no second one for texts")
-        made = create_store(anchored(store, folder), lifted_dim(d, distance), fingerprint)
+            raise UserError(f"store {protocol.without_password(store)}: this kind of store has no second one for texts")
+        made = protocol.create_store(protocol.anchored(store, folder), lifted_dim(d, distance), fingerprint)
         own = (
-            None if second is None else TextStore(create_store(anchored(second, folder), WIDTH, f"{fingerprint} texts"))
+            None
+            if second is None
+            else TextStore(protocol.create_store(protocol.anchored(second, folder), WIDTH, f"{fingerprint} texts"))
         )
         settings = {
-            "store": without_password(store), "fingerprint": fingerprint, "d": d, "distance": distance,
+            "store": protocol.without_password(store), "fingerprint": fingerprint, "d": d, "distance": distance,
             "logit_scale": logit_scale, "logit_bias": logit_bias, "direction": direction, "texts": texts,
             "about": json.loads(json.dumps(dict(metadata or {}), allow_nan=False)),
         }  # fmt: skip
@@ -180,15 +172,15 @@ class GaussianCollection(Gallery):
         if not unfinished:
             refuse_unfinished(folder)
         settings, centre, calibration = read_settings(folder)
-        opened = open_store(anchored(store or settings["store"], folder))
+        opened = protocol.open_store(protocol.anchored(store or settings["store"], folder))
         if opened.fingerprint != settings["fingerprint"]:
             opened.close()
             raise UserError(
                 f"{opened.url} holds the vectors of another collection, not those of {folder}; give the store of this"
                 " collection with --store, or build the collection again"
             )
-        second = beside(store or settings["store"]) if settings.get("texts") else None
-        texts = None if second is None else TextStore(open_store(anchored(second, folder)))
+        second = protocol.beside(store or settings["store"]) if settings.get("texts") else None
+        texts = None if second is None else TextStore(protocol.open_store(protocol.anchored(second, folder)))
         return cls(folder, opened, texts, settings, centre, calibration)
 
     def __enter__(self) -> "GaussianCollection":
@@ -240,7 +232,7 @@ class GaussianCollection(Gallery):
         return self._d
 
     def __repr__(self) -> str:
-        return f"GaussianCollection({self.contents}, {without_password(self.store.url)!r})"
+        return f"GaussianCollection({self.contents}, {protocol.without_password(self.store.url)!r})"
 
     def __len__(self) -> int:
         return self.store.count()
@@ -304,7 +296,7 @@ class GaussianCollection(Gallery):
         embeddings = embeddings.numpy()
         lifted = lift_gallery(embeddings, self.distance, centre=self.centre)
         uncertainty = embeddings.total_variance.astype(np.float32)
-        records = Records(tuple(ids), lifted, uncertainty, tuple(map(composed, payloads)))
+        records = protocol.Records(tuple(ids), lifted, uncertainty, tuple(map(protocol.composed, payloads)))
         check_ids(ids, "GaussianCollection")
         for start in range(0, len(records), batch):
             part = records.take(range(start, min(start + batch, len(records))))
@@ -341,16 +333,16 @@ class GaussianCollection(Gallery):
             new: its id from now on; an item of this id is replaced.
             payload: texts by name, in place of those that it had.
         """
-        records, payload = self.store.get([old]), composed(payload)
+        records, payload = self.store.get([old]), protocol.composed(payload)
         with self.items.writing() as note:
             if self.texts is not None:
                 self.texts.upsert([new], [payload])
-            self.store.upsert(Records((new,), records.vectors, records.uncertainty, (payload,)))
+            self.store.upsert(protocol.Records((new,), records.vectors, records.uncertainty, (payload,)))
             note(1, int(old != new))
         if old != new:
             self.delete([old])
 
-    def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
+    def closest(self, queries: GaussianEmbedding, k: int, filter: protocol.Filter | None = None) -> list[Candidates]:
         """See :meth:`Gallery.closest`; equal distances are ordered by id."""
         found = []
         for i, records in enumerate(self.store.search(self._lifted(queries), with_margin(k), filter)):
@@ -375,7 +367,7 @@ class GaussianCollection(Gallery):
                 found[i] = both.ordered().first(most)
         return found
 
-    def _sampled(self, n: int, filter: Filter | None) -> SampledItems:
+    def _sampled(self, n: int, filter: protocol.Filter | None) -> SampledItems:
         """It takes a scan of the store at the first call, and again when a hundredth of the items has changed."""
         taken = self._sampler.take(self.n_sample, self.items)
         records, texts, same = taken.records, taken.texts, taken.changed == self.items.changed
@@ -389,7 +381,7 @@ class GaussianCollection(Gallery):
             taken.prepared[whole] = self._sampled_items(records, texts, whole)
         return taken.prepared[whole]
 
-    def _sampled_items(self, records: Records, texts: ItemTexts | None, whole: bool) -> SampledItems:
+    def _sampled_items(self, records: protocol.Records, texts: ItemTexts | None, whole: bool) -> SampledItems:
         """Records of a sample, prepared for distances by products."""
 
         def items(column: np.ndarray) -> GaussianEmbedding:
@@ -398,7 +390,7 @@ class GaussianCollection(Gallery):
         blocks = LiftedGallery.of(records.vectors, self.distance, self.centre).distance_blocks
         return SampledItems(records.ids, items, blocks, whole, records.uncertainty, records.payloads, texts)
 
-    def count(self, filter: Filter) -> int:
+    def count(self, filter: protocol.Filter) -> int:
         """See :meth:`Gallery.count`."""
         return self.store.count(filter)
 
@@ -421,19 +413,21 @@ class GaussianCollection(Gallery):
         if self.texts is not None:
             self.texts.store.optimise()
 
-    def _with_closest(self, found: Candidates, records: Records) -> Candidates:
+    def _with_closest(self, found: Candidates, records: protocol.Records) -> Candidates:
         """The candidates with the embedding of the closest, if the probabilities read it."""
         if self.scorer.reference is None or not found.ids:
             return found
         return replace(found, closest=self._embeddings(records.take([records.ids.index(found.ids[0])])))
 
-    def _embeddings(self, records: Records) -> GaussianEmbedding:
+    def _embeddings(self, records: protocol.Records) -> GaussianEmbedding:
         return lowered(records.vectors, records.uncertainty, self.distance, self.centre)
 
     def _lifted(self, queries: GaussianEmbedding) -> np.ndarray:
         return as_numpy(lift_queries(queries, self.distance, centre=self.centre))
 
-    def _distances(self, queries: GaussianEmbedding, records: Records, *, products: bool = False) -> np.ndarray:
+    def _distances(
+        self, queries: GaussianEmbedding, records: protocol.Records, *, products: bool = False
+    ) -> np.ndarray:
         """(n, c) distances, from differences without cancellation, or by matrix products, which are faster."""
         lifted, vectors = self._lifted(queries), records.vectors
         if products:
@@ -442,5 +436,5 @@ class GaussianCollection(Gallery):
             squared = np.stack([((vectors - one) ** 2).sum(1) for one in lifted])
         return as_numpy(squared + query_constant(queries, self.distance)[:, None])
 
-    def _gallery_records(self, records: Records) -> GalleryRecords:
+    def _gallery_records(self, records: protocol.Records) -> GalleryRecords:
         return GalleryRecords(records.ids, self._embeddings(records), records.payloads)

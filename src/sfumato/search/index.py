@@ -29,17 +29,9 @@ from sfumato.distances.distance import Distance
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
+from sfumato.search import exact
 from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, with_margin
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
-from sfumato.search.exact import (
-    LiftedGallery,
-    closest_candidates,
-    distance_blocks,
-    gallery_centre,
-    lift_gallery,
-    quiet,
-    top_k,
-)
 from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.screening import Screen
 from sfumato.search.stores.protocol import Filter, Records, beside
@@ -126,8 +118,8 @@ class GaussianIndex(Gallery):
         notes = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
         embeddings = embeddings.numpy().to(np.float32)
         return cls(
-            embeddings, ids, distance, float(logit_scale), float(logit_bias), texts, notes, gallery_centre(embeddings),
-            calibration, direction,
+            embeddings, ids, distance, float(logit_scale), float(logit_bias), texts, notes,
+            exact.gallery_centre(embeddings), calibration, direction,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -166,12 +158,14 @@ class GaussianIndex(Gallery):
         if self._lifts:
             return [self._found(d[:most].astype(np.float32), p[:most]) for d, p in self._screen.within(queries, radius)]
         found = []
-        for start, block in distance_blocks(queries, self.embeddings, self.oriented_distance):
+        for start, block in exact.distance_blocks(queries, self.embeddings, self.oriented_distance):
             # Products of matrices round by about 1e-6 of the largest distance.
             near = block <= radius + 1e-5 * np.abs(block).max(1, keepdims=True)
             for i, row in enumerate(near, start):
                 candidates, query = np.flatnonzero(row)[None], queries[i : i + 1]
-                distance, position = closest_candidates(query, self.embeddings, candidates, self.oriented_distance)
+                distance, position = exact.closest_candidates(
+                    query, self.embeddings, candidates, self.oriented_distance
+                )
                 inside = distance[0] <= radius
                 found.append(self._found(distance[0][inside][:most], position[0][inside][:most]))
         return found
@@ -198,7 +192,7 @@ class GaussianIndex(Gallery):
         distance, position = self._nearest(self.checked(queries, k), k)
         return like(distance, queries.mean), like(position, queries.mean)
 
-    @quiet
+    @exact.quiet
     def _nearest(
         self, queries: GaussianEmbedding, k: int, chosen: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -210,9 +204,9 @@ class GaussianIndex(Gallery):
             distance, found = screen.closest(queries, k)
         else:
             part = self.embeddings if chosen is None else self.embeddings[chosen]
-            found = top_k(queries, part, with_margin(k), self.oriented_distance)[1]
+            found = exact.top_k(queries, part, with_margin(k), self.oriented_distance)[1]
             found = found if chosen is None else chosen[found]
-            distance, found = closest_candidates(queries, self.embeddings, found, self.oriented_distance)
+            distance, found = exact.closest_candidates(queries, self.embeddings, found, self.oriented_distance)
         return distance[:, :k].astype(np.float32), found[:, :k]
 
     def ids_after(self, after: str, n: int) -> list[str]:
@@ -287,14 +281,14 @@ class GaussianIndex(Gallery):
         part = self.embeddings[chosen]
         ids = tuple(self.ids[j] for j in chosen.tolist())
         if self._lifts:
-            vectors = lift_gallery(part, self.distance, centre=self.centre)
-            lifted = LiftedGallery.of(vectors, self.distance, self.centre)
+            vectors = exact.lift_gallery(part, self.distance, centre=self.centre)
+            lifted = exact.LiftedGallery.of(vectors, self.distance, self.centre)
             return SampledItems(ids, part.__getitem__, lifted.distance_blocks, len(chosen) == n)
-        blocks = functools.partial(distance_blocks, gallery=part, distance=self.oriented_distance)
+        blocks = functools.partial(exact.distance_blocks, gallery=part, distance=self.oriented_distance)
         return SampledItems(ids, part.__getitem__, blocks, len(chosen) == n)
 
 
-@quiet
+@exact.quiet
 def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload: dict[str, tuple[str, ...]]) -> None:
     if embeddings.n == 0:
         raise ValueError("GaussianIndex: got no embeddings; an index needs at least one item")

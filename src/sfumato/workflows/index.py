@@ -25,19 +25,10 @@ from sfumato.errors import UserError, counted, first_line, need, progress_bar, s
 from sfumato.files import RECIPE
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids, fits_pattern, plain_id
-from sfumato.models import embed
+from sfumato.models import embed, run
 from sfumato.models.calibrate import describe_calibration
 from sfumato.models.embed import embedding_steps, encode_each, load_splits
 from sfumato.models.model import Model, model_digest
-from sfumato.models.run import (
-    SMALL,
-    TRAINING_CALIBRATION,
-    Run,
-    image_digest,
-    load_calibration,
-    load_model,
-    trained_digests,
-)
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.exact import gallery_centre, lifted_dim
 from sfumato.search.folder import check_empty, is_collection
@@ -99,7 +90,7 @@ def embed_source(
         lines, ids, problems = embed.read_lines(texts)
         source = GalleryPart(model.model.embed_texts(lines), ids, lines)
     else:
-        assert isinstance(model, Run) and split is not None, "a split is of a run's data"
+        assert isinstance(model, run.Run) and split is not None, "a split is of a run's data"
         embeddings, ids, problems = embed.embed_split_images(model, model.recipe.data, split)
         source = GalleryPart(embeddings, ids, images={"split": split})
     return iter([source]), problems
@@ -227,7 +218,7 @@ def source_of(model: Model) -> str:
 def _folder_of(model: Model) -> Path | None:
     """The folder that a model was loaded from; None for the model of the package and for those of a hub."""
     folder = Path(model.source)
-    return folder if model.source != SMALL and folder.exists() else None
+    return folder if model.source != run.SMALL and folder.exists() else None
 
 
 def choose_calibration(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> tuple[Calibration | None, int]:
@@ -237,7 +228,7 @@ def choose_calibration(model: Model, ids: Sequence[str], images: Mapping[str, st
     which at least half of the images are of the training.
     """
     trained, folder = n_trained(model, ids, images), _folder_of(model)
-    fitted = load_calibration(folder, TRAINING_CALIBRATION) if trained and folder else None
+    fitted = run.load_calibration(folder, run.TRAINING_CALIBRATION) if trained and folder else None
     return (fitted if fitted is not None and 2 * trained >= len(ids) else model.calibration), trained
 
 
@@ -247,8 +238,8 @@ def n_trained(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> in
     if not images or folder is None or not any(True for _ in getattr(model.model, "parameters", tuple)()):
         return 0
     if "split" not in images:
-        known = trained_digests(folder)
-        return sum(image_digest(FileImage(Path(images["folder"], i))) in known for i in ids) if known else 0
+        known = run.trained_digests(folder)
+        return sum(run.image_digest(FileImage(Path(images["folder"], i))) in known for i in ids) if known else 0
     with contextlib.suppress(UserError):  # The data are gone.
         from sfumato.models.recipe import load_recipe  # Runs need torch.
 
@@ -259,7 +250,7 @@ def n_trained(model: Model, ids: Sequence[str], images: Mapping[str, str]) -> in
 
 def keep_trained(collection: GaussianCollection, model: Model) -> None:
     """Keep how many images of a collection trained a model; payloads have the digests of their files."""
-    if known := trained_digests(Path(model.source)):
+    if known := run.trained_digests(Path(model.source)):
         payloads = (payload for records in collection.store.scan() for payload in records.payloads)
         collection.keep({"trained": sum(payload.get(DIGEST) in known for payload in payloads)})
 
@@ -298,7 +289,7 @@ class RowEmbedder:
     """
 
     def __init__(self, model: str, *, modality: Literal["images", "texts"] = "images") -> None:
-        loaded = load_model(model)
+        loaded = run.load_model(model)
         self._column = "bytes" if modality == "images" else "text"
         tower = loaded.model.image if modality == "images" else loaded.model.text
         self._prepare, self._encode = embedding_steps(tower, modality)

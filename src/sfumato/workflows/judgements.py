@@ -21,17 +21,8 @@ from sfumato.arrays import sigmoid
 from sfumato.calibration.fits import N_FOLDS, FitsCalibration, JudgedHits
 from sfumato.calibration.score_lists import ScoreCalibrator
 from sfumato.errors import UserError
+from sfumato.evaluation import judgements
 from sfumato.evaluation.hits import HitFigures, hit_figures
-from sfumato.evaluation.judgements import (
-    JudgedFigures,
-    Judgement,
-    PairVerdict,
-    ShownHit,
-    judged_figures,
-    pair_verdicts,
-    read_qrels,
-    read_verdicts,
-)
 from sfumato.files import write_atomically
 from sfumato.search.answer import Hit
 from sfumato.search.collection import GaussianCollection
@@ -48,7 +39,7 @@ _DEEP = 1_000
 class Found:
     """The hits of some queries."""
 
-    shown: list[ShownHit]
+    shown: list[judgements.ShownHit]
     hit: dict[tuple[str, str], Hit]  # by query and id
     target: str
 
@@ -57,12 +48,12 @@ def find_hits(searcher: Searcher, queries: Sequence[str], k: int) -> Found:
     """Search by texts for what people judge."""
     if searcher.native != "texts":
         raise UserError(f"{searcher.source} holds texts; give an index of images, whose hits a text describes or not")
-    shown, hit, target = list[ShownHit](), dict[tuple[str, str], Hit](), "fits"
+    shown, hit, target = list[judgements.ShownHit](), dict[tuple[str, str], Hit](), "fits"
     for answer in searcher.search(list(queries), k):
         target = answer.target
         for one in answer:
             p = one.match_probability if answer.calibrated else None
-            shown.append(ShownHit(answer.query, one.id, one.rank, p))
+            shown.append(judgements.ShownHit(answer.query, one.id, one.rank, p))
             hit[answer.query, one.id] = one
     return Found(shown, hit, target)
 
@@ -74,19 +65,19 @@ class Judged:
     k: int  # number of hits of each query
     judges: int
     not_found: int  # number of judged pairs that are not among the hits
-    figures: JudgedFigures
+    figures: judgements.JudgedFigures
 
 
 def evaluate_index(
     folder: Path, path: Path, *, k: int = 10, run: str | None = None, store: str | None = None, n_resamples: int = 1000
 ) -> Judged:
     """Measure the first k hits of the judged queries by verdicts."""
-    verdicts = read_verdicts(path)
+    verdicts = judgements.read_verdicts(path)
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         found = find_hits(searcher, list(dict.fromkeys(one.query for one in verdicts)), k)
     own = [one for one in verdicts if one.target == found.target]
     lost = {one.pair for one in own} - set(found.hit)
-    figures = judged_figures(found.shown, own, n_resamples=n_resamples)
+    figures = judgements.judged_figures(found.shown, own, n_resamples=n_resamples)
     return Judged(k, len({one.judge for one in own}), len(lost), figures)
 
 
@@ -99,8 +90,8 @@ class Refined:
     n_queries: int
     not_found: int  # number of judged pairs that are not among the hits
     judged: float  # fraction of the first hits of the judged queries that anybody judged
-    before: JudgedFigures  # with the packaged constants
-    after: JudgedFigures  # each query with the verdicts on the others
+    before: judgements.JudgedFigures  # with the packaged constants
+    after: judgements.JudgedFigures  # each query with the verdicts on the others
 
 
 KINDS = {"hit_with": "items with texts", "hit_without": "items without texts"}
@@ -112,14 +103,14 @@ class NotRefinedError(UserError):
 
 def refine_index(folder: Path, path: Path) -> Refined:
     """Refine the calibration of target "fits" by the verdicts of a file, and keep it with the collection."""
-    verdicts = [one for one in read_verdicts(path) if one.target == "fits"]
+    verdicts = [one for one in judgements.read_verdicts(path) if one.target == "fits"]
     if not verdicts:
         raise UserError(f'{path} holds no verdicts of target "fits"; judge hits with sfumato serve --judgements')
     with contextlib.closing(load_index(folder)) as searcher:
         return refine(searcher, verdicts)
 
 
-def refine(searcher: Searcher, verdicts: Sequence[Judgement], *, k: int = 10, seed: int = 0) -> Refined:
+def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: int = 10, seed: int = 0) -> Refined:
     """Refine the calibration of target "fits" by verdicts, and keep it with the collection; searches may go on.
 
     The packaged constants are where it starts, always: it takes all verdicts, those of before too.
@@ -136,7 +127,7 @@ def refine(searcher: Searcher, verdicts: Sequence[Judgement], *, k: int = 10, se
     queries = list(dict.fromkeys(one.query for one in verdicts))
     found = find_hits(replace(searcher, gallery=plain), queries, min(gallery.size, _DEEP))
     known = {one.pair: one for one in found.shown}
-    pairs = [one for one in pair_verdicts(verdicts) if (one.query, one.id) in known]
+    pairs = [one for one in judgements.pair_verdicts(verdicts) if (one.query, one.id) in known]
     if not pairs:
         raise NotRefinedError(
             f"none of the items that were judged is among the hits of {searcher.source}; give its own verdicts"
@@ -154,12 +145,16 @@ def refine(searcher: Searcher, verdicts: Sequence[Judgement], *, k: int = 10, se
         n_queries=len({one.query for one in pairs}),
         not_found=len({one.pair for one in verdicts}) - len(pairs),
         judged=len({one.pair for one in first} & {hit.pair for hit in rows}) / len(first),
-        before=judged_figures([replace(h, probability=q) for h, q in zip(rows, p.tolist(), strict=True)], verdicts),
-        after=judged_figures([replace(h, probability=q) for h, q in zip(rows, after, strict=True)], verdicts),
+        before=judgements.judged_figures(
+            [replace(h, probability=q) for h, q in zip(rows, p.tolist(), strict=True)], verdicts
+        ),
+        after=judgements.judged_figures(
+            [replace(h, probability=q) for h, q in zip(rows, after, strict=True)], verdicts
+        ),
     )
 
 
-def _judged_hits(pairs: Sequence[PairVerdict], found: Found, queries: Sequence[str]) -> JudgedHits:
+def _judged_hits(pairs: Sequence[judgements.PairVerdict], found: Found, queries: Sequence[str]) -> JudgedHits:
     numbers = {query: i for i, query in enumerate(queries)}
     columns = [
         (numbers[one.query], len(word_stems(one.query)), hit.match_probability, item_texts(hit.payload) != [],
@@ -215,7 +210,7 @@ class RankedLists:
 
     def labels(self, qrels: Path, unjudged: str) -> np.ndarray:
         """(n,) 1 for a match, 0 for none, NaN where nobody judged and that is unknown; queries of the qrels alone."""
-        found = {one.pair: float(one.yes) for one in read_qrels(qrels)}
+        found = {one.pair: float(one.yes) for one in judgements.read_qrels(qrels)}
         queries = {query for query, _ in found}
         other = 0.0 if unjudged == "no" else math.nan
         pairs = [(unquote(query), unquote(item)) for query, item in zip(self.query, self.item, strict=True)]

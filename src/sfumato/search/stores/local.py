@@ -30,26 +30,7 @@ from sfumato.errors import UserError, first_line, refuse_newer
 from sfumato.files import sync_folder
 from sfumato.search.blocks import Block
 from sfumato.search.screening import Comparison
-from sfumato.search.stores.local_files import (
-    DATABASE,
-    FORMAT,
-    LIST,
-    RECORD,
-    Graph,
-    LocalSettings,
-    Positions,
-    Vectors,
-    condition_of,
-    has_words,
-    insert,
-    keep_log_files,
-    listed,
-    new_database,
-    parse_url,
-    positions_of,
-    remove,
-    take,
-)
+from sfumato.search.stores import local_files
 from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
 
 
@@ -58,8 +39,8 @@ class LocalIndex:
     """An index, mapped into memory."""
 
     file: Path  # its file
-    graph: Graph  # the index
-    positions: Positions  # of its rows, ascending
+    graph: local_files.Graph  # the index
+    positions: local_files.Positions  # of its rows, ascending
 
 
 _PAGE, _WIDE = 4096, 16_384
@@ -80,15 +61,15 @@ _STALE = 0.2
 
 def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
     """Make an empty store in a new or empty folder."""
-    path, given = parse_url(url)
+    path, given = local_files.parse_url(url)
     if dim < 1:
         raise ValueError(f"store {url}: dim must be at least 1, got {dim}")
-    LocalSettings.of(url, given)
+    local_files.LocalSettings.of(url, given)
     try:
         path.mkdir(parents=True, exist_ok=True)
         if other := next((p.name for p in sorted(path.iterdir()) if not p.name.startswith(".creating")), None):
             raise UserError(f"store {url}: {path / other} is there already; open it, or give a new or empty folder")
-        new_database(path, dim, fingerprint, given)
+        local_files.new_database(path, dim, fingerprint, given)
         sync_folder(path.parent)
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"store {url}: cannot be created ({error}); give a folder that can be written to") from error
@@ -109,8 +90,8 @@ class LocalStore(StoreBase):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.path, given = parse_url(url)
-        self._database = self.path / DATABASE
+        self.path, given = local_files.parse_url(url)
+        self._database = self.path / local_files.DATABASE
         if not self._database.is_file():
             raise UserError(f"store {url}: there is no {self._database}; create the store first")
         self._pool: list[sqlite3.Connection] = []
@@ -122,11 +103,11 @@ class LocalStore(StoreBase):
         self._index: LocalIndex | None = None
         with self._transaction() as connection:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
-            refuse_newer(f"store {url}: {self._database}", version, FORMAT)
-            if version != FORMAT:
+            refuse_newer(f"store {url}: {self._database}", version, local_files.FORMAT)
+            if version != local_files.FORMAT:
                 raise UserError(
-                    f"store {url}: {self._database} has format {version}, this version of sfumato reads {FORMAT};"
-                    " build it again"
+                    f"store {url}: {self._database} has format {version}, this version of sfumato reads"
+                    f" {local_files.FORMAT}; build it again"
                 )
             about = dict(connection.execute("SELECT name, value FROM meta"))
         try:
@@ -136,25 +117,30 @@ class LocalStore(StoreBase):
             raise UserError(
                 f"store {url}: the settings in {self._database} are damaged ({first_line(error)}); build it again"
             ) from error
-        self._settings = LocalSettings.opened(url, given, kept)
+        self._settings = local_files.LocalSettings.opened(url, given, kept)
 
     def upsert(self, records: Records) -> None:
         """Store records; records with existing ids are replaced completely. If it raises, none are stored."""
         self.check_vectors(records)
         if len(records):
             with self._writing() as connection:
-                remove(connection, records.ids)
-                insert(connection, records)
+                local_files.remove(connection, records.ids)
+                local_files.insert(connection, records)
 
     def delete(self, ids: Sequence[str]) -> int:
         """Remove items."""
         with self._writing() as connection:
-            return remove(connection, ids)
+            return local_files.remove(connection, ids)
 
     def get(self, ids: Sequence[str]) -> Records:
         """Records by id."""
         with self._transaction() as connection:
-            found = {row[0]: row for row in connection.execute(f"{RECORD} WHERE id IN {LIST}", (listed(ids),))}
+            found = {
+                row[0]: row
+                for row in connection.execute(
+                    f"{local_files.RECORD} WHERE id IN {local_files.LIST}", (local_files.listed(ids),)
+                )
+            }
             return self._records(in_order(ids, found))
 
     def search(self, queries: np.ndarray, k: int, filter: Filter | None = None) -> list[Records]:
@@ -167,38 +153,41 @@ class LocalStore(StoreBase):
         with self._transaction() as connection:
             allowed = None
             if filter is not None:
-                where, values = condition_of(filter)
-                allowed = positions_of(connection, f"SELECT position FROM items WHERE {where}", values)
+                where, values = local_files.condition_of(filter)
+                allowed = local_files.positions_of(connection, f"SELECT position FROM items WHERE {where}", values)
             for part in (wanted[i : i + _QUERIES] for i in range(0, len(wanted), _QUERIES)):
                 nearest = self._nearest(connection, part, k, allowed)
                 distinct = np.unique(np.concatenate(nearest)).tolist()
-                rows = connection.execute(f"{RECORD} WHERE position IN {LIST} ORDER BY position", (listed(distinct),))
+                rows = connection.execute(
+                    f"{local_files.RECORD} WHERE position IN {local_files.LIST} ORDER BY position",
+                    (local_files.listed(distinct),),
+                )
                 found = dict(zip(distinct, rows, strict=True))
                 results += [self._records([found[p] for p in row.tolist()]) for row in nearest]
         return results
 
     def match_words(self, stems: Sequence[str], n: int, filter: Filter | None = None) -> list[str]:
         """The ids of the items that have the most of some word stems, by BM25; nothing without a table of words."""
-        where, values = condition_of(filter)
+        where, values = local_files.condition_of(filter)
         select = "SELECT id FROM words JOIN items ON position = words.rowid WHERE words MATCH ?"
         quoted = " OR ".join('"{}"'.format(stem.replace('"', '""')) for stem in stems)
         with self._transaction() as connection:
-            if not stems or not has_words(connection):
+            if not stems or not local_files.has_words(connection):
                 return []
             rows = connection.execute(f"{select} AND {where} ORDER BY rank, position LIMIT ?", (quoted, *values, n))
             return [id for (id,) in rows]
 
     def count(self, filter: Filter | None = None) -> int:
         """Number of items."""
-        where, values = condition_of(filter)
+        where, values = local_files.condition_of(filter)
         with self._transaction() as connection:
             return int(connection.execute(f"SELECT count(*) FROM items WHERE {where}", values).fetchone()[0])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
         """All items that pass the filter, each once, in the state at the request of the first batch."""
-        where, values = condition_of(filter)
+        where, values = local_files.condition_of(filter)
         with self._transaction() as connection:
-            cursor = connection.execute(f"{RECORD} WHERE {where} ORDER BY position", values)
+            cursor = connection.execute(f"{local_files.RECORD} WHERE {where} ORDER BY position", values)
             while rows := cursor.fetchmany(batch):
                 yield self._records(rows)
 
@@ -228,7 +217,7 @@ class LocalStore(StoreBase):
         """Acquire the write lock, as every write does, and hold it until close or until the process dies."""
         with self._writer:
             if not (self._lock.is_locked or self._closed):
-                take(self._lock, self.url)
+                local_files.take(self._lock, self.url)
                 self._remove_strangers()
 
     def close(self) -> None:
@@ -237,7 +226,7 @@ class LocalStore(StoreBase):
             self._closed = True
             while self._pool:
                 self._pool.pop().close()
-            keep_log_files(self.path)
+            local_files.keep_log_files(self.path)
             self._blocks, self._index = {}, None
             self._lock.release()
 
@@ -283,8 +272,8 @@ class LocalStore(StoreBase):
                 connection.execute("UPDATE meta SET value = value + 1 WHERE name = 'version'")
 
     def _nearest(
-        self, connection: sqlite3.Connection, queries: np.ndarray, k: int, allowed: Positions | None
-    ) -> list[Positions]:
+        self, connection: sqlite3.Connection, queries: np.ndarray, k: int, allowed: local_files.Positions | None
+    ) -> list[local_files.Positions]:
         """The positions of the k nearest items of each query, by distances from the full vectors."""
         after, indexed = self._find_in_index(connection, queries, k, allowed)
         blocks = functools.partial(self._read_blocks, connection, after, allowed)
@@ -309,7 +298,9 @@ class LocalStore(StoreBase):
             found[part] = ((vectors - queries[query[part]]) ** 2).sum(1)
         return found
 
-    def _read_blocks(self, connection: sqlite3.Connection, after: int, allowed: Positions | None) -> Iterator[Block]:
+    def _read_blocks(
+        self, connection: sqlite3.Connection, after: int, allowed: local_files.Positions | None
+    ) -> Iterator[Block]:
         """The allowed items at positions after a given one; a few of many items are read one by one."""
         if allowed is not None and len(allowed) < self._settings.exact_below:
             if len(allowed := allowed[allowed > after]):
@@ -352,12 +343,12 @@ class LocalStore(StoreBase):
                 self._blocks[page] = block
         return block
 
-    def _vectors(self, connection: sqlite3.Connection, positions: Positions) -> Vectors:
+    def _vectors(self, connection: sqlite3.Connection, positions: local_files.Positions) -> local_files.Vectors:
         """(m, e) vectors at ascending positions."""
-        select = f"SELECT vector FROM vectors WHERE position IN {LIST} ORDER BY position"
-        return self._matrix([row[0] for row in connection.execute(select, (listed(positions.tolist()),))])
+        select = f"SELECT vector FROM vectors WHERE position IN {local_files.LIST} ORDER BY position"
+        return self._matrix([row[0] for row in connection.execute(select, (local_files.listed(positions.tolist()),))])
 
-    def _matrix(self, rows: Sequence[bytes]) -> Vectors:
+    def _matrix(self, rows: Sequence[bytes]) -> local_files.Vectors:
         return np.frombuffer(b"".join(rows), dtype="<f4").astype(np.float32).reshape(len(rows), self.dim)
 
     def _records(self, rows: Sequence[tuple[str, float, str, bytes]]) -> Records:
@@ -367,7 +358,7 @@ class LocalStore(StoreBase):
         )
 
     def _find_in_index(
-        self, connection: sqlite3.Connection, queries: np.ndarray, k: int, allowed: Positions | None
+        self, connection: sqlite3.Connection, queries: np.ndarray, k: int, allowed: local_files.Positions | None
     ) -> tuple[int, np.ndarray | None]:
         """The position after which all vectors are compared, and (n, c) candidates of the index if it has enough."""
         if (index := self._read_index(connection)) is None:
@@ -382,8 +373,8 @@ class LocalStore(StoreBase):
         c = min(n, max(2 * k + 8, k * settings.overfetch))
         found = index.graph.search(queries, c, among)
         positions = np.where(found >= 0, index.positions[found], -1)
-        select = f"SELECT position FROM items WHERE position IN {LIST}"
-        alive = positions_of(connection, select, (listed(np.unique(positions).tolist()),))
+        select = f"SELECT position FROM items WHERE position IN {local_files.LIST}"
+        alive = local_files.positions_of(connection, select, (local_files.listed(np.unique(positions).tolist()),))
         positions[~np.isin(positions, alive)] = -1
         if ((positions >= 0).sum(1) < k).any():
             return -1, None
@@ -400,7 +391,7 @@ class LocalStore(StoreBase):
         try:
             if (size := file.stat().st_size) != row[1]:
                 raise ValueError(f"{size} bytes where {row[1]} were written")
-            graph = Graph.read(file, settings.graph)
+            graph = local_files.Graph.read(file, settings.graph)
         except (FileNotFoundError, ValueError) as error:
             if not file.exists():
                 return None
@@ -414,17 +405,20 @@ class LocalStore(StoreBase):
     def _build_index(self) -> None:
         """Index all items, unless few of them are outside the index or there are too few for one."""
         with self._transaction() as connection:
-            positions, index = positions_of(connection, "SELECT position FROM items"), self._read_index(connection)
+            positions, index = (
+                local_files.positions_of(connection, "SELECT position FROM items"),
+                self._read_index(connection),
+            )
             n = len(positions)
             moved = len(np.setxor1d(positions, index.positions)) if index else n
             if n < max(16, self._settings.exact_below) or moved <= _STALE * n:
                 return
 
-            def vectors(rows: Positions) -> Vectors:
+            def vectors(rows: local_files.Positions) -> local_files.Vectors:
                 pages = np.array_split(positions[rows], max(1, len(rows) // _PAGE))
                 return np.concatenate([self._vectors(connection, page) for page in pages])
 
-            built = Graph.build(vectors, n, self._settings.graph)
+            built = local_files.Graph.build(vectors, n, self._settings.graph)
         file = self.path / f"index-{positions[-1]}-{n}.{self._settings.engine}"
         try:
             built.write(file)

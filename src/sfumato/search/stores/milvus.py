@@ -28,23 +28,13 @@ from typing import Any
 import numpy as np
 
 from sfumato.errors import UserError, refuse_newer
-from sfumato.search.stores.milvus_place import (
-    OPTIONS,
-    SQ8,
-    Place,
-    among,
-    condition_on,
-    connect,
-    driver,
-    message_of,
-    quoted,
-)
+from sfumato.search.stores import milvus_place
 from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
 
-_IVF = ("IVF_FLAT", SQ8)
+_IVF = ("IVF_FLAT", milvus_place.SQ8)
 _SEARCHING = ("ef", "nprobe", "overfetch", "consistency")
 """Options that the URL of every opening may set."""
-_KEPT = {name: option.default for name, option in OPTIONS.items() if option.default}
+_KEPT = {name: option.default for name, option in milvus_place.OPTIONS.items() if option.default}
 
 _COLUMNS = ["id", "vector", "uncertainty", "payload"]
 
@@ -72,10 +62,10 @@ _one_at_a_time = threading.RLock()
 
 def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
     """Make an empty collection."""
-    place = Place(url)
+    place = milvus_place.Place(url)
     if place.file is not None:
         place.file.parent.mkdir(parents=True, exist_ok=True)
-    store = MilvusStore(place, connect(place), {**_KEPT, **place.options}, dim, fingerprint)
+    store = MilvusStore(place, milvus_place.connect(place), {**_KEPT, **place.options}, dim, fingerprint)
     try:
         store.make()
     except UserError:
@@ -86,10 +76,10 @@ def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
 
 def open(url: str) -> "MilvusStore":
     """Open a collection."""
-    place = Place(url)
+    place = milvus_place.Place(url)
     if place.file is not None and not place.file.exists():
         raise UserError(f"store {place.url}: there is no file {place.file}")
-    store = MilvusStore(place, connect(place), {}, 0, "")
+    store = MilvusStore(place, milvus_place.connect(place), {}, 0, "")
     try:
         store.load()
     except UserError:
@@ -101,7 +91,9 @@ def open(url: str) -> "MilvusStore":
 class MilvusStore(StoreBase):
     """A collection (id, vector, uncertainty, payload); its properties hold the fingerprint and the options."""
 
-    def __init__(self, place: "Place", client: Any, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
+    def __init__(
+        self, place: "milvus_place.Place", client: Any, chosen: Mapping[str, str], dim: int, fingerprint: str
+    ) -> None:
         self._place, self._client = place, client
         self._options, self.url, self.dim, self.fingerprint = dict(chosen), place.url, dim, fingerprint
         self._closed = False
@@ -110,11 +102,11 @@ class MilvusStore(StoreBase):
     @property
     def _index(self) -> str:
         """Milvus's name of the index."""
-        return self._options["index"] if self._options["compress"] == "none" else SQ8
+        return self._options["index"] if self._options["compress"] == "none" else milvus_place.SQ8
 
     def make(self) -> None:
         """Create the collection."""
-        types = driver().DataType
+        types = milvus_place.driver().DataType
         if self._call("has_collection"):
             raise self.error(f"collection {self._place.name} already exists; open it, or give another name")
         note = {"sfumato": FORMAT, "dim": self.dim, "fingerprint": self.fingerprint}
@@ -176,10 +168,10 @@ class MilvusStore(StoreBase):
         """Remove items; returns how many were there."""
         there = []
         for part in _parts(list(dict.fromkeys(ids)), 1000):
-            wanted = {"filter": among(part), "output_fields": ["id"], "consistency_level": "Strong"}
+            wanted = {"filter": milvus_place.among(part), "output_fields": ["id"], "consistency_level": "Strong"}
             found = [row["id"] for row in self._call("query", wanted)]
             if found:
-                self._call("delete", {"filter": among(found)})
+                self._call("delete", {"filter": milvus_place.among(found)})
             there += found
         return len(there)
 
@@ -187,7 +179,7 @@ class MilvusStore(StoreBase):
         """Records by id, in the order of the ids."""
         rows: dict[str, dict[str, Any]] = {}
         for part in _parts(list(dict.fromkeys(ids)), min(1000, self._rows_a_message())):
-            found = self._query({"filter": among(part), "output_fields": _COLUMNS})
+            found = self._query({"filter": milvus_place.among(part), "output_fields": _COLUMNS})
             rows |= {row["id"]: row for row in found}
         return self._records(in_order(ids, rows))
 
@@ -200,7 +192,7 @@ class MilvusStore(StoreBase):
         usual = {"HNSW": {"ef": max(k, numbers["ef"])}} | {name: {"nprobe": numbers["nprobe"]} for name in _IVF}
         utmost = {"HNSW": {"ef": 2 * self.most_rows}} | {name: {"nprobe": numbers["nlist"]} for name in _IVF}
         results = []
-        c = min(k * numbers["overfetch"], max(k, self._rows_a_message())) if kind == SQ8 else k
+        c = min(k * numbers["overfetch"], max(k, self._rows_a_message())) if kind == milvus_place.SQ8 else k
         size = max(1, self._rows_a_message() // c)
         if self._place.file is not None and kind == "FLAT" and not (filter and (filter.where or filter.ranges)):
             size = 1  # Lite's exact search of many queries at once takes seven times as long as one after the other
@@ -212,7 +204,7 @@ class MilvusStore(StoreBase):
                     found[i] = rows
             results += found
         records = [self._records(rows) for rows in results]
-        if kind == SQ8:
+        if kind == milvus_place.SQ8:
             records = [_nearest_of(found, query, k) for found, query in zip(records, queries, strict=True)]
         if kind != "FLAT" and self._place.file is None:
             self._complete(records, queries, k, filter)
@@ -232,12 +224,12 @@ class MilvusStore(StoreBase):
 
     def count(self, filter: Filter | None = None) -> int:
         """Number of items."""
-        found = self._query({"filter": condition_on(filter), "output_fields": ["count(*)"]})
+        found = self._query({"filter": milvus_place.condition_on(filter), "output_fields": ["count(*)"]})
         return int(found[0]["count(*)"])
 
     def scan(self, batch: int = 4096, filter: Filter | None = None) -> Iterator[Records]:
         """by id, and changes after the current id are seen."""
-        condition, last = condition_on(filter), ""
+        condition, last = milvus_place.condition_on(filter), ""
         limit = min(batch, self._rows_a_message())
         while True:
             rows = self._next(last, limit, _COLUMNS, condition)
@@ -259,7 +251,7 @@ class MilvusStore(StoreBase):
 
     def _next(self, last: str, limit: int, columns: Sequence[str], condition: str = "") -> list[dict[str, Any]]:
         """Rows after an id, in the order of their ids."""
-        after = f"id > {quoted(last)}" + (condition and f" and ({condition})")
+        after = f"id > {milvus_place.quoted(last)}" + (condition and f" and ({condition})")
         # "iterator" asks for the smallest ids in order. With reduce_stop_for_best, as pymilvus's query_iterator asks,
         # a server brings more than the limit, and refuses a page that becomes too large for it.
         smallest = {"iterator": "True", "reduce_stop_for_best": "False"}
@@ -313,7 +305,7 @@ class MilvusStore(StoreBase):
             "data": list(vectors),
             "anns_field": "vector",
             "limit": k,
-            "filter": condition_on(filter),
+            "filter": milvus_place.condition_on(filter),
             "output_fields": _COLUMNS,
             "search_params": {"metric_type": "L2", "params": thorough},
             "consistency_level": self._options["consistency"].capitalize(),
@@ -351,7 +343,7 @@ class MilvusStore(StoreBase):
 
     def _called(self, method: str, arguments: Mapping[str, Any]) -> Any:
         call: Callable[..., Any] = getattr(self._client, method)
-        error_type, rpc_error = driver().MilvusException, importlib.import_module("grpc").RpcError
+        error_type, rpc_error = milvus_place.driver().MilvusException, importlib.import_module("grpc").RpcError
         limit = self._seconds(method)
         limits = {"timeout": limit, "retry_times": _RETRIES}
         try:
@@ -370,7 +362,7 @@ class MilvusStore(StoreBase):
         except Exception as error:
             if not isinstance(error, error_type) and not self._closed:
                 raise
-            raise self.error(message_of(error)) from None
+            raise self.error(milvus_place.message_of(error)) from None
 
 
 def _parts(rows: Any, size: int) -> Iterator[Any]:
