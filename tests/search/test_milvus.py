@@ -162,7 +162,7 @@ def test_others_find_a_write_at_once_and_optimise_waits_for_the_index(milvus_ser
     assert sum(segment.num_rows for segment in loaded if segment.index_name) == 3000
     # A segment that the server merges into another during the call: it is asked again.
     listed = store._client.list_persistent_segments
-    merged = [milvus.driver().MilvusException(600, "segment not found[segment=7]")]
+    merged = [milvus.milvus_place.driver().MilvusException(600, "segment not found[segment=7]")]
 
     def list_segments(*args, **options):
         if merged:
