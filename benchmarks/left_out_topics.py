@@ -32,6 +32,7 @@ from sfumato.calibration.logits import LinearLogit, Rows
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import RaggedStore
 from sfumato.encoders.package_weights import sentence_vectors
+from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model
 from sfumato.search.answer import LINE, QueryInfo
@@ -224,7 +225,7 @@ def refit(data: Data, work: Path, write: bool) -> dict[str, Any]:
 
 
 def coco(folder: Path, others: Path) -> dict[str, Any]:
-    """Sentences that describe one of COCO's photographs, and others, asked of the photographs without captions."""
+    """Sentences that describe one of COCO's photographs, and others, asked of the photographs with some captions."""
     own: dict[str, list[str]] = {}
     for path in sorted(folder.glob("annotations/captions_*.json")):
         for one in json.loads(path.read_text("utf-8"))["annotations"]:
@@ -233,15 +234,22 @@ def coco(folder: Path, others: Path) -> dict[str, Any]:
     captions = [own[path.name][:5] for path in paths]
     known = {caption for some in captions for caption in some}
     apart = [line for line in others.read_text("utf-8").splitlines() if line not in known]
-    queries = [c for some in captions for c in some] + random.Random(0).sample(apart, 600)
-    vectors = sentence_vectors(queries)
-    flat = vectors[: len(queries) - 600].reshape(len(paths), 5, -1)
-    yes = fitting(vectors, flat)
-    yes[np.arange(len(queries) - 600), np.repeat(np.arange(len(paths)), 5)] = 1
+    apart, images = random.Random(0).sample(apart, 600), sfumato.load("small").embed_images(paths)
+    return {f"{n} captions": coco_with(n, paths, captions, apart, images) for n in (0, 1, 4)}
+
+
+def coco_with(
+    n: int, paths: list[Path], captions: list[list[str]], apart: list[str], images: GaussianEmbedding
+) -> dict[str, Any]:
+    """The same of photographs with n captions, by the others of these."""
     model, column = sfumato.load("small"), {path.name: i for i, path in enumerate(paths)}
+    asked, of = [c for some in captions for c in some[n:]], np.repeat(np.arange(len(paths)), 5 - n)
+    yes = fitting(
+        sentence_vectors(asked + apart), sentence_vectors([c for s in captions for c in s]).reshape(len(paths), 5, -1)
+    )
+    yes[np.arange(len(asked)), of] = 1
     assert model.calibration is not None
     with tempfile.TemporaryDirectory() as temporary:
-        images = model.embed_images(paths)
         store = GaussianCollection.create(
             Path(temporary) / "index",
             d=images.d,
@@ -250,17 +258,21 @@ def coco(folder: Path, others: Path) -> dict[str, Any]:
             texts=True,
         )
         with store:
-            store.upsert(images, [path.name for path in paths])
+            payloads = [{"captions": "\n".join(some[:n])} if n else {} for some in captions]
+            store.upsert(images, [path.name for path in paths], payloads=payloads)
+            queries = asked + apart
             answers = store.search(model.embed_texts(queries), 10, about=QueryInfo.of_texts(queries))
     first = np.array([[a[0].match_probability, yes[q, column[a[0].id]]] for q, a in enumerate(answers)])
     kinds = [a.verdict.kind if a.verdict else "" for a in answers]
-    n, expected = len(queries) - 600, np.array([a.expected_matches for a in answers])
+    number, expected = len(asked), np.array([a.expected_matches for a in answers])
     result: dict[str, Any] = {}
-    for name, rows in (("describes", slice(n)), ("something else", slice(n, None)), ("both", slice(100, None))):
+    equal = np.r_[np.random.default_rng(0).permutation(number)[:500], number + np.arange(600)[: min(number, 500)]]
+    rows_of = {"describes": np.arange(number), "something else": number + np.arange(600), "half of each": equal}
+    for name, rows in rows_of.items():
         result[name] = summary(first[rows]) | {
             "expected over true": round(float(expected[rows].sum() / yes[rows].sum()), 3),
-            "few or many": round(float(np.isin(kinds[rows], ["few", "many"]).mean()), 3),
-            "nothing": round(float(np.mean([kind == "nothing" for kind in kinds[rows]])), 3),
+            "few or many": round(float(np.isin(np.array(kinds)[rows], ["few", "many"]).mean()), 3),
+            "nothing": round(float(np.mean(np.array(kinds)[rows] == "nothing")), 3),
         }
     return result
 
