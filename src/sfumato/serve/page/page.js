@@ -292,7 +292,7 @@ function pick(slot, item, { size, children } = {}) {
 function card(slot, hit, inSet, little) {
   const { match_probability: p, duplicates = [] } = hit;
   const figures = p !== null && [bar(p), !little && h("span", { class: "figures" }, h("span", { class: "quiet" }, "match probability "), h("b", {}, percent(p)))];
-  return h("li", { class: inSet ? "hit in-set" : "hit", "data-probability": p ?? 1 },
+  return h("li", { class: `hit${inSet ? " in-set" : ""}${little && hit.picture ? " little" : ""}`, "data-probability": p ?? 1 },
     pick(slot, hit, { children: figures }),
     duplicates.length > 0 && button({ class: "folded", "aria-haspopup": "dialog", "aria-label": `${duplicates.length} similar to ${nameOf(hit)}`, onclick: (event) => unfold(slot, hit, event.target) }, `+${duplicates.length} similar`));
 }
