@@ -1,6 +1,6 @@
 """Fit the constants of target "fits" for photographs without texts on topics that `small` has not seen, and test them.
 
-    python benchmarks/left_out_topics.py train FLICKR8K TEXTS WORK      five models, each without a fifth of the topics
+    python benchmarks/left_out_topics.py train FLICKR8K TEXTS WORK [--seed N]   five models, each without some topics
     python benchmarks/left_out_topics.py fit FLICKR8K TEXTS WORK [--write]
     python benchmarks/left_out_topics.py coco FOLDER CAPTIONS           the packaged constants on COCO's photographs
 
@@ -94,7 +94,7 @@ class Data:
         self.vectors = vectors / np.linalg.norm(vectors, axis=2, keepdims=True)
         self.fold = fold_of_topics(self.vectors.mean(1))
 
-    def train(self, work: Path, fold: int) -> None:
+    def train(self, work: Path, fold: int, seed: int) -> None:
         """The model of a fold."""
         work.mkdir(parents=True, exist_ok=True)
         pairs = work / f"flickr8k-{fold}.json"
@@ -108,7 +108,7 @@ class Data:
             f"data.texts={self.texts}",
             f"data.path={pairs}",
         ]
-        train(load_recipe(find_recipe("small"), [*given, "train.seed=0"]), work / f"run-{fold}")
+        train(load_recipe(find_recipe("small"), [*given, f"train.seed={seed}"]), work / f"run-{fold}")
 
 
 def features(values: np.ndarray) -> RaggedStore:
@@ -282,6 +282,7 @@ def main() -> None:
     parser.add_argument("what", choices=("train", "fit", "coco"))
     parser.add_argument("paths", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.what == "coco":
         print(json.dumps(coco(*given.paths), indent=1))
@@ -291,7 +292,7 @@ def main() -> None:
     if given.what == "fit":
         print(json.dumps(refit(data, work, given.write), indent=1))
     for fold in range(FOLDS) if given.what == "train" else ():
-        data.train(work, fold)
+        data.train(work, fold, given.seed)
 
 
 if __name__ == "__main__":
