@@ -82,13 +82,12 @@ def test_functions_are_checked_and_a_distance_of_ones_own_is_computed_in_blocks(
     assert LOSSES["scalar"]()(*batch(), MATCH).terms.keys() == {"loss"}
     for name, function, message in (
         (
-            "rows",
-            lambda image, *_: {"a": image.mean.sum(1)},
+            "rows", lambda image, *_: {"a": image.mean.sum(1)},
             r"rows: term 'a' is \(4,\) torch.float64; expected a scal",
         ),
         ("number", lambda *_: {"a": 1.0}, "number: term 'a' is float"),
         ("nothing", lambda *_: {}, "nothing: the loss has returned no term"),
-    ):
+    ):  # fmt: skip
         register_loss(name, function)
         raises(TypeError, message, LOSSES[name](), *batch(), MATCH)
     register_loss("pull", lambda image, text, match, options: image.mean.sum())
@@ -213,13 +212,12 @@ def test_a_loss_that_a_program_registered_leaves_a_run_that_opens(tmp_path, monk
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("x = 1\nraise RuntimeError('no')\n", r"bad.py:2: RuntimeError: no"),
-        ("def (:\n", r"bad.py:1: SyntaxError"),
+        ("x = 1\nraise RuntimeError('no')\n", r"bad.py:2: RuntimeError: no"), ("def (:\n", r"bad.py:1: SyntaxError"),
         ("import sys\nsys.exit(3)\n", r"bad.py:2: SystemExit: 3"),
         ("import beside\n\nbeside.fail()\n", r"bad.py:3: ValueError: beside it"),
         ("import sfumato\nsfumato.register_loss('pcme', max)\n", r"bad.py:2: ValueError: register_loss: there is"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_fails_is_named_with_its_line(tmp_path, monkeypatch, content, message):
     (tmp_path / "bad.py").write_text(content)
     (tmp_path / "beside.py").write_text("def fail():\n    raise ValueError('beside it')\n")

@@ -368,10 +368,9 @@ def test_bad_rows_are_named_and_left_out_with_their_pairs(arrays):
     (data,) = read(problems, pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
     assert matches(data)[0] == {("0", "t1"), ("4", "t8")} and data.text_ids == ("t1", "t8")
     assert [(p.location, p.reason) for p in problems.items] == [
-        ("images.npy[3]", "image '3' holds NaN or infinity"),
-        ("texts.npy[5]", "text 't5' holds zeros alone"),
+        ("images.npy[3]", "image '3' holds NaN or infinity"), ("texts.npy[5]", "text 't5' holds zeros alone"),
         ("texts.npy[6]", "text 't6' holds NaN or infinity"),
-    ]
+    ]  # fmt: skip
 
 
 def test_lines_that_cannot_be_used_are_reported_and_a_row_outside_is_an_error(arrays):

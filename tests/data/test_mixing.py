@@ -76,7 +76,7 @@ def test_partner_is_the_flip_or_oneself_and_the_share_of_a_cut_picture_the_area_
     assert drawn.own_fraction[drawn.cut].mean() > 0.6
 
 
-def test_labels_are_the_loop_and_keep_duplicate_captions_and_are_smoothed():
+def test_labels_are_the_loop_and_the_parts_of_a_batch_share_its_choice_of_mixup_or_cutmix():
     """Images 0 and 2 share a group, so 0 also matches text 2; a text that matches both images of a mix keeps its 1."""
     drawn = MixPlan(torch.tensor([2, 1, 2]), torch.tensor([0.3, 1.0, 1.0]), torch.zeros(3, 4, dtype=torch.int64), SIZE)
     match = torch.tensor([[1, 0, 1, 0.5], [0, 1, 0, 0], [0, 0, 1, 1.0]], dtype=torch.float64)
@@ -94,10 +94,6 @@ def test_labels_are_the_loop_and_keep_duplicate_captions_and_are_smoothed():
     match = torch.tensor([[0.0, 0.5, 1.0]])
     torch.testing.assert_close(smooth_match(match, 0.1), torch.tensor([[0.1, 0.5, 0.9]]))
     assert smooth_match(match, 0.0).equal(match)
-
-
-def test_the_parts_of_a_batch_share_its_choice_of_mixup_or_cutmix():
-    """Otherwise 64 batches in three parts of which some image is mixed would agree with a probability of 2^-128."""
     kinds = set()
     for batch in range(64):
         seed, parts = 1000 * batch, []

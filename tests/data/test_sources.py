@@ -187,11 +187,10 @@ def test_what_cannot_be_used_is_named(datasets, tmp_path):
 
 BIRDS = [f"{k:03d}.Bird_{letter}" for k, letter in enumerate("abcdef", 1)]
 LISTS = {
-    "trainvalclasses": [3, 0, 1, 2],
-    "testclasses": [5, 4],
+    "trainvalclasses": [3, 0, 1, 2], "testclasses": [5, 4],
     **{f"trainclasses{k}": [c for c in range(4) if c != k] for k in (1, 2, 3)},
     **{f"valclasses{k}": [k] for k in (1, 2, 3)},
-}
+}  # fmt: skip
 SEEN = ["001.Bird_a/a1.jpg", "003.Bird_c/c0.jpg", "006.Bird_f/f2.jpg"]
 
 
@@ -356,9 +355,8 @@ def test_what_cannot_be_used_is_noted_and_left_out_and_bytes_that_are_no_feature
         (regions_to_bytes(np.full((2, 5), np.nan, np.float32)), "NaN or infinity"),
         (regions_to_bytes(np.ones((2, 6), np.float32)), "has 6 channels; the model reads 5"),
         (regions_to_bytes(np.ones((2, 5), bool)), r"bool of shape \(2, 5\)"),
-        (regions_to_bytes(np.full((2, 5), 1e300)), "NaN or infinity"),
-        (b"\x93NUMPY\x01", "not a complete .npy file"),
-    ):
+        (regions_to_bytes(np.full((2, 5), 1e300)), "NaN or infinity"), (b"\x93NUMPY\x01", "not a complete .npy file"),
+    ):  # fmt: skip
         with warnings.catch_warnings(), pytest.raises(ValueError, match=message):
             warnings.simplefilter("error")
             regions_from_bytes(data, 5)
@@ -369,10 +367,9 @@ def test_a_bad_file_is_refused_by_its_name(tmp_path):
     for array, message in (
         (np.ones((4, 3, 5), np.int32), r"of shape \(4, 3, 5\) and type int32; expected .* float32"),
         (FEATURES[..., None], r"shape \(4, 3, 5, 1\) and type float32; expected \(images, regions, channels\)"),
-        (np.asfortranarray(FEATURES), "saved row by row"),
-        (FEATURES[:0], r"shape \(0, 3, 5\)"),
+        (np.asfortranarray(FEATURES), "saved row by row"), (FEATURES[:0], r"shape \(0, 3, 5\)"),
         (np.array([None]), "holds pickled Python objects"),
-    ):
+    ):  # fmt: skip
         write(tmp_path, "train", array, "abcd")
         raises(UserError, rf"train_ims.npy.*{message}|{message}.*train_ims.npy", read_scan, tmp_path, Problems())
     path.write_bytes(b"\x93NUMPY\x01")
@@ -519,9 +516,8 @@ def test_each_reader_names_the_other_ones_file_and_an_index_tells_them(coco, tmp
     message = "a Karpathy split file; read it with data.source=karpathy"
     raises(UserError, message, read_coco_captions, split, Problems())
     for cub_read in (
-        lambda: read_karpathy(instances, coco, Problems()),
-        lambda: read_coco_captions(instances, Problems()),
-    ):
+        lambda: read_karpathy(instances, coco, Problems()), lambda: read_coco_captions(instances, Problems()),
+    ):  # fmt: skip
         raises(UserError, "COCO's annotations without captions", cub_read)
     kinds = [json_kind(json.loads(p.read_text())) for p in (path, split, instances)]
     assert kinds == ["coco", "karpathy", "instances"] and json_kind([]) == ""

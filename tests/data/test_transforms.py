@@ -165,7 +165,7 @@ def test_crop_is_cut_in_whole_pixels_of_the_upright_picture_before_resizing(fit)
         assert np.array_equal(got, decode_image(part, size, fit=fit))
 
 
-def test_a_crop_of_everything_of_almost_nothing_from_outside_or_by_the_aspect():
+def test_crops_of_everything_of_almost_nothing_from_outside_and_of_a_large_jpeg_at_a_reduced_size():
     data = encoded(noise(7, 5))
     assert np.array_equal(decode_image(data, None, crop=(0, 0, 1, 1)), decode_image(data, None))
     assert decode_image(data, None, crop=(0.999, 0.999, 0.001, 0.001)).shape == (3, 1, 1)
@@ -182,9 +182,6 @@ def test_a_crop_of_everything_of_almost_nothing_from_outside_or_by_the_aspect():
     for picture in (line, line.transpose(1, 0, 2)):
         square = decode_image(encoded(Image.fromarray(np.ascontiguousarray(picture))), 224, fit="crop")
         assert square.shape == (3, 224, 224) and square.min() >= 99 and square.max() <= 100
-
-
-def test_a_large_jpeg_cropped_at_a_reduced_size_is_the_same_part_of_it():
     data, box = photograph(2000, 1200, exif=turned()), (0.13, 0.27, 0.61, 0.67)
     whole = decode_image(data, None)
     assert np.array_equal(decode_image(data, None, crop=(0, 0, 1, 1)), whole)
@@ -268,7 +265,7 @@ def test_resized_crops_have_the_area_and_the_aspects_of_imagenet(aspect):
         assert centre.mean() > 0.1 and np.allclose(left[centre], (1 - width[centre]) / 2)
 
 
-def test_random_crop_boxes_are_anisotropic_uniform_and_inside():
+def test_random_crop_boxes_are_uniform_and_inside_and_augmentation_is_bounded_and_seeded():
     random = np.random.default_rng(0)
     boxes = np.array([transforms.random_crop_box(random) for _ in range(4000)])
     left, top, width, height = boxes.T
@@ -282,9 +279,6 @@ def test_random_crop_boxes_are_anisotropic_uniform_and_inside():
     assert abs(np.corrcoef(boxes.T[2:])[0, 1]) < 4 / 4000**0.5
     assert transforms.random_crop_box(np.random.default_rng(3)) == transforms.random_crop_box(np.random.default_rng(3))
     assert transforms.random_crop_box(random, 1.0) == (0, 0, 1, 1)
-
-
-def test_augmentation_is_bounded_different_for_each_the_same_for_a_seed_and_keeps_the_thing_in_sight():
     generator = lambda seed: torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (6, 3, 20, 20), dtype=torch.uint8, generator=generator(0))
     pixels[1:] = pixels[0]

@@ -147,12 +147,11 @@ def test_sections_and_registrations_that_do_not_fit_are_refused(registered, tmp_
     section = SmallImageConfig(width=3)
     assert encoder_section("image", section) is section
     for value, message in (
-        ("small", "model.image: Input should be a valid dictionary"),
-        ({"size": 32}, "model.image: needs its 'kind'"),
+        ("small", "model.image: Input should be a valid dictionary"), ({"size": 32}, "model.image: needs its 'kind'"),
         ({"kind": "smal"}, "model.image.kind: unknown 'smal'; did you mean 'small'"),
         ({"kind": 7}, f"model.image.kind: unknown '7'; known: {known}"),
         ({"kind": ["small"]}, "model.image.kind: unknown"),
-    ):
+    ):  # fmt: skip
         raises(UserError, message, check_recipe, {"name": "x", "model": {"image": value}}, "here")
     save_recipe(load_recipe(recipe, toy), tmp_path / "r.toml")
     del ENCODERS["image"]["toy"]
@@ -316,9 +315,8 @@ def test_settings_are_followed(immich):
     pixels = np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BICUBIC)).reshape(-1)
     np.testing.assert_allclose(load_model(immich).embed_images([data]).mean[0], unit(pixels @ OF_PIXELS), atol=1e-5)
     for wrong, message in (
-        ({"interpolation": "bilinear"}, "resized by 'bilinear', not bicubic"),
-        ({"resize_mode": "longest"}, "KeyError"),
-    ):
+        ({"interpolation": "bilinear"}, "resized by 'bilinear', not bicubic"), ({"resize_mode": "longest"}, "KeyError"),
+    ):  # fmt: skip
         dump(path, settings | wrong)
         raises(UserError, message, load_model, immich)
     path.unlink()

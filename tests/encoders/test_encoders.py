@@ -272,11 +272,10 @@ def test_the_small_text_encoder_is_a_convolution_over_each_text_alone():
 @pytest.mark.parametrize(
     ("build", "sum_by_place"),
     [
-        (lambda: SmallImageEncoder(8), 62113.5267566),
-        (lambda: SmallTextEncoder(50, 16, 0.0), 22615.7064870),
+        (lambda: SmallImageEncoder(8), 62113.5267566), (lambda: SmallTextEncoder(50, 16, 0.0), 22615.7064870),
         (lambda: GaussianHead(16, 8, HeadOptions(hidden=12, variance_hidden=4)), 38749.2993264),
     ],
-)
+)  # fmt: skip
 def test_a_seed_gives_the_initial_weights_that_it_gave_in_earlier_versions(build, sum_by_place):
     """The order in which layers are made decides them."""
     torch.manual_seed(0)

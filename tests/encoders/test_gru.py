@@ -101,9 +101,8 @@ def test_states_are_those_of_each_text_read_alone_word_by_word(bidirectional):
     every = encoder(inputs)
     assert final.mask is None and every.mask is inputs.mask
     for gru, ended, states in (
-        (encoder.mean_gru, final.mean, every.mean),
-        (encoder.variance_gru, final.log_var, every.log_var),
-    ):
+        (encoder.mean_gru, final.mean, every.mean), (encoder.variance_gru, final.log_var, every.log_var),
+    ):  # fmt: skip
         assert ended.shape == (3, 1, encoder.channels) and states.shape == (3, 5, encoder.channels)
         for row, (ids, mask) in enumerate(zip(inputs.values, inputs.mask, strict=True)):
             vectors = [encoder.words.weight[i].detach().numpy() for i in ids[mask]]
@@ -217,23 +216,7 @@ def test_padding_and_holes_are_as_if_the_item_came_alone(recurrent):
             torch.testing.assert_close(shown, single[0], rtol=1e-5, atol=1e-6)
 
 
-def test_the_gru_ends_at_the_last_region_in_their_order():
-    torch.manual_seed(1)
-    reasoning = RegionReasoning(5, 6, layers=0, recurrent=True)
-    features, mask = torch.randn(2, 3, 5), torch.tensor([[True, True, True], [True, True, False]])
-    found = reasoning(features, mask)[:, 0]
-    for n, length in enumerate((3, 2)):
-        unit = nn.functional.normalize(reasoning.linear(features[n, :length]), dim=-1)
-        state = torch.zeros(1, 6)
-        cell = nn.GRUCell(5 + 1, 6)
-        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
-            setattr(cell, name, getattr(reasoning.gru, f"{name}_l0"))
-        for region in unit:
-            state = cell(region[None], state)
-        torch.testing.assert_close(found[n], state[0])
-
-
-def test_the_log_variance_shares_nothing_with_the_mean_and_regions_are_dropped_while_training():
+def test_the_gru_ends_at_the_last_region_the_log_variance_shares_nothing_and_regions_are_dropped():
     encoder = encoder_of(variance=True)
     inputs = Inputs(torch.randn(3, 4, 5))
     encoder(inputs).log_var.sum().backward()
@@ -249,6 +232,19 @@ def test_the_log_variance_shares_nothing_with_the_mean_and_regions_are_dropped_w
     assert 0.45 < encoder.train()(inputs).mask.float().mean() < 0.55  # 1,600, each dropped with probability 1/2.
     found = encoder.eval()(inputs)
     assert found.mask.all() and torch.equal(found.mean, inputs.values) and found.log_var is None
+    torch.manual_seed(1)
+    reasoning = RegionReasoning(5, 6, layers=0, recurrent=True)
+    features, mask = torch.randn(2, 3, 5), torch.tensor([[True, True, True], [True, True, False]])
+    found = reasoning(features, mask)[:, 0]
+    for n, length in enumerate((3, 2)):
+        unit = nn.functional.normalize(reasoning.linear(features[n, :length]), dim=-1)
+        state = torch.zeros(1, 6)
+        cell = nn.GRUCell(5 + 1, 6)
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            setattr(cell, name, getattr(reasoning.gru, f"{name}_l0"))
+        for region in unit:
+            state = cell(region[None], state)
+        torch.testing.assert_close(found[n], state[0])
 
 
 def test_a_store_reads_what_a_batch_needs_and_pads_it():

@@ -12,10 +12,9 @@ from sfumato.encoders.processors import CLEANINGS, SpecialTokenProcessor, TokenP
         ("  A\tred\n\nDOG. ", "A red DOG.", "a red dog.", "a red dog"),
         ("it's a_b (really)!", "it's a_b (really)!", "it's a_b (really)!", "its a b really"),
         ("fish &amp;amp; chips", "fish & chips", "fish & chips", "fish chips"),
-        ("Größe – 5 m²", "Größe – 5 m²", "größe – 5 m²", "größe – 5 m²"),
-        ("?!", "?!", "?!", ""),
+        ("Größe – 5 m²", "Größe – 5 m²", "größe – 5 m²", "größe – 5 m²"), ("?!", "?!", "?!", ""),
     ],
-)
+)  # fmt: skip
 def test_cleaning(text, whitespace, lower, canonicalize):
     assert CLEANINGS["whitespace"](text) == whitespace
     assert CLEANINGS["lower"](text) == lower

@@ -200,11 +200,10 @@ def test_what_does_not_fit_is_refused():
     absent = r"1 of the 20 images of the benchmark whole are not among the 20 images that.*, e.g. '0'.*the id 'new'"
     for image_ids, text_ids, truths, message in (
         (IMAGES[1:], TEXTS, [whole], "19 image_ids and 50 text_ids for 20 by 50 images and texts"),
-        (IMAGES, TEXTS, [whole, whole], "names must be distinct"),
-        (("new", *IMAGES[1:]), TEXTS, [whole], absent),
+        (IMAGES, TEXTS, [whole, whole], "names must be distinct"), (("new", *IMAGES[1:]), TEXTS, [whole], absent),
         (IMAGES, (TEXTS[1], *TEXTS[1:]), [whole], "only 49 of the 50 text_ids are distinct"),
         (IMAGES, TEXTS, [nothing], "nothing, i2t: retrieval_metrics: no query has a relevant item"),
-    ):
+    ):  # fmt: skip
         raises(ValueError, message, evaluate_benchmarks, IMAGE, TEXT, image_ids, text_ids, truths)
     nan = np.full((20, 50), np.nan)
     raises(ValueError, "NaN", evaluate_score_matrix, nan, IMAGES, TEXTS, [whole], better="larger")

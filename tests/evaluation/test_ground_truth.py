@@ -311,10 +311,9 @@ def test_birds_match_by_class_in_the_public_lists(birds, tmp_path):
     ("name", "content"),
     [
         ("t.json", '{"images": ["a", "b"], "texts": [1, 2, 3], "pairs": [["a", 1], ["a", 3], ["b", 2]]}'),
-        ("t.json", '{"a": [1, 3], "b": ["2"]}'),
-        ("t.csv", "\ufeffimage,note,text\na,x,1\na,,3\nb,,2\n"),
+        ("t.json", '{"a": [1, 3], "b": ["2"]}'), ("t.csv", "\ufeffimage,note,text\na,x,1\na,,3\nb,,2\n"),
     ],
-)
+)  # fmt: skip
 def test_own_truths_in_three_layouts(tmp_path, name, content):
     (tmp_path / name).write_text(content, encoding="utf-8")
     ground_truth = read_ground_truth(tmp_path / name, metrics=["recall@1"])

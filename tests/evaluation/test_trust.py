@@ -252,9 +252,8 @@ def test_points_and_one_to_one_truth_leave_out_what_has_no_meaning():
     json.dumps(result.to_json(), allow_nan=False)
     images, texts, _, _ = protocols_scene(3)
     names, one_to_one = (
-        texts[: images.n],
-        Relevance.from_lists([[i] for i in range(PROTOCOLS_N)], n_gallery=PROTOCOLS_N),
-    )
+        texts[: images.n], Relevance.from_lists([[i] for i in range(PROTOCOLS_N)], n_gallery=PROTOCOLS_N),
+    )  # fmt: skip
     points = evaluate_retrieval(GaussianEmbedding.point(images.mean), GaussianEmbedding.point(names.mean), one_to_one)
     assert points.uncertainty is points.multiplicity is None and points.total_variance == {"image": 0.0, "text": 0.0}
     spread = evaluate_retrieval(images, names, one_to_one, text_kinds=["name"] * PROTOCOLS_N)

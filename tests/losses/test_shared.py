@@ -77,7 +77,7 @@ def test_the_formula_of_a_whole_batch_is_the_module_with_its_gradients(options):
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
-def test_permuting_pairs_and_swapping_sides_change_nothing_and_totals_are_those_of_the_loops(loss):
+def test_permuting_and_swapping_change_nothing_totals_are_the_loops_and_gradients_those_of_the_function(loss):
     image, text = still(loss)
     rows, columns = torch.tensor([2, 0, 3, 1]), torch.tensor([5, 1, 4, 0, 2, 3])
     changed = loss(text[columns], image[rows], MATCH[rows][:, columns].T)
@@ -89,9 +89,6 @@ def test_permuting_pairs_and_swapping_sides_change_nothing_and_totals_are_those_
         expected = references.LOSS_TOTALS[name_of(loss)](*sides, match.tolist())
         # The scale is stored as a float32 logarithm, which is right to 1e-7.
         assert loss(image, text, match).total.item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_gradients_are_finite_at_identical_inputs_and_those_of_the_function(loss):
     image, _ = batch(4, dtype=torch.float32)
     for distance in DISTANCES:
         leaves = [t[:1].expand(4, -1).clone().requires_grad_() for t in (image.mean, image.log_var)]

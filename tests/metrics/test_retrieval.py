@@ -76,10 +76,8 @@ def test_any_type_of_distance_is_ranked_infinite_ones_last_and_nan_is_refused():
     for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64):
         distance = torch.tensor([[3.0, 1.0, 2.0, 1.0]]).to(dtype)
         assert retrieval.relevant_ranks(distance, Relevance.from_lists([[0, 1, 3]], n_gallery=4)).tolist() == [
-            3,
-            0,
-            1,
-        ], dtype
+            3, 0, 1,
+        ], dtype  # fmt: skip
     relevance = Relevance.from_lists([[0, 2]], n_gallery=3)
     assert retrieval.relevant_ranks(torch.tensor([[torch.inf, 1.0, torch.inf]]), relevance).tolist() == [1, 2]
     raises(ValueError, "NaN", retrieval.relevant_ranks, torch.tensor([[0.0, torch.nan, 1.0]]), relevance)
@@ -141,14 +139,13 @@ def test_short_lists_give_exactly_what_they_determine_and_bad_ones_are_refused()
     assert result == retrieval.retrieval_metrics(whole, relevance, names=wanted)
     for lists, names, message in (
         (
-            [[3, 4], [2, 0], []],
-            ["recall@1", "recall@3"],
+            [[3, 4], [2, 0], []], ["recall@1", "recall@3"],
             r"query 0 holds 2 of 5 items, but recall@3 needs 3 \(2 of 2 lists",
         ),
         ([[4], [0, 1], []], ["r_precision"], r"query 0 holds 1 of 5 items, but r_precision needs 2 \(1 of 2"),
         ([[4], [0, 1], []], ["median_rank"], "query 1 holds 2 of 5 items, but the rank of its best item needs 5"),
         ([[4], [0, 1], []], retrieval.ALL_METRICS, "needs"),
-    ):
+    ):  # fmt: skip
         ranks, depth = retrieval.ranks_from_lists(lists, relevance)
         raises(ValueError, message, retrieval.retrieval_metrics, ranks, relevance, depth=depth, names=names)
     # Whole lists are fine for any k, and for items that nothing can find.
@@ -160,10 +157,9 @@ def test_short_lists_give_exactly_what_they_determine_and_bad_ones_are_refused()
     for lists, message in (
         ([[0, 1, 0], [1]], "query 0 holds position 0 more than once"),
         ([[0], [2, 3]], r"query 1 holds 2\.\.3, but the gallery has positions 0\.\.2"),
-        ([[0], [-1]], r"query 1 holds -1\.\.-1"),
-        ([[0], [0, 1, 2, 1]], "query 1 holds position 1 more than once"),
+        ([[0], [-1]], r"query 1 holds -1\.\.-1"), ([[0], [0, 1, 2, 1]], "query 1 holds position 1 more than once"),
         ([[0]], "got 1 lists for 2 queries"),
-    ):
+    ):  # fmt: skip
         raises(ValueError, message, retrieval.ranks_from_lists, lists, Relevance.from_lists([[0], [1]], n_gallery=3))
 
 
@@ -180,21 +176,7 @@ def test_items_outside_of_the_gallery_count_in_r_and_are_never_found():
     assert result["n_queries"] == 2 and result["n_without_positives"] == 1 and result["recall@1"] == 0.5
 
 
-def test_only_the_metrics_asked_for_are_given():
-    relevance = Relevance.from_lists(TRUTHS, n_gallery=5)
-    ranks = retrieval.relevant_ranks(DISTANCE, relevance)
-    everything = retrieval.retrieval_metrics(ranks, relevance, names=(*retrieval.ALL_METRICS, "recall@7"))
-    some = retrieval.retrieval_metrics(ranks, relevance, names=("map@r", "recall@7", "median_rank"))
-    assert list(some) == ["map@r", "recall@7", "median_rank", "n_queries", "n_without_positives"]
-    assert some == {name: everything[name] for name in some}
-    for wrong in ("recall@0", "recall", "precision@5"):
-        raises(ValueError, f"unknown metric '{wrong}'", retrieval.retrieval_metrics, ranks, relevance, names=[wrong])
-        raises(ValueError, "median_rank", retrieval.check_metric, wrong)
-    retrieval.check_metric("recall@3")
-    retrieval.check_metric("mean_rank")
-
-
-def test_chance_is_the_mean_over_all_orders():
+def test_only_the_metrics_asked_for_are_given_and_chance_is_the_mean_over_all_orders():
     relevance = Relevance.from_lists([[2], [0, 1], []], n_gallery=4)
     hits = {1: [], 2: [], 3: []}
     for order in itertools.permutations(range(4)):
@@ -209,6 +191,17 @@ def test_chance_is_the_mean_over_all_orders():
     raises(
         ValueError, "no query has a relevant item", retrieval.chance_metrics, Relevance.from_lists([[]], n_gallery=4)
     )
+    relevance = Relevance.from_lists(TRUTHS, n_gallery=5)
+    ranks = retrieval.relevant_ranks(DISTANCE, relevance)
+    everything = retrieval.retrieval_metrics(ranks, relevance, names=(*retrieval.ALL_METRICS, "recall@7"))
+    some = retrieval.retrieval_metrics(ranks, relevance, names=("map@r", "recall@7", "median_rank"))
+    assert list(some) == ["map@r", "recall@7", "median_rank", "n_queries", "n_without_positives"]
+    assert some == {name: everything[name] for name in some}
+    for wrong in ("recall@0", "recall", "precision@5"):
+        raises(ValueError, f"unknown metric '{wrong}'", retrieval.retrieval_metrics, ranks, relevance, names=[wrong])
+        raises(ValueError, "median_rank", retrieval.check_metric, wrong)
+    retrieval.check_metric("recall@3")
+    retrieval.check_metric("mean_rank")
 
 
 def test_lists_pairs_and_dense_agree_and_bad_positions_are_named():
@@ -233,10 +226,9 @@ def test_lists_pairs_and_dense_agree_and_bad_positions_are_named():
     assert r.n_queries == 4 and r.n_gallery == 5
     assert r.counts.tolist() == [1, 0, 2, 0] and r.query_of_item.tolist() == [0, 2, 2]
     for rows, columns, message in (
-        ([0, 0], [1, 3], r"gallery position is outside of 0\.\.2 \(found 1\.\.3\)"),
-        ([-1], [0], "query position"),
+        ([0, 0], [1, 3], r"gallery position is outside of 0\.\.2 \(found 1\.\.3\)"), ([-1], [0], "query position"),
         ([0, 0], [0], "must be equal"),
-    ):
+    ):  # fmt: skip
         pairs = np.array(rows), np.array(columns)
         raises(ValueError, message, Relevance.from_pairs, *pairs, n_queries=1, n_gallery=3)
     for wrong in ([1], [0, -1]):

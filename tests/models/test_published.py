@@ -297,10 +297,9 @@ def test_configurations_that_cannot_be_loaded(pcmepp, prolip, tmp_path):
     for config, message in (
         ('{"model_type": "clip"}', "not that of a PCME"),
         ('{"vision_cfg": {"layers": 12}, "text_cfg": {}}', "has no variances"),
-        ('{"sfumato": "0.1.0"}', "load it with sfumato.load"),
-        ("[1]", "holds a list, expected an object"),
+        ('{"sfumato": "0.1.0"}', "load it with sfumato.load"), ("[1]", "holds a list, expected an object"),
         ("{", "not valid JSON"),
-    ):
+    ):  # fmt: skip
         (tmp_path / "config.json").write_text(config)
         raises(UserError, message, load_pretrained, tmp_path)
     width, dim = pcmepp[1]["vision_cfg"]["width"], prolip[1]["embed_dim"]

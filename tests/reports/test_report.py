@@ -234,9 +234,8 @@ def test_the_probabilities_of_results_are_those_of_searches():
     data = dataclasses.replace(data, calibration=calibration, logits=logits)
     found = undrawn_report(data).calibration
     for direction, queries, gallery, match in (
-        ("t2i", data.texts, data.images, dense.T),
-        ("i2t", data.images, data.texts, dense),
-    ):
+        ("t2i", data.texts, data.images, dense.T), ("i2t", data.images, data.texts, dense),
+    ):  # fmt: skip
         names = [str(i) for i in range(gallery.n)]
         index = GaussianIndex.build(gallery, names, calibration=calibration, direction=direction)
         hits = [(query, found[0]) for query, found in enumerate(index.search(queries, k=1)) if match[query].any()]

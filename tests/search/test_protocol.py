@@ -58,8 +58,7 @@ OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfet
 @pytest.mark.parametrize(
     "url, said",
     [
-        ("file:?engine=flat", "names no folder"),
-        ("store?engine=ivf", "engine must be flat or hnsw, got 'ivf'"),
+        ("file:?engine=flat", "names no folder"), ("store?engine=ivf", "engine must be flat or hnsw, got 'ivf'"),
         ("store?engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe'; it has {OF_HNSW}"),
         ("store?engine=hnsw&compress=half", "compress must be none or int8, got 'half'"),
         ("store?engine=hnsw&m=1", "m must be a whole number from 2, got '1'"),
@@ -78,7 +77,7 @@ OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfet
         ("postgresql://h/x?table=a%25s", "table must be a name or schema.name, without %"),
         ("mongodb://h/x", "unknown kind 'mongodb'; known: file, milvus"),
     ],
-)
+)  # fmt: skip
 def test_urls_are_checked_before_anything_is_made_or_connected(url, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     raises(UserError, said, stores.create_store, url, 3, "f")
@@ -100,10 +99,9 @@ def test_paths_passwords_and_second_stores_of_urls():
     for plain in ("postgresql://me@h/d?table=t", "file:a@b", "store?engine=flat"):
         assert stores.without_password(plain) == stores.redacted(plain) == plain
     assert {url: stores.beside(url) for url in ("store", "file:a/b?engine=hnsw", "milvus:x.db?index=HNSW")} == {
-        "store": "store_texts",
-        "file:a/b?engine=hnsw": "file:a/b_texts?engine=hnsw",
+        "store": "store_texts", "file:a/b?engine=hnsw": "file:a/b_texts?engine=hnsw",
         "milvus:x.db?index=HNSW": "milvus:x.db?index=HNSW&name=sfumato_texts",
-    }
+    }  # fmt: skip
     assert stores.beside("milvus+http://h:1/c") == "milvus+http://h:1/c_texts"
     assert stores.beside("postgresql://u@h/d?table=s.t") == "postgresql://u@h/d?table=s.t_texts"
 

@@ -49,11 +49,10 @@ def test_pictures_that_are_none(client):
         (serving.bomb(10_000, 5_000), 413, "10000 x 5000 are more pixels than the limit of 40000000"),
         (serving.picture()[:40], 422, "not an image"),
         (serving.picture(size=(200, 200), format="JPEG")[:500], 422, "cannot be decoded"),
-        (serving.many_scans(5000), 422, "scans, more than the limit of 100"),
-        (b"", 422, "the file is empty"),
+        (serving.many_scans(5000), 422, "scans, more than the limit of 100"), (b"", 422, "the file is empty"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", 422, "not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 422, "not an image"),
-    ):
+    ):  # fmt: skip
         asked = {"queries": [{"text": "fine"}, {"image": serving.in_base64(file)}]}
         told = serving.problem(client.post("/v1/search", json=asked), status)
         assert "body.queries.1.image" in told["detail"] and message in told["detail"]

@@ -110,12 +110,11 @@ def test_links_mixed_kinds_and_promises_are_those_of_json_and_the_library(client
     values = {"where": ["text:a red circle", "text:a blue cross", "text:nothing"]}
     ends, ranges = ["text>=a blue cross", "text<a blue d"], {"text": ["a blue cross", "a blue d"]}
     for words, query, options in (
-        ({"max_results": 5}, {}, {"max_results": 5}),
-        (several, several, {}),
+        ({"max_results": 5}, {}, {"max_results": 5}), (several, several, {}),
         ({"gallery": "texts", **values}, {}, {"gallery": "texts", "filter": TWO}),
         ({"gallery": "texts", "where": ends}, {}, {"gallery": "texts", "filter": {"ranges": ranges}}),
         ({"max_total_variance": 3.0, "order": "distance"}, {}, {"filter": {"max_total_variance": 3.0}}),
-    ):
+    ):  # fmt: skip
         link = client.get("/v1/search", params={"q": RED["text"], **words})
         assert link.json()["answers"] == serving.search(client, {**RED, **query}, **options)
     for wrong, where in (({"where": ["date=2023", "date=2024"]}, "query.where"), ({"without": " "}, "query.without.0")):
@@ -501,9 +500,8 @@ def test_vectors_of_both_modalities_find_what_the_library_and_the_command_find(
     answers = serving.search(vectors, *asked, max_results=3)
     model, index = adopted.model, adopted.galleries["images"].gallery
     photos, words = (
-        model.embed_images(serving.npy_rows(images[[3, 5]])),
-        model.embed_texts(serving.npy_rows(texts[[4]])),
-    )
+        model.embed_images(serving.npy_rows(images[[3, 5]])), model.embed_texts(serving.npy_rows(texts[[4]])),
+    )  # fmt: skip
     for answer, row, native in zip(answers, (photos[:1], words, photos[1:]), (False, True, False), strict=True):
         same(answer, index.search(row, 3, about=[QueryInfo("", native=native)])[0])
     assert [a["query"] for a in answers] == ["vector 1", "vector 2", "vector 3"]

@@ -71,10 +71,9 @@ def tiny_open_clip(folder):
 
     torch.manual_seed(0)
     model_cfg = {
-        "embed_dim": 8,
-        "vision_cfg": {"image_size": 16, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8},
+        "embed_dim": 8, "vision_cfg": {"image_size": 16, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8},
         "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
-    }
+    }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"model_cfg": model_cfg, "preprocess_cfg": {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.25]}})
     (folder / "open_clip_config.json").write_text(text)

@@ -68,12 +68,11 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["train.ema_decay=0.9", "model.text.dropout=0.3"],
-        ["train.swa_epochs=2"],
+        ["train.ema_decay=0.9", "model.text.dropout=0.3"], ["train.swa_epochs=2"],
         ["train.precision=float16", "optim.name=adamp", "train.micro_batch=4"],
     ],
     ids=["moving-average", "mean", "float16"],
-)
+)  # fmt: skip
 def test_resumed_within_epochs_equals_uninterrupted(toy, tmp_path, capsys, overrides):
     fit(load_recipe(toy, overrides), tmp_path / "whole")
     recipe = load_recipe(toy, [*overrides, "train.save_minutes=1e-9"])
@@ -226,12 +225,11 @@ def test_folders_that_a_run_cannot_go_on_in_say_why(toy, run, tmp_path):
         for overrides, folder, message in (
             (["optim.lr=0.1"], run[0], f"another recipe: {lr}. Give another folder.*delete that one: rm -r {run[0]}$"),
             (["optim.lr=0.1", "train.epochs=9"], run[0], f"{lr}; train.epochs is 3 there and 9 here"),
-            (["train.epochs=2"], run[0], f"{shorter}, and a run can only be extended"),
-            ([], toy.parent, "not empty"),
+            (["train.epochs=2"], run[0], f"{shorter}, and a run can only be extended"), ([], toy.parent, "not empty"),
             ([], locked, "another process is training"),
             (["train.epochs=2", "train.swa_epochs=1"], averaged, "averaged over the last epochs"),
             (["train.epochs=4"], stripped, "last.safetensors is missing"),
-        ):
+        ):  # fmt: skip
             raises(UserError, message, fit, load_recipe(toy, overrides), folder)
 
 

@@ -88,9 +88,8 @@ def small(recipe, folder):
     sections = {
         "clip": {"kind": "clip", "architecture": "ViT-Ti/16", "size": 16},
         "resnet": {"kind": "resnet", "weights": str(folder / "resnet"), "size": 32},
-        "regions": {"kind": "regions", "channels": 12},
-        "frozen": {"kind": "small", "size": 16, "width": 2},
-    }
+        "regions": {"kind": "regions", "channels": 12}, "frozen": {"kind": "small", "size": 16, "width": 2},
+    }  # fmt: skip
     own = {"resnet": ("fit", "augment"), "regions": ("graph_layers", "recurrent", "variance_layers")}.get(
         image.kind, ()
     )

@@ -293,10 +293,9 @@ def test_figures_are_those_of_evaluate(table_work, sfumato):
     for row in made:
         found = [evaluate_run(load_run(run), "test")[0] for run in row["runs"]]
         for column, values in {
-            "rsum": [f.rsum for f in found],
-            "t2i.recall@1": [f.t2i["recall@1"] for f in found],
+            "rsum": [f.rsum for f in found], "t2i.recall@1": [f.t2i["recall@1"] for f in found],
             "i2t.median_rank": [f.i2t["median_rank"] for f in found],
-        }.items():
+        }.items():  # fmt: skip
             assert row["figures"][column]["values"] == pytest.approx(values)
             assert row["figures"][column]["mean"] == pytest.approx(mean(values))
             assert row["figures"][column]["deviation"] == pytest.approx(stdev(values))

@@ -404,11 +404,10 @@ def test_the_commands(sfumato, tmp_path):
     assert "720 hits of 60 queries scored" in folded(scored)
     for message, *arguments in (
         ("together", "calibrate", "--run", run, "--qrels", qrels),
-        ("leave RUN", "calibrate", "folder", "--run", run, "--qrels", qrels, "--out", out),
-        ("give RUN", "calibrate"),
+        ("leave RUN", "calibrate", "folder", "--run", run, "--qrels", qrels, "--out", out), ("give RUN", "calibrate"),
         ("one of the other files", "score", "--run", run, "--calibrator", out, "--out", run),
         ("no file of a score calibrator", "score", "--run", run, "--calibrator", run, "--out", "x"),
-    ):
+    ):  # fmt: skip
         assert message in folded(sfumato.refused(*arguments))
 
 
