@@ -394,7 +394,9 @@ def test_add_drop_and_delete(visit, collection, tmp_path):
     (trip / "day0" / "4.txt").write_text("the fourth\n\n a tree \n")
     for name, data in {"0.png": b"junk", "2.png": picture("red", (60, 60)), "big.jpg": bytes(20_000)}.items():
         (trip / name).write_bytes(data)
-    for name in ("notes.pdf", "alone.txt", ".DS_Store"):
+    (trip / "mine" / "deep").mkdir(parents=True)
+    (trip / "mine" / "deep" / "9.png").write_bytes(picture("red"))
+    for name in ("notes.pdf", "alone.txt", ".DS_Store", "mine/.nomedia"):
         (trip / name).write_text("x")
     with served(open_sources(collection), max_batch=6, max_upload_mb=0.01, max_pixels=2000) as client:
         page = visit(client, allowed=["status of 413", "status of 422"])
@@ -402,13 +404,14 @@ def test_add_drop_and_delete(visit, collection, tmp_path):
         dialog = page.get_by_role("dialog", name="Add to the collection")
         dialog.get_by_label("choose a folder").set_input_files(trip)
         expect(dialog.locator(".chosen")).to_contain_text("11 photographs (")
-        expect(dialog.locator(".chosen")).to_contain_text("1 with captions; 3 files left out.")
+        expect(dialog.locator(".chosen")).to_contain_text("1 with captions; 4 files left out.")
         dialog.get_by_role("button", name="Add 11 photographs").click()
-        expect(dialog.locator(".chosen")).to_have_text("9 of 11 photographs added; 5 files left out.")
+        expect(dialog.locator(".chosen")).to_have_text("9 of 11 photographs added; 6 files left out.")
         dialog.get_by_text("Left out, and why").click()
         left = dict(line.split(" ", 1) for line in dialog.locator(".left li").all_inner_texts())
         assert left["Trip/notes.pdf"] == "is no photograph" and "this service takes 0.01 MB" in left["Trip/big.jpg"]
-        assert left["Trip/alone.txt"] == "is a text without a photograph of its name" and len(left) == 5
+        assert left["Trip/alone.txt"] == "is a text without a photograph of its name" and len(left) == 6
+        assert left["Trip/mine/deep/9.png"] == "lies beside or below a .nomedia"
         assert "not an image" in left["Trip/0.png"] and "more pixels than the limit" in left["Trip/2.png"]
         dialog.get_by_role("button", name="Close").click()
         expect(page.locator("#about")).to_have_text("57 images")
