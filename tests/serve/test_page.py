@@ -411,7 +411,7 @@ def test_add_drop_and_delete(visit, collection, tmp_path):
         left = dict(line.split(" ", 1) for line in dialog.locator(".left li").all_inner_texts())
         assert left["Trip/notes.pdf"] == "is no photograph" and "this service takes 0.01 MB" in left["Trip/big.jpg"]
         assert left["Trip/alone.txt"] == "is a text without a photograph of its name" and len(left) == 6
-        assert left["Trip/mine/deep/9.png"] == "lies beside or below a .nomedia"
+        assert left["Trip/mine/deep/9.png"] == "lies below a .nomedia"
         assert "not an image" in left["Trip/0.png"] and "more pixels than the limit" in left["Trip/2.png"]
         dialog.get_by_role("button", name="Close").click()
         expect(page.locator("#about")).to_have_text("57 images")

@@ -10,7 +10,7 @@ const LONGEST = 2000; // characters of the captions
 
 const plainly = (files) => files.map((file) => ({ file, path: file.webkitRelativePath || file.name }));
 
-// The files of a drop or of a choice, with their paths. What is dropped is gone after the event: this begins within it.
+// The files of a drop or a choice, with their paths. What is dropped is gone after the event: this begins within it.
 export function filesIn(data) {
   const entries = [...(data.items ?? [])].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
   return entries.length ? walked(entries) : Promise.resolve(plainly([...data.files]));
@@ -37,7 +37,7 @@ async function walked(entries) {
 export function sorted(files, { max_upload_bytes: most }) {
   const left = [];
   const stem = (path) => path.replace(/\.[^./]*$/, "").toLowerCase();
-  const silent = files.filter(({ path }) => /(^|\/)\.nomedia$/.test(path)).map(({ path }) => path.replace(/[^/]*$/, ""));
+  const silent = files.flatMap(({ path }) => (/(^|\/)\.nomedia$/.test(path) ? path.slice(0, -8) : []));
   files = files.filter(({ path }) => !HIDDEN.test(path)).sort((one, other) => (one.path < other.path ? -1 : 1));
   const texts = new Map(files.filter(({ path, file }) => file && /\.txt$/i.test(path)).map((one) => [stem(one.path), one]));
   const photographs = [];
@@ -46,7 +46,7 @@ export function sorted(files, { max_upload_bytes: most }) {
     const beside = texts.get(stem(path));
     if (!file) left.push([path, "cannot be read"]);
     else if (beside?.path === path) continue;
-    else if (silent.some((folder) => path.startsWith(folder))) left.push([path, "lies beside or below a .nomedia"]);
+    else if (silent.some((folder) => path.startsWith(folder))) left.push([path, "lies below a .nomedia"]);
     else if (!PHOTOGRAPH.test(path) && !file.type.startsWith("image/")) left.push([path, "is no photograph"]);
     else if (file.size > most) left.push([path, `has ${megabytes(file.size)}; this service takes ${megabytes(most)}`]);
     else photographs.push({ id: path, file, beside: beside?.file });

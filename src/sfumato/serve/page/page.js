@@ -308,16 +308,16 @@ function filter() {
   }
 }
 
-// What the shown results are part of; fewer than one match is not said.
+// What the results are part of; fewer than one match is not said.
 function counted({ hits, calibrated, verdict, target, expected_matches: expected }) {
-  const { n } = here();
   if (!hits.length) return "";
-  const size = ({ duplicates = [] }) => 1 + duplicates.length; // nearly the same images are about as probable
+  const size = ({ duplicates = [] }) => 1 + duplicates.length; // they are about as probable
   const total = (some) => some.reduce((n, hit) => n + size(hit), 0);
-  const whole = filtered() ? hits.length < wanted : total(hits) >= n;
-  const [one, alike] = [total(hits) === 1, total(hits) - hits.length];
-  const closest = (whole ? `${one ? `the only ${state.gallery.slice(0, -1)}` : `all ${things(state.gallery, total(hits))}`}${filtered() ? ` that pass${one ? "es" : ""} the filter` : ""}`
-    : `the ${one ? "" : `${total(hits)} `}${target === "fits" ? "most likely" : "closest"} of ${among()}`) + (alike ? `, ${alike} of them under “similar”` : "");
+  const all = total(hits);
+  const whole = filtered() ? hits.length < wanted : all >= here().n;
+  const [one, alike] = [all === 1, all - hits.length];
+  const closest = (whole ? (one ? "the only one" : `all ${things(state.gallery, all)}`) + (filtered() ? ` that pass${one ? "es" : ""} the filter` : "")
+    : `the ${one ? "" : all + " "}${target === "fits" ? "most likely" : "closest"} of ${among()}`) + (alike ? `, ${alike} of them under “similar”` : "");
   const these = `${one ? "This is" : "These are"} ${closest}.`;
   const sum = (some) => some.reduce((sum, hit) => sum + size(hit) * hit.match_probability, 0);
   if (!calibrated || verdict.kind === "unfamiliar" || (target === "fits" && !state.least)) return these;
@@ -328,7 +328,8 @@ function counted({ hits, calibrated, verdict, target, expected_matches: expected
   }
   const left = hits.filter((hit) => hit.match_probability >= state.least);
   const which = `a probability of at least ${percent(state.least)}`;
-  return left.length ? `Of ${closest}, ${total(left)} ${total(left) === 1 ? "has" : "have"} ${which}${sum(left) < 1 ? "" : `: about ${count(sum(left))} of these should match`}.` : `Of ${closest}, none has ${which}.`;
+  const m = total(left);
+  return `Of ${closest}, ${m || "none"} ${m > 1 ? "have" : "has"} ${which}${sum(left) < 1 ? "" : `: about ${count(sum(left))} of these should match`}.`;
 }
 
 // ---- the start

@@ -49,7 +49,7 @@ export const base64 = (file) => new Promise((resolve, reject) => {
 
 // The URL of an image; with a key it is fetched, since an <img> sends none.
 export async function pictureURL(picture, size) {
-  const path = `.${picture}?size=${size}`; // relative, as a proxy may serve the page below a path
+  const path = `.${picture}?size=${size}`; // below a proxy's path, too
   if (!key()) return path;
   if (!blobs.has(path))
     blobs.set(path, call(path).then((response) => response.blob()).then((blob) => URL.createObjectURL(blob)));
