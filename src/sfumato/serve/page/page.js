@@ -199,7 +199,7 @@ async function search(slot, { more = false } = {}) {
   }
 }
 
-// Both in one, as a second announcement may cut the first short.
+// In one, as a second announcement may cut the first short.
 const tell = () => running.some(Boolean) || ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${wordsOf(answer)}. ${some(answer.hits.length, "result")}.`).join(" "));
 
 // ---- the answers
@@ -297,7 +297,7 @@ function card(slot, hit, inSet, little) {
     duplicates.length > 0 && button({ class: "folded", "aria-haspopup": "dialog", "aria-label": `${duplicates.length} similar to ${nameOf(hit)}`, onclick: (event) => unfold(slot, hit, event.target) }, `+${duplicates.length} similar`));
 }
 
-// Hides results below the probability of the slider, without a request.
+// Hides results below the slider's probability, without a request.
 function filter() {
   for (const slot of SLOTS) {
     if (!shown[slot]) continue;
