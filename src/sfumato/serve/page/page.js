@@ -1,5 +1,5 @@
-// The page of `sfumato serve`: it calls the API at its own origin and shows the answers. The URL holds the search, so that
-// it can be shared and Back works. An image is kept while the page is open.
+// The page of `sfumato serve`: it calls the API at its own origin. The URL holds the search, so that it can be shared
+// and Back works. An image is kept while the page is open.
 import { filesIn, send, sorted, summary } from "./add.js";
 import { judging } from "./judge.js";
 import { Refused, base64, forgetPictures, json, key, onKeyNeeded, pictureURL, setKey } from "./service.js";
@@ -147,7 +147,7 @@ async function foldersOf(gallery) {
   return folders.get(gallery);
 }
 
-// Of a day to the end of another, and of a folder with those below it. The ends of a range: at least, below.
+// Of a day to the end of another, and of a folder with those below it. A range: at least, below.
 async function filterOf({ gallery, from, to, folder }) {
   if (!from && !to && !folder) return null;
   const next = to && new Date(Date.parse(`${to}T00:00Z`) + 864e5).toISOString().slice(0, 10);
@@ -651,7 +651,7 @@ function askKey() {
   if (!dialog.open) dialog.showModal();
 }
 
-// One image goes to the search under the pointer, else to the first; more files and folders are to be added.
+// One image goes to the search under the pointer, else to the first; more are to be added.
 function receive(event, data) {
   if (!data?.files.length) return;
   event.preventDefault();
@@ -702,7 +702,7 @@ function listen() {
   on($("#add-open"), "click", () => openAdd());
   for (const input of $$("#add [type=file]")) on(input, "change", () => filesIn({ files: input.files }).then(choose));
   on($("#add form"), "submit", add);
-  // While photographs are sent, the dialog stays until the part that is on its way has come.
+  // While photographs are sent, the dialog stays until the part on its way has come.
   const leave = (event) => adding?.stop && (event.preventDefault(), event.stopImmediatePropagation(), adding.stop.abort());
   $("#add").addEventListener("cancel", leave);
   $("#add .close").addEventListener("click", leave);
