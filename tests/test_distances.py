@@ -153,14 +153,6 @@ def test_no_cube_is_ever_held(name):
     assert 120 * 130 <= largest.numel <= 2**18
 
 
-def test_draws_have_the_distances_of_average_l2():
-    x, y, generator = gaussians(N, 0), gaussians(M, 1), torch.Generator().manual_seed(5)
-    a, b = x.sample(3, generator=generator), y.sample(3, generator=generator)
-    expected = torch.stack([torch.stack([torch.cdist(p, q).mean() for q in b]) for p in a])
-    found = DISTANCES["average_l2"].matrix(x, y, n_samples=3, generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("name", DISTANCES)
 def test_rows_are_the_diagonal_of_any_size_and_errors_name_the_way_out(name):
     x, y = gaussians(M, 0), gaussians(M, 1)
@@ -285,7 +277,7 @@ def test_match_probability_ranks_by_the_mean_sigmoid_and_not_by_the_sigmoid_of_t
     raises(ValueError, "logit_scale > 0 and n_samples >= 1, got -1", match_probability_distance, -1.0, 0.0)
 
 
-def test_sampled_probability_does_not_underflow_and_carries_the_gradient_of_the_scale_alone():
+def test_draws_have_the_distances_of_average_l2_and_sampled_probabilities_do_not_underflow():
     x, y = pair(offset=1e4)
     value = match_probability_distance(5.0, 5.0, n_samples=2).matrix(x, y)
     assert torch.isfinite(value).all() and (value > 1e4).all()
@@ -299,3 +291,8 @@ def test_sampled_probability_does_not_underflow_and_carries_the_gradient_of_the_
     torch.testing.assert_close(*gradients)
     assert gradients[0] > 0
     raises(ValueError, "same d", distance.matrix, x, pair(d=5)[1])
+    x, y, generator = gaussians(N, 0), gaussians(M, 1), torch.Generator().manual_seed(5)
+    a, b = x.sample(3, generator=generator), y.sample(3, generator=generator)
+    expected = torch.stack([torch.stack([torch.cdist(p, q).mean() for q in b]) for p in a])
+    found = DISTANCES["average_l2"].matrix(x, y, n_samples=3, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(found, expected)

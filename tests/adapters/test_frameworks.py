@@ -1,10 +1,6 @@
-"""Retrievers of LangChain and LlamaIndex, components of Haystack, on the real packages. Each has its own environment:
-
-    python -m venv env && env/bin/pip install -c constraints.txt -e '.[langchain]' pytest hypothesis
-    env/bin/python -m pytest tests/adapters/test_frameworks.py
-
-Run with langchain-core 1.8.3, llama-index-core 0.14.25 and haystack-ai 3.4.1.
-"""
+"""Retrievers of LangChain and LlamaIndex, components of Haystack, on the real packages, each in an environment of its
+own: env/bin/pip install -c constraints.txt -e '.[langchain]' pytest hypothesis
+Run with langchain-core 1.8.3, llama-index-core 0.14.25 and haystack-ai 3.4.1."""
 
 import asyncio
 import importlib

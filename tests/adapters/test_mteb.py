@@ -1,10 +1,5 @@
-"""Models in tasks of MTEB, on the real package. In an environment of its own:
-
-    python -m venv env && env/bin/pip install -c constraints.txt -e '.[mteb]' pytest hypothesis
-    env/bin/python -m pytest tests/adapters/test_mteb.py
-
-Run with mteb 2.26.24.
-"""
+"""Models in tasks of MTEB, on the real package (2.26.24), in an environment of its own:
+env/bin/pip install -c constraints.txt -e '.[mteb]' pytest hypothesis"""
 
 import numpy as np
 import pytest

@@ -36,10 +36,7 @@ calibrated = lambda scores: DirectionCalibration(PAIRS, scores)
 
 
 def scene(generator, n_queries, n_gallery, *, n_matches=1, shift=1.5):
-    """Distances whose log odds are known: normal, matches `shift` standard deviations closer than the others.
-
-    With logit(fraction of matches) they are  logit(fraction) + shift^2 / 2 - shift * d.
-    """
+    """Normal distances, matches shift deviations closer: log odds logit(fraction) + shift^2 / 2 - shift * d."""
     match = torch.zeros(n_queries, n_gallery)
     match[:, :n_matches] = 1
     return torch.randn(n_queries, n_gallery, generator=generator) + shift * (1 - match), match
@@ -146,10 +143,7 @@ def test_abstention_by_hand():
 
 
 def captions(random, n_images, correlation, slope=0.0):
-    """Five captions an image whose distances and outcomes share a part: ((5 n,) distance, right, image).
-
-    About 10.5 % are wrong; with a slope the farther ones more often.
-    """
+    """Five captions an image, alike: ((5 n,) distance, right, image); 10.5 % wrong, with a slope the farther ones."""
     image = np.repeat(np.arange(n_images), 5)
     shared = random.standard_normal((2, n_images))[:, image]
     own = random.standard_normal((2, 5 * n_images))
@@ -324,10 +318,7 @@ SLOW = {
 
 
 def galleries(n_queries=3000, sizes=(40, 80), seed=0):
-    """Queries of two kinds: one match well ahead of the rest, or many matches that are equally close.
-
-    The match logit alone does not tell them apart: both kinds have their first item at the same distance.
-    """
+    """Queries of two kinds with the same first distance: one match well ahead of the rest, or many equally close."""
     rng, found = np.random.default_rng(seed), []
     for n in sizes:
         many = rng.random(n_queries) < 0.5
@@ -433,7 +424,7 @@ def items(n=4000, seed=0, *, gallery=30):
     return logits.NearestItems(z, match, gallery, reference)
 
 
-def test_the_first_hit_follows_them_and_the_others_stay_below_it():
+def test_the_first_hit_follows_its_features_and_those_that_say_nothing_leave_the_logits():
     fit, new = logits.ConditionalLogits.fit([items()], n_queries=4000), items(seed=1)
     assert fit.first is not None
     logit = fit.logit(new.logit, new.logit, new.n_gallery, new.reference)
@@ -447,6 +438,9 @@ def test_the_first_hit_follows_them_and_the_others_stay_below_it():
     low[:, 0] = False
     assert low.any() and np.array_equal(logit[low], plain[low])
     raises(ValueError, "reference", fit.logit, new.logit, new.logit, new.n_gallery)
+    assert logits.ConditionalLogits.fit([replace(items(300), reference=None)], n_queries=300).first is None
+    nan = replace(items(300), reference=np.full((300, 2), math.nan))
+    assert logits.ConditionalLogits.fit([nan], n_queries=300).first is None
 
 
 def calibration(fit):
@@ -477,9 +471,3 @@ def test_there_and_back_and_damaged_files_are_named(tmp_path):
     raises(ValueError, r"calibration\.json", Calibration.load, path)
     replace(made, t2i=replace(made.t2i, reference=None)).save(path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.json"]
-
-
-def test_features_that_say_nothing_or_are_missing_leave_the_logits_as_they_are():
-    assert logits.ConditionalLogits.fit([replace(items(300), reference=None)], n_queries=300).first is None
-    nan = replace(items(300), reference=np.full((300, 2), math.nan))
-    assert logits.ConditionalLogits.fit([nan], n_queries=300).first is None

@@ -1,7 +1,5 @@
-"""The demo page in a real browser: its answers are the library's, for every query that it lists.
-
-The model is a tiny one on every fourth emoji. SFUMATO_DEMO_RUN=runs/demo/run compares the whole page of `make site`.
-"""
+"""The demo page in a real browser answers as the library does, with a tiny model on every fourth emoji.
+SFUMATO_DEMO_RUN=runs/demo/run compares the whole page of `make site`."""
 
 import functools
 import http.server

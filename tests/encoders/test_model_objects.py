@@ -1,7 +1,5 @@
 """Models in memory are written as folders that embed the same. With sentence-transformers in an environment:
-
-env/bin/pip install -c constraints.txt -e '.[backbones]' pytest sentence-transformers
-"""
+env/bin/pip install -c constraints.txt -e '.[backbones]' pytest sentence-transformers"""
 
 import shutil
 

@@ -170,7 +170,7 @@ def test_a_loop_over_queries_has_the_same_figures(direction, population):
     assert figures.ece_by_chance == pytest.approx(calibration_error_by_chance(torch.from_numpy(p)), abs=1e-6)
 
 
-def test_sizes_populations_and_errors_by_chance():
+def test_sizes_populations_errors_by_chance_and_verdicts_of_few_and_of_many_queries():
     distance, match = pairs(n=120)
     calibration = of_distance(2.0, 2.0)
     planted = measure_hits(calibration, distance, match, sizes=(30, 60, 5000), n_galleries=2)
@@ -186,6 +186,11 @@ def test_sizes_populations_and_errors_by_chance():
     assert calibration_error_by_chance(p[:60]) > 3 * calibration_error_by_chance(p)
     assert log_loss(torch.tensor([0.5, 0.25]), torch.tensor([1, 0])) == pytest.approx(-(np.log(0.5) + np.log(0.75)) / 2)
     raises(ValueError, "log_loss", log_loss, torch.zeros(0), torch.zeros(0))
+    few = [verdict_of(36, 0.0, seed) for seed in range(20)]
+    assert few.count("too few") >= 16
+    assert [verdict_of(3000, off, 1) for off in (0.0, 0.1, 0.25)] == ["holds", "rough", "misleads"]
+    wrong = [verdict_of(150, 0.1, seed) for seed in range(40)]
+    assert wrong.count("holds") <= 4  # At most 5 % by the rule.
 
 
 def verdict_of(n, off, seed):
@@ -193,11 +198,3 @@ def verdict_of(n, off, seed):
     p = torch.sigmoid(2 * torch.randn(n, generator=generator).double() + 0.8)
     true = torch.where(p > 0.5, p - off, p + off)
     return hit_figures(p.numpy(), torch.bernoulli(true, generator=generator).numpy(), "t2i", n, 1).verdict
-
-
-def test_verdicts_of_few_and_of_many_queries():
-    few = [verdict_of(36, 0.0, seed) for seed in range(20)]
-    assert few.count("too few") >= 16
-    assert [verdict_of(3000, off, 1) for off in (0.0, 0.1, 0.25)] == ["holds", "rough", "misleads"]
-    wrong = [verdict_of(150, 0.1, seed) for seed in range(40)]
-    assert wrong.count("holds") <= 4  # At most 5 % by the rule.

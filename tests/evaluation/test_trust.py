@@ -303,7 +303,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, wrong, said):
     raises(UserError, "cannot read", judgements.read_judgements, tmp_path / "none.jsonl")
 
 
-def test_the_latest_verdict_of_one_judge_counts_and_files_come_back(tmp_path):
+def test_the_latest_verdict_of_one_judge_counts_and_files_and_qrels_come_back(tmp_path):
     all_of_them = [ONE, replace(ONE, id="ü", yes=0, probability=None), replace(ONE, judge="bob", weight=1.5)]
     judgements.write_judgements(tmp_path / "a.jsonl", all_of_them)
     assert judgements.read_judgements(tmp_path / "a.jsonl") == all_of_them
@@ -315,9 +315,6 @@ def test_the_latest_verdict_of_one_judge_counts_and_files_come_back(tmp_path):
     assert {(one.judge, one.yes) for one in judgements.merged([ONE], [other])} == {("ann", 1), ("bob", 0)}
     (both,) = judgements.pair_verdicts([ONE, replace(other, weight=4.0)])
     assert (both.yes, both.weight) == (0.5, 3.0)
-
-
-def test_qrels_are_four_columns_and_come_back(tmp_path):
     others = [replace(ONE, judge=name, yes=yes) for name, yes in (("bob", 0), ("eve", 1))]
     second = replace(ONE, query="100% ü", id="b", yes=0)
     (tmp_path / "q").write_text(judgements.qrels_of([ONE, *others, second]))

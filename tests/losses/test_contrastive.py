@@ -159,7 +159,7 @@ def pairs(seed=0):
     return GaussianEmbedding(draw(0.6), draw(1.5) - 2), GaussianEmbedding(draw(0.6), draw(1.5) - 2)
 
 
-def test_log_inclusion_is_the_integral_and_its_loss_the_loops():
+def test_log_inclusion_is_the_integral_its_loss_the_loops_and_the_released_form_differs():
     x, y = pairs()
     exact = integrated(x, y)
     torch.testing.assert_close(log_inclusion(x, y), exact, rtol=1e-9, atol=1e-9)
@@ -170,6 +170,15 @@ def test_log_inclusion_is_the_integral_and_its_loss_the_loops():
         assert loss.item() == pytest.approx(sum(loop) / len(loop), rel=1e-12)
     narrow, wide = (GaussianEmbedding(x.mean, x.log_var + k) for k in (-1, 1))
     assert inclusion_loss(narrow, wide) < 1e-9 < 100 < inclusion_loss(wide, narrow)
+    x, y = pairs()
+    exact = integrated(x, y) - integrated(y, x)
+    torch.testing.assert_close(inclusion_test(x, y), exact, rtol=1e-8, atol=1e-8)
+    expected = exact + (y.log_var - x.log_var) / 2
+    torch.testing.assert_close(released_inclusion_test(x, y, eps=0.0), expected, rtol=1e-8, atol=1e-8)
+    shifted = GaussianEmbedding(x.mean + (x.log_var / 2).exp(), x.log_var)
+    released = lambda a, b: released_log_inclusion(a, b, eps=-10.0)
+    moved = [(test(shifted, y) - test(x, y)).abs().median() for test in (log_inclusion, released)]
+    assert moved[0] > 0.1 and moved[1] == pytest.approx(moved[0].item() * math.exp(-10), rel=1e-6)
 
 
 def test_tiny_variances_gradients_and_half_precision():
@@ -188,18 +197,6 @@ def test_tiny_variances_gradients_and_half_precision():
     half = log_inclusion(x.to(torch.bfloat16), y.to(torch.bfloat16))
     assert half.dtype == torch.float32
     torch.testing.assert_close(half.double(), log_inclusion(x, y), rtol=0.05, atol=0.05)
-
-
-def test_the_released_form_differs_in_size_and_hardly_sees_the_means():
-    x, y = pairs()
-    exact = integrated(x, y) - integrated(y, x)
-    torch.testing.assert_close(inclusion_test(x, y), exact, rtol=1e-8, atol=1e-8)
-    expected = exact + (y.log_var - x.log_var) / 2
-    torch.testing.assert_close(released_inclusion_test(x, y, eps=0.0), expected, rtol=1e-8, atol=1e-8)
-    shifted = GaussianEmbedding(x.mean + (x.log_var / 2).exp(), x.log_var)
-    released = lambda a, b: released_log_inclusion(a, b, eps=-10.0)
-    moved = [(test(shifted, y) - test(x, y)).abs().median() for test in (log_inclusion, released)]
-    assert moved[0] > 0.1 and moved[1] == pytest.approx(moved[0].item() * math.exp(-10), rel=1e-6)
 
 
 def test_terms_left_out_pseudo_positives_by_hand_and_a_scale_that_never_turns():

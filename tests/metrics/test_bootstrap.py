@@ -96,21 +96,6 @@ def test_every_fast_statistic_is_the_plain_one_on_the_drawn_items():
             assert tuple(vars(ours).values()) == pytest.approx(tuple(vars(plain[name]).values()), abs=1e-10), name
 
 
-def test_intervals_of_a_mean_are_scipys_and_resamples_seeded_and_common():
-    values = np.random.default_rng(5).exponential(size=400)
-    ours = measures.bootstrap({"mean": measures.mean_statistic(values)}, 400, n_resamples=4000, seed=1)["mean"]
-    theirs = scipy.stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=0).confidence_interval
-    # The deviation of a 2.5 % percentile of 4,000 draws is about 0.04 standard errors: 0.25 of one is six of them.
-    error = values.std() / 20
-    assert abs(ours.low - theirs.low) < 0.25 * error and abs(ours.high - theirs.high) < 0.25 * error
-    assert ours.low == pytest.approx(values.mean() - 1.96 * error, abs=0.3 * error)
-    x, error = scene(9)
-    both = {"a": measures.auroc_statistic(x, error), "b": measures.auroc_statistic(x, error)}
-    first = measures.bootstrap(both, len(x), n_resamples=50, seed=7)
-    assert first["a"] == first["b"] != measures.bootstrap(both, len(x), n_resamples=50, seed=8)["a"]
-    assert measures.bootstrap(both, len(x), n_resamples=50, seed=7, max_counts=7 * len(x)) == first
-
-
 def test_undefined_figures_are_none_and_bad_input_is_named():
     only_right = measures.auroc_statistic(np.arange(4.0), np.zeros(4))
     assert measures.bootstrap({"a": only_right}, 4, n_resamples=9)["a"] == measures.Interval(None, None, None)
@@ -239,7 +224,7 @@ def test_bins_worked_by_hand(binning, probability, match, bins, ece):
     assert brier_score(probability, match) == pytest.approx(slow)
 
 
-def test_intervals_and_tails_of_binomials_are_scipys():
+def test_intervals_of_means_and_binomials_are_scipys_and_resamples_seeded_and_common():
     for hits, n, confidence in itertools.product((0, 2, 8), (8, 20, 400), (0.8, 0.95)):
         expected = scipy.stats.binomtest(hits, n).proportion_ci(confidence, method="wilson")
         found = wilson_interval(hits / n, n, confidence=confidence)
@@ -250,6 +235,18 @@ def test_intervals_and_tails_of_binomials_are_scipys():
         for p in (0.0, 1e-5, 0.02, 0.5, 0.97, 1.0):
             right = scipy.stats.binom.cdf(k, n, p)
             assert binomial_tail(k, n, p) == pytest.approx(right, rel=1e-9, abs=1e-12), (k, n, p)
+    values = np.random.default_rng(5).exponential(size=400)
+    ours = measures.bootstrap({"mean": measures.mean_statistic(values)}, 400, n_resamples=4000, seed=1)["mean"]
+    theirs = scipy.stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=0).confidence_interval
+    # The deviation of a 2.5 % percentile of 4,000 draws is about 0.04 standard errors: 0.25 of one is six of them.
+    error = values.std() / 20
+    assert abs(ours.low - theirs.low) < 0.25 * error and abs(ours.high - theirs.high) < 0.25 * error
+    assert ours.low == pytest.approx(values.mean() - 1.96 * error, abs=0.3 * error)
+    x, error = scene(9)
+    both = {"a": measures.auroc_statistic(x, error), "b": measures.auroc_statistic(x, error)}
+    first = measures.bootstrap(both, len(x), n_resamples=50, seed=7)
+    assert first["a"] == first["b"] != measures.bootstrap(both, len(x), n_resamples=50, seed=8)["a"]
+    assert measures.bootstrap(both, len(x), n_resamples=50, seed=7, max_counts=7 * len(x)) == first
 
 
 @pytest.mark.parametrize("loss, n, limit", [(0.0, 10, 0.3), (0.1, 30, 0.2), (0.17, 600, 0.2), (0.19, 5000, 0.2)])

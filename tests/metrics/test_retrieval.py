@@ -163,7 +163,7 @@ def test_short_lists_give_exactly_what_they_determine_and_bad_ones_are_refused()
         raises(ValueError, message, retrieval.ranks_from_lists, lists, Relevance.from_lists([[0], [1]], n_gallery=3))
 
 
-def test_items_outside_of_the_gallery_count_in_r_and_are_never_found():
+def test_items_outside_of_the_gallery_count_in_r_and_in_totals_and_are_never_found():
     # Query 0: R = 3 of which one cannot be found, ranks 0 and 2. Query 1: its one item cannot be found at all. Query 2:
     # no truth.
     relevance = Relevance.from_lists([[0, 1], [], []], n_gallery=4, n_outside=np.array([1, 1, 0]))
@@ -174,6 +174,14 @@ def test_items_outside_of_the_gallery_count_in_r_and_are_never_found():
     np.testing.assert_array_equal(single["recall@10"], [1, 0, np.nan])
     result = retrieval.retrieval_metrics(np.array([0, 2]), relevance)
     assert result["n_queries"] == 2 and result["n_without_positives"] == 1 and result["recall@1"] == 0.5
+    r = Relevance.from_lists([[1], [], [0, 2]], n_gallery=4, n_outside=np.array([2, 1, 0]))
+    assert r.counts.tolist() == [1, 0, 2] and r.totals.tolist() == [3, 1, 2]
+    chosen = r.select_queries(np.array([2, 0, 0]))
+    assert chosen.totals.tolist() == [2, 3, 3] and chosen.counts.tolist() == [2, 1, 1]
+    # A smaller gallery is another benchmark, and the other direction has no such queries.
+    assert r.select_gallery(np.array([2, 1])).totals.tolist() == [1, 0, 1]
+    assert r.transpose().totals.tolist() == [1, 1, 1, 0]
+    assert Relevance.from_lists([[0]], n_gallery=1).totals.tolist() == [1]
 
 
 def test_only_the_metrics_asked_for_are_given_and_chance_is_the_mean_over_all_orders():
@@ -234,14 +242,3 @@ def test_lists_pairs_and_dense_agree_and_bad_positions_are_named():
     for wrong in ([1], [0, -1]):
         message, outside = "give each query one number, at least 0", np.array(wrong)
         raises(ValueError, message, Relevance.from_lists, [[0], [1]], n_gallery=2, n_outside=outside)
-
-
-def test_items_outside_of_the_gallery_count_in_totals_and_stay_with_their_query():
-    r = Relevance.from_lists([[1], [], [0, 2]], n_gallery=4, n_outside=np.array([2, 1, 0]))
-    assert r.counts.tolist() == [1, 0, 2] and r.totals.tolist() == [3, 1, 2]
-    chosen = r.select_queries(np.array([2, 0, 0]))
-    assert chosen.totals.tolist() == [2, 3, 3] and chosen.counts.tolist() == [2, 1, 1]
-    # A smaller gallery is another benchmark, and the other direction has no such queries.
-    assert r.select_gallery(np.array([2, 1])).totals.tolist() == [1, 0, 1]
-    assert r.transpose().totals.tolist() == [1, 1, 1, 0]
-    assert Relevance.from_lists([[0]], n_gallery=1).totals.tolist() == [1]

@@ -82,16 +82,6 @@ def test_top_k_by_loops_with_ties(k):
         assert index[i].tolist() == order_of(loops)[:k] and distance[i].tolist() == sorted(loops)[:k]
 
 
-def test_rank_relevant_by_loops_with_ties():
-    x, y = grid(31, 3, 4), grid(64, 3, 5)
-    ground_truths = [np.flatnonzero(row).tolist() for row in np.random.default_rng(0).random((31, 64)) < 0.2]
-    relevance = Relevance.from_lists(ground_truths, n_gallery=64)
-    ranks = near.rank_relevant(x, y, relevance, "squared_l2")
-    np.testing.assert_array_equal(ranks, ranks_by_sorting(DISTANCES["squared_l2"].matrix(x, y), ground_truths))
-    with pytest.raises(ValueError, match="31 queries and 64 gallery items, but a relevance of 64 by 31"):
-        near.rank_relevant(x, y, relevance.transpose())
-
-
 @pytest.mark.parametrize("name", ["csd", "kl", "wasserstein2"])
 @pytest.mark.parametrize("direction", ["i2t", "t2i"])
 def test_candidates_in_their_true_order(name, direction):
@@ -116,15 +106,7 @@ def of_five(n, seed, dtype=np.float32, offset=0.0):
     return GaussianEmbedding(mean + offset, 2 * noise).to(dtype)
 
 
-def test_each_of_several_threads_computes_on_one_core():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    found = near.in_parallel(lambda _: torch.get_num_threads(), 5), torch.get_num_threads()
-    torch.set_num_threads(before)
-    assert found == ([1] * 5, 3)
-
-
-def test_of_nothing_and_bad_input():
+def test_rank_relevant_by_loops_with_ties_of_nothing_and_of_bad_input():
     queries, gallery = gaussians(2, 3, 0), gaussians(4, 3, 1)
     none = queries[:0]
     assert [t.shape for t in near.top_k(none, gallery, 2)] == [(0, 2)] * 2
@@ -140,6 +122,13 @@ def test_of_nothing_and_bad_input():
     for function in (near.lift_gallery, near.lift_queries, near.query_constant):
         raises(ValueError, "'elk' is not a Euclidean distance .* a GaussianIndex", function, x, "elk")
     raises(ValueError, r"shape \(5,\), got \(4,\)", near.lift_gallery, x, centre=np.zeros(4))
+    x, y = grid(31, 3, 4), grid(64, 3, 5)
+    ground_truths = [np.flatnonzero(row).tolist() for row in np.random.default_rng(0).random((31, 64)) < 0.2]
+    relevance = Relevance.from_lists(ground_truths, n_gallery=64)
+    ranks = near.rank_relevant(x, y, relevance, "squared_l2")
+    np.testing.assert_array_equal(ranks, ranks_by_sorting(DISTANCES["squared_l2"].matrix(x, y), ground_truths))
+    with pytest.raises(ValueError, match="31 queries and 64 gallery items, but a relevance of 64 by 31"):
+        near.rank_relevant(x, y, relevance.transpose())
 
 
 @pytest.mark.parametrize("distance", near.LIFTED_DISTANCES)
@@ -287,7 +276,7 @@ def test_few_and_many_candidates(monkeypatch):
     assert [len(p) for _, p in screen.within(queries, 1e3)] == [1500] * 13
 
 
-def test_several_threads_find_the_same_and_leave_the_number_of_threads_alone():
+def test_several_threads_find_the_same_each_on_one_core_and_leave_the_number_of_threads_alone():
     gallery, queries = items("random", 20_000, 1), items("random", 300, 2)
     screen, before = screen_of(gallery), torch.get_num_threads()
     try:
@@ -301,6 +290,11 @@ def test_several_threads_find_the_same_and_leave_the_number_of_threads_alone():
             assert torch.get_num_threads() == other.submit(torch.get_num_threads).result() == 3
     finally:
         torch.set_num_threads(before)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    found = near.in_parallel(lambda _: torch.get_num_threads(), 5), torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert found == ([1] * 5, 3)
 
 
 def bounds(screen, queries):

@@ -98,7 +98,7 @@ def test_bodies_in_memory_have_a_budget_and_their_memory_goes_back(sources, monk
         assert client.post("/v1/search", **large).status_code == 200
 
 
-def test_responses_are_bounded(sources):
+def test_responses_are_bounded_and_limits_checked(sources):
     with served(sources, max_records=60, max_results=40, max_response_bytes=140) as client:
         ask = {"queries": [{"text": "a"}] * 7, "max_results": 9}
         told = problem(client.post("/v1/search", json=ask), 422)
@@ -113,6 +113,13 @@ def test_responses_are_bounded(sources):
         assert "the payloads of the response have more than 140 bytes" in told["detail"]
         told = problem(client.get("/v1/items?gallery=texts&limit=1000"), 422)
         assert told["errors"][0]["where"] == "limit" and "more than 140 bytes" in told["detail"]
+    raises(UserError, "queue must be at least max_batch", Settings, queue=63)
+    raises(UserError, "max_batch must be at most 1024", Settings, queue=5000, max_batch=1025)
+    assert Settings(queue=63, max_batch=63).max_batch == 63
+    assert parse_limits(["timeout=60", "max_batch=7"]) == {"timeout": 60.0, "max_batch": 7}
+    raises(UserError, "did you mean max_batch.*known: max_upload_mb", parse_limits, ["max_bach=7"])
+    raises(UserError, "expected a whole number, e.g. --set max_batch=64", parse_limits, ["max_batch=7.5"])
+    raises(UserError, "no limit is called ''", parse_limits, ["=7"])
 
 
 class SlowDecoders:
@@ -189,16 +196,6 @@ def test_lists_and_json_are_bounded_and_a_large_image_arrives_whole(client, monk
     answer = client.post("/v1/search", **by_image(file.getvalue())).json()["answers"][0]
     limits = client.app.state.service.settings
     assert len(pieces) == 4 and max(pieces) < 2 * guard.PIECE < limits.max_body_bytes and answer["hits"]
-
-
-def test_limits_are_checked():
-    raises(UserError, "queue must be at least max_batch", Settings, queue=63)
-    raises(UserError, "max_batch must be at most 1024", Settings, queue=5000, max_batch=1025)
-    assert Settings(queue=63, max_batch=63).max_batch == 63
-    assert parse_limits(["timeout=60", "max_batch=7"]) == {"timeout": 60.0, "max_batch": 7}
-    raises(UserError, "did you mean max_batch.*known: max_upload_mb", parse_limits, ["max_bach=7"])
-    raises(UserError, "expected a whole number, e.g. --set max_batch=64", parse_limits, ["max_batch=7.5"])
-    raises(UserError, "no limit is called ''", parse_limits, ["=7"])
 
 
 PHOTO = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)

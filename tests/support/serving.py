@@ -96,10 +96,7 @@ def embedded(run, pictures):
 
 
 def calibration(texts, images):
-    """One that can vouch for much: of queries whose matches lie at the near end of these distances, the rest far.
-
-    So the probabilities of a search spread over the whole range, whatever the tiny run has learnt.
-    """
+    """Of queries whose matches lie at the near end of these distances: probabilities spread over the whole range."""
     near, far = csd_matrix(texts, images).flatten().quantile(torch.tensor([0.1, 0.9]))
     generator, match = torch.Generator().manual_seed(5), torch.nn.functional.one_hot(torch.arange(400) % 48, 48)
     distance = torch.where(match == 1, near, far) + (far - near) / 4 * torch.randn(400, 48, generator=generator)

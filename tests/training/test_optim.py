@@ -83,7 +83,7 @@ TABLE = [
 ]  # fmt: skip
 
 
-def test_learning_rates_are_counted_from_the_top_whatever_the_depth():
+def test_learning_rates_are_counted_from_the_top_whatever_the_depth_and_the_schedule_is_the_table():
     multipliers = {"image_lr_multiplier": 0.5, "text_lr_multiplier": 0.1, "logits_lr_multiplier": 20}
     config = OptimConfig(lr=1.0, layer_decay=0.7, **multipliers)
     for (depths, table), kind in itertools.product(TABLE, ("adamw", "adamp")):
@@ -94,6 +94,10 @@ def test_learning_rates_are_counted_from_the_top_whatever_the_depth():
         assert [options_of(optimiser, p)[0] for p in loss.parameters()] == [20, 20]
         # The released code counts from 12 for every depth: of 24 blocks the last would have 0.7^-11 times the rate.
         assert max(g["lr"] for g in optimiser.param_groups if g["lr"] != 20) == 1.0
+    for options, epochs, table in SCHEDULES:
+        config = OptimConfig(**options)
+        got = {progress: step.learning_rate_factor(progress, config, epochs=epochs) for progress in table}
+        assert got == pytest.approx(table, abs=1e-12), options
 
 
 DECAYS = [
@@ -221,13 +225,6 @@ SCHEDULES = [
         {0: 1.0, 2.9: 1.0, 3: 0.1, 3.9: 0.1, 4: 0.5, 6.9: 0.5, 7: 0.05, 9: 0.05},
     ),
 ]
-
-
-def test_the_schedule_is_the_table():
-    for options, epochs, table in SCHEDULES:
-        config = OptimConfig(**options)
-        got = {progress: step.learning_rate_factor(progress, config, epochs=epochs) for progress in table}
-        assert got == pytest.approx(table, abs=1e-12), options
 
 
 def with_gradients(*gradients):

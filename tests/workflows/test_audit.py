@@ -144,7 +144,7 @@ def test_equal_distances_wordings_and_bad_input():
     raises(ValueError, "NaN", audit_pairs, broken, texts, Relevance.from_lists([[0]] * 3, n_gallery=4))
 
 
-def test_parts_keep_groups_whole_and_leave_nothing_out():
+def test_parts_keep_groups_whole_and_what_is_shown_is_varied():
     picture = MemoryImage("x", b"")
     data = PairData(
         tuple(map(str, range(9))), (picture,) * 9, tuple("abc"), tuple("abc"), ("tag",) * 3,
@@ -157,6 +157,15 @@ def test_parts_keep_groups_whole_and_leave_nothing_out():
     for text in ("", "1", "2/2", "0/1", "-1/2", "a/b"):
         raises(ValueError, "a part I/K", parse_part, text)
     raises(ValueError, "5 groups of images cannot be divided into 6 parts", images_of_part, data, 0, 6)
+    image, text = np.array([0, 0, 0, 0, 1, 2, 3, 4]), np.array([0, 1, 2, 3, 0, 0, 0, 5])
+    scores = pair_scores.MissingScores(image, text, np.zeros(8), np.zeros(8), np.zeros(8))
+    assert varied(scores, 9) == [0, 1, 2, 4, 5, 7] and varied(scores, 2) == [0, 1] and varied(scores, 0) == []
+    figures = {"n_pairs": 860, "wrong_share": 0.48, "wrong_share_interval": [0.44, 0.52], "suspects": 258}
+    first, second = wrong_pairs(figures)
+    assert "about 413 of 860 are wrong" in first and "258 of them are more likely wrong than right" in second
+    assert wrong_pairs(figures | {"suspects": 0})[1] == "no single pair is more likely wrong than right"
+    (vague,) = wrong_pairs(figures | {"wrong_share_interval": [0.1, 1.0]})
+    assert "cannot be estimated" in vague and "between 10% and 100%" in vague
 
 
 @pytest.fixture(scope="module")
@@ -202,18 +211,6 @@ def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
         lines = capsys.readouterr().out
         assert shown in folded(lines) and not too_wide(lines)
         assert all(f"--split {name} ({n} images)" in folded(lines) for name, n in others.items())
-
-
-def test_what_is_shown_is_varied_and_wrong_pairs_are_told_apart():
-    image, text = np.array([0, 0, 0, 0, 1, 2, 3, 4]), np.array([0, 1, 2, 3, 0, 0, 0, 5])
-    scores = pair_scores.MissingScores(image, text, np.zeros(8), np.zeros(8), np.zeros(8))
-    assert varied(scores, 9) == [0, 1, 2, 4, 5, 7] and varied(scores, 2) == [0, 1] and varied(scores, 0) == []
-    figures = {"n_pairs": 860, "wrong_share": 0.48, "wrong_share_interval": [0.44, 0.52], "suspects": 258}
-    first, second = wrong_pairs(figures)
-    assert "about 413 of 860 are wrong" in first and "258 of them are more likely wrong than right" in second
-    assert wrong_pairs(figures | {"suspects": 0})[1] == "no single pair is more likely wrong than right"
-    (vague,) = wrong_pairs(figures | {"wrong_share_interval": [0.1, 1.0]})
-    assert "cannot be estimated" in vague and "between 10% and 100%" in vague
 
 
 def test_uncalibrated_models_other_data_and_a_split_of_the_training(work, sfumato, tmp_path, capsys, monkeypatch):
