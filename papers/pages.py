@@ -2,7 +2,7 @@
 
     python -m papers.pages
 
-Both come from papers/tables, so that they cannot disagree. Only the parts between the marks are replaced.
+Their numbers come from papers/tables. Only the parts between the marks are replaced.
 """
 
 import posixpath

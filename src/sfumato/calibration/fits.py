@@ -13,10 +13,9 @@ docs/results/people.md says how well they hold. Those of sentences and items wit
 `small`, how near the query is to the captions that it was trained on, and were fitted on topics that it had not seen,
 by benchmarks/left_out_topics.py.
 
-A small correction of fitted logits by people's verdicts, as strong as other verdicts say that it should be.
-
-The correction starts at no change, and a penalty holds it there: with few verdicts the fitted logits stay, with many
-they follow the verdicts. Cross-validation over queries chooses the strength. A change must be clearly better than none,
+Verdicts on one's own hits correct the logits of hits (:func:`fit_correction`). A penalty holds the correction at no
+change: with few verdicts the fitted logits stay, with many they follow. Cross-validation over queries chooses the
+penalty. A change must be clearly better than none,
 and of equally good ones the most careful wins; so verdicts seldom do harm.
 """
 

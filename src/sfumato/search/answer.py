@@ -250,8 +250,9 @@ class Hit:
         id: id of the item.
         rank: 1 is the first.
         distance: distance between query and item; smaller is closer.
-        match_probability: in [0, 1], from the calibration of the gallery, or from its logits if it has none; it means
-            something only in a calibrated :class:`Answer`.
+        match_probability: in [0, 1]. Target "fits": that a person would call it right, by distance and texts; "listed":
+            by the distance, from the calibration of the gallery, or from its logits if it has none. It means something
+            only in a calibrated :class:`Answer`.
         uncertainty: total variance of the item.
         payload: texts stored with the item, e.g. {"path": ...}.
         best_text: the text of the item that has most of the query's words; "" where texts were no evidence.

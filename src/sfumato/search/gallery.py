@@ -255,10 +255,10 @@ class Gallery(ABC):
         *,
         image_of: Callable[[Hit], ImageSource | None] = lambda hit: None,
     ) -> list[Answer]:
-        """The k closest items of each query, with the expected number of matches and the verdict.
+        """The k best items of each query, with the expected number of matches and the verdict.
 
-        Where items have texts, they are evidence beside the distance for a query with a text, unless a guarantee is
-        asked for: guarantees are about distances.
+        They are the closest. For a query with a text, in a gallery whose items have texts, they are the most probable
+        by distance and texts, unless a guarantee is asked for: guarantees are about distances.
 
         Args:
             queries: (n, d) embeddings.
