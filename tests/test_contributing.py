@@ -69,7 +69,6 @@ def enter(entry, registry, path, example, module):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A copy of the package and of what tests share, with every addition; and the files that each changes."""
     top, changed = tmp_path_factory.mktemp("package"), {}
     for name in ("src/sfumato", "papers", "recipes", "tests/support"):
         shutil.copytree(ROOT / name, top / name, ignore=shutil.ignore_patterns("__pycache__"))

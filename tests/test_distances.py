@@ -36,7 +36,6 @@ def loops(formula, x, y):
 
 
 def seeded(name):
-    """Keyword arguments that make a sampled distance repeatable."""
     return {"generator": torch.Generator().manual_seed(0)} if DISTANCES[name].sampled else {}
 
 

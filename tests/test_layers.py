@@ -23,7 +23,6 @@ NEVER = {  # What must not be reached, through whatever lies between.
 
 
 def name_of(path: Path) -> str:
-    """The dotted name below sfumato; a folder's __init__ is the folder."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
@@ -103,7 +102,6 @@ FUNCTIONS = {
 
 
 def uses(tree):
-    """The modules that a program imports, and the attributes of modules that it names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -116,7 +116,6 @@ def test_the_service_of_the_readme_starts(visited):
 
 
 def commands(document):
-    """The lines of a document's shell blocks that call sfumato, continued lines joined."""
     joined = "".join(block.replace("\\\n", " ") for block in blocks("bash", read(document)))
     return [line.strip() for line in joined.splitlines() if re.search(r"\bsfumato [a-z]", line)]
 

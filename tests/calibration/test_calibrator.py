@@ -22,7 +22,6 @@ MATCH = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 1]])
 
 
 def scores_of(closest, *, other=math.inf, n_gallery=100, growth=0.0):
-    """Scores made by hand: the closest match of each query, and the closest other item."""
     closest = np.asarray(closest, np.float32)
     other = np.broadcast_to(np.float32(other), closest.shape)
     precision = (0.0,) * query_scores.N_STEPS

@@ -35,7 +35,6 @@ def simulated(q, seed, *, comparable=True, empty=0.2):
 
 
 def lists_of(queries):
-    """The positions of each query's hits, in the order of their first."""
     first, number = np.unique(queries, return_index=True, return_inverse=True)[1:]
     return [np.flatnonzero(number == place) for place in first.argsort()]
 
@@ -87,7 +86,6 @@ def test_logits_are_those_of_loops(fitted, data):
 @pytest.mark.filterwarnings("ignore:hits match more often")
 @pytest.mark.parametrize("seed", range(2))
 def test_a_higher_score_never_gets_a_lower_probability(seed):
-    """Also where the labels say the reverse."""
     scores, labels, queries = simulated(40, seed)
     reversed_labels = 1 - labels if seed % 2 else labels
     for comparable in (True, False):

@@ -298,7 +298,6 @@ def some_pairs(n_pairs=90):
 
 
 def matches(data):
-    """{(image id, text id)} of a split, and {id: its row of numbers} of each side."""
     sides = (data.image_ids, data.images), (data.text_ids, data.text_rows)
     read = lambda row: row.table.rows(np.array([row.row]))[0]
     images, texts = ({i: read(row) for i, row in zip(*side, strict=True)} for side in sides)

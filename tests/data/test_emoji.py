@@ -72,7 +72,6 @@ def test_held_out_concepts_are_absent_in_all_styles_with_their_own_names_and_no_
 
 
 def test_every_text_is_true_of_exactly_the_concepts_that_carry_it(splits, concepts):
-    """Names and tags of the concepts that carry them, and wordings of groups and subgroups of all their members."""
     wordings = {"animals & nature": ("group", "animals-nature"), "fruit": ("subgroup", "food-fruit")}
     wordings |= {"smiling face": ("subgroup", "face-smiling"), "ground transport": ("subgroup", "transport-ground")}
     for data in (splits["val"], splits["test"]):

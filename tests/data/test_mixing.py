@@ -159,7 +159,6 @@ def augment(ids, mask, **options):
 
 
 def slow_fraction(random, rate, tokens):
-    """Share of its tokens that one item loses, drawn one by one."""
     p = random.random()
     return np.mean([p > rate and random.random() < rate * p for _ in range(tokens)])
 

@@ -36,7 +36,6 @@ def stream(shards, **options):
 
 
 def one_pass(shards, **options):
-    """The samples of the first pass by key within the shard, and what was noted."""
     problems = Problems()
     source, found = stream(shards, problems=problems, shuffle_buffer=1, **options).samples(0), {}
     for one in source:

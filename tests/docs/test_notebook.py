@@ -20,7 +20,6 @@ code_of = lambda name: ["".join(cell["source"]) for cell in cells_of(name) if ce
 
 
 def run_cell(source, names):
-    """Run a cell as a notebook does; the value of its last expression, None without one."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "cell", "exec"), names)

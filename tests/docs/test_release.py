@@ -118,7 +118,6 @@ def test_an_upgrade_that_changes_answers_is_seen():
 
 
 def instructions():
-    """(instruction, its text) of the Dockerfile, with continued lines joined."""
     text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text("utf-8"))
     return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip() and not line.startswith("#")]
 

@@ -86,7 +86,6 @@ IDS = torch.randint(1, 30, (4, 7), generator=torch.Generator().manual_seed(2))
 
 @pytest.mark.parametrize(("side", "case"), CASES)
 def test_features_are_those_of_the_whole_tower_and_the_log_variance_has_its_own_last_blocks_and_no_norm(side, case):
-    """As a whole tower with these blocks in place of its own last ones, before its last norm."""
     kind, options = (IMAGE if side == "image" else TEXT)[case]
     backbone, values, mask = plain(kind, side, **options), IDS, torch.ones_like(IDS, dtype=torch.bool)
     build, given, other = text_encoder, IDS, copy.deepcopy(backbone)
@@ -193,7 +192,6 @@ def test_a_random_start_is_that_of_the_whole_tower():
 @pytest.mark.parametrize("size", [16, 24, 40])
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_position_codes_are_interpolated_to_another_size(kind, size, tmp_path):
-    """As transformers does on the fly, and as one bicubic interpolation; the class token keeps its own code."""
     backbone = plain(kind, "image", torch.float32, **IMAGE["clip 8/24"][1])
     backbone.save_pretrained(tmp_path)
     encoder = clip_image_encoder(str(tmp_path), size=size, final_norm=True).eval()

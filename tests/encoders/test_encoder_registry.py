@@ -203,7 +203,6 @@ TEXTS = ["a red  dog", "the dog", "a red dog the dog the dog a dog"]
 
 
 def graph(path, nodes, inputs, output, **weights):
-    """inputs: name -> (type, shape)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     given = [helper.make_tensor_value_info(name, *one) for name, one in inputs.items()]
     made = [helper.make_tensor_value_info(output, TensorProto.FLOAT, None)]
@@ -220,7 +219,6 @@ def of_images(path, name, output, batch, uint8=False):
 
 
 def of_texts(path, output, inputs):
-    """The sum of the words' vectors, those of padding too unless there is a mask."""
     ids, *mask = inputs
     weights, nodes = {"w": OF_WORDS, "one": np.array([1])}, [("Gather", ["w", ids], ["v"], {})]
     if mask:

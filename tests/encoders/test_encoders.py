@@ -250,7 +250,6 @@ def test_a_head_of_several_embeddings_is_a_loop_over_their_attention():
 
 
 def test_the_small_text_encoder_is_a_convolution_over_each_text_alone():
-    """The reference convolves text by text with zeros around it; padding and neighbours in the batch change nothing."""
     torch.manual_seed(0)
     encoder = SmallTextEncoder(50, 8, dropout=0.5).double().eval()
     texts = [[3, 1, 4, 1, 5], [9], [2, 6]]
@@ -277,7 +276,6 @@ def test_the_small_text_encoder_is_a_convolution_over_each_text_alone():
     ],
 )  # fmt: skip
 def test_a_seed_gives_the_initial_weights_that_it_gave_in_earlier_versions(build, sum_by_place):
-    """The order in which layers are made decides them."""
     torch.manual_seed(0)
     found = sum(
         float((p.detach().double().flatten() * torch.arange(1, p.numel() + 1)).sum()) for p in build().parameters()
@@ -353,7 +351,6 @@ def test_mean_and_log_variance_are_pcmes_item_by_item(local, log_var, covariance
 
 
 def test_the_ablations_of_table_d3_item_by_item():
-    """Attention of the mean alone, of the log variance alone, and a sigmoid and a layer norm on the log variance."""
     tokens = features()
     plain = lambda branch, item: np.mean([linear(branch.linear, x) for x in rows(tokens.mean, tokens.mask, item)], 0)
     of_mean, of_variance = head_of(local_attention_of="mean"), head_of(local_attention_of="variance")
@@ -378,7 +375,6 @@ def test_the_ablations_of_table_d3_item_by_item():
 
 
 def test_local_attention_of_a_text_is_over_its_word_vectors_and_several_embeddings_keep_their_names():
-    """The base are the GRU's final states; the first test is of these shapes."""
     torch.manual_seed(0)
     encoder, ids = WordEncoder(9, 4, 3, bidirectional=True), torch.randint(0, 9, (3, 5))
     mask = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)

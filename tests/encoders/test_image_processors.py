@@ -32,7 +32,6 @@ def test_a_batch_is_each_picture_decoded_alone(fit):
 
 @pytest.mark.parametrize("workers", [1, 3, 5])
 def test_a_training_batch_is_what_the_recipe_says_one_by_one(workers):
-    """Whatever the number of threads and however late a file comes; the same picture twice is drawn twice."""
     late = np.random.default_rng(0)
 
     def slow(data):

@@ -48,7 +48,6 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def adopted_object(model, encode, manifest, folder):
-    """Adopt a model in memory; the run and its export go on without it, wherever they lie."""
     adopted = sfumato.adopt_encoders(model, manifest, folder / "run")
     assert adopted.retrieval.t2i["recall@1"] > 0.3 > 10 * adopted.retrieval.chance["t2i"]["recall@1"]
     expected = torch.nn.functional.normalize(torch.as_tensor(encode(["red blue 1"])), dim=1)

@@ -27,7 +27,6 @@ SCORES = np.random.default_rng(5).permutation(1000).reshape(20, 50).astype(np.fl
 
 
 def ground_truths():
-    """Four truths: folds, directions that differ, queries left out, a smaller gallery in another order."""
     random, own = np.random.default_rng(3), [(IMAGES[j % 20], TEXTS[j]) for j in range(50)]
     folded = in_folds(ground_truth_from_pairs("coco_5k", IMAGES, TEXTS, own, metrics=RECALLS), name="coco_1k")
     dense = random.random((20, 50)) < 0.1
@@ -42,7 +41,6 @@ def ground_truths():
 
 
 def by_definition(distance, ground_truth):
-    """{direction: metrics}: a truth at a time, a fold at a time, by the slow definitions."""
     image_place = [IMAGES.index(i) for i in ground_truth.image_ids]
     text_place = [TEXTS.index(t) for t in ground_truth.text_ids]
     distance = distance[np.ix_(image_place, text_place)]

@@ -133,7 +133,6 @@ def test_kl_goes_from_image_to_text_in_both_directions_and_points_need_no_galler
 
 
 def of_distance(scale, bias):
-    """A calibration that does not depend on the size of the gallery: matches grow with it."""
     pairs = PairLogits(scale, bias, 0.1)
     fit = DirectionCalibration(pairs, QueryScores.fit(torch.eye(3), torch.eye(3), growth=1.0))
     return Calibration(**vars(pairs), i2t=fit, t2i=fit)

@@ -153,7 +153,6 @@ def integrated(x, y, powers=(2, 1)):
 
 
 def pairs(seed=0):
-    """Rows of two sides whose variances differ by up to e^6 either way."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda scale: scale * torch.randn(7, 5, generator=generator, dtype=torch.float64)
     return GaussianEmbedding(draw(0.6), draw(1.5) - 2), GaussianEmbedding(draw(0.6), draw(1.5) - 2)
@@ -257,7 +256,6 @@ OUR_DISTANCE = {"csd": "csd", "wdist": "wasserstein2"}
 
 
 def run_case(case, tensors, dtype):
-    """The loss of a case; (output, its inputs as leaves, scale, bias)."""
     names, inputs = ("img_mean", "img_log_var", "txt_mean", "txt_log_var"), f"inputs/{case['group']}"
     leaves = {name: tensors[f"{inputs}/{name}"].to(dtype).clone().requires_grad_() for name in names}
     scale = torch.tensor(case["negative_scale"], dtype=dtype, requires_grad=True)

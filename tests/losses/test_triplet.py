@@ -128,7 +128,6 @@ def test_every_term_of_daa_is_its_loop(temperature, distance, match, monkeypatch
 
 @pytest.mark.parametrize("released, n, weight", [(25, 5, 10.0), (10, 5, 4.0)])
 def test_a_weight_beside_summed_hinges_on_the_cosine_is_2_over_n_of_it_here(released, n, weight):
-    """Hinges with margin 0.2 on cosines, summed over the batch, and the disagreement of ranks by similarity."""
     generator = torch.Generator().manual_seed(0)
     draws = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     sides = [torch.nn.functional.normalize(mean, dim=1).requires_grad_() for mean in draws]

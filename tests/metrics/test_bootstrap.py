@@ -61,8 +61,6 @@ def test_auroc_by_pairs_and_aurc_with_ties_is_the_mean_over_all_orders():
 
 
 def plain_statistic(function, *arrays):
-    """Any function of (k,) arrays, called once for each resample on the items that are in it."""
-
     def statistic(counts):
         rows = (np.repeat(np.arange(counts.shape[1]), row.astype(np.int64)) for row in counts)
         return np.array([function(*(a[index] for a in arrays)) for index in rows], float)

@@ -37,7 +37,6 @@ def test_agrees_with_sorting_with_and_without_ties(levels, fraction):
                                     {"_COUNT_AT_MOST": 40}, {"_CPU_CHUNK": 1},
                                     {"_CPU_CHUNK": 57}, {"_BUFFER": 1}, {"_BUFFER": 57}])  # fmt: skip
 def test_neither_branches_nor_blocks_nor_the_device_change_the_ranks(monkeypatch, limits):
-    """The form for accelerators, on the processor, too; rows are not contiguous, the last block is uneven."""
     for name, limit in limits.items():
         monkeypatch.setattr(f"sfumato.metrics.retrieval.{name}", limit)
     for levels in (3, 50, 10**6):

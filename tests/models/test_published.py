@@ -110,7 +110,6 @@ def test_parity_pcmepp_hub(pcmepp):
 
 
 def test_parity_prolip(prolip):
-    """Its texts are padded to the full context, all of which it attends to."""
     folder, config, tensors, values = prolip
     n, context = values["inputs/token_ids"].shape
     lengths, published = torch.full((n,), context), load_pretrained(folder)
@@ -193,7 +192,6 @@ def test_parity_pcmepp_training_of_other_layers(towers):
 
 
 def fits_whole(layout, config, shapes):
-    """Build the full-size model without memory, from the official names and shapes; its number of parameters."""
     with torch.device("meta"):
         tensors = {key: torch.empty(shape) for key, shape in shapes.items()}
         built = layout(config, tensors, no_tokenizer, "x")
@@ -327,7 +325,6 @@ def words_tokenizer(vocabulary, special):
 
 @pytest.mark.parametrize("kind", ["pcmepp", "prolip"])
 def test_models_embed_words(kind, request, tmp_path):
-    """ProLIP's tokenizer lies beside it, and its texts are padded to the context."""
     folder, config, *_ = request.getfixturevalue(kind)
     vocabulary, context = (config["text_cfg"][key] for key in ("vocab_size", "context_length"))
     texts, long = [[7, 8, 9], [4]], list(range(10, vocabulary - 2))

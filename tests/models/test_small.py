@@ -241,7 +241,6 @@ def test_of_a_large_split_a_part_is_taken_and_images_without_a_text_do_not_stop_
 
 
 def with_hubs(n, seed, d=24, n_hubs=20):
-    """Images, some of which are near many texts without a match, and texts of the others; with a training set."""
     generator = torch.Generator().manual_seed(seed)
     unit = lambda *shape: torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=1)
     hubs = unit(n_hubs, d) * 0.4

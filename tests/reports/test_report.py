@@ -223,7 +223,6 @@ def test_words_about_the_uncertainty_follow_its_sign_and_few_points_or_a_perfect
 
 
 def test_the_probabilities_of_results_are_those_of_searches():
-    """With a calibration that reads the nearest items, in both directions; those of the distance alone differ."""
     data = scene(n=150, m=600)
     images, texts = [f"i{k}" for k in range(150)], [f"t{k}" for k in range(600)]
     dense = data.relevance.to_dense() > 0

@@ -41,7 +41,6 @@ pytestmark = pytest.mark.usefixtures("quick_texts")
 
 
 def version_of(i, step):
-    """The embedding and payload that an item has from a step on; the texts of some have the same words as before."""
     mean = np.array([i, step, 1, -2, i * 0.5], np.float32)
     captions = f"number {i} {'before' if step % 2 else 'after'} {'after' if step % 2 else 'before'}"
     captions += f"\nseen {step} times" if i % 3 else ""

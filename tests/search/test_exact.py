@@ -202,7 +202,6 @@ def with_each_distance(kinds):
 @of_dtypes
 @with_each_distance(KINDS)
 def test_closest_are_those_of_float64(kind, distance, dtype):
-    """And those within a radius."""
     gallery, queries = items(kind, 1500, 1), items(kind, 9, 2)
     true, screen = true_distances(queries, gallery, distance), screen_of(gallery, distance, dtype)
     order = true.argsort(axis=1, kind="stable")
@@ -298,7 +297,6 @@ def test_several_threads_find_the_same_each_on_one_core_and_leave_the_number_of_
 
 
 def bounds(screen, queries):
-    """(n, m) lower and upper bounds of all pairs, and the true values that they are of."""
     compared = screen.comparison(queries)
     pairs = compared.pairs(np.full(queries.n, np.inf), None)
     true = true_distances(queries, screen.gallery, screen.distance) - compared.constant[:, None]

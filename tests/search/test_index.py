@@ -71,7 +71,6 @@ def test_other_dtypes_are_kept_in_float32(dtype):
 
 
 def calibrated(n_gallery=150, n_queries=400, seed=30):
-    """A gallery, queries near the item of the same number, and a calibration of other queries of the same kind."""
     gallery, of = clustered(n_gallery, seed=seed, n_clusters=150), np.arange(2 * n_queries) % n_gallery
     random = np.random.default_rng(seed + 1)
     noise = 2 * random.random((2 * n_queries, 1), np.float32) * random.standard_normal((2 * n_queries, 16), np.float32)

@@ -56,7 +56,6 @@ def milvus_server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """An embedded file that is kept open, so that each test has only its own collection to open."""
     path = tmp_path_factory.mktemp("milvus") / "it's one.db"
     keeper = stores.create_store(f"milvus:{path}?name=keeper", 2, "")
     yield path

@@ -74,7 +74,6 @@ def squares(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def judging(squares, tmp_path_factory):
-    """Of a service of that collection, which keeps verdicts."""
     folder = tmp_path_factory.mktemp("judged")
     file = folder / "verdicts.jsonl"
     with served(open_sources(shutil.copytree(squares, folder / "index")), judgements=file) as client:

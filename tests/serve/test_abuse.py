@@ -123,8 +123,6 @@ def test_responses_are_bounded_and_limits_checked(sources):
 
 
 class SlowDecoders:
-    """The processes that decode, that wait for a signal before they decode proper."""
-
     def __init__(self, monkeypatch):
         self.go, self.begun, original = threading.Event(), 0, _Process.do
 

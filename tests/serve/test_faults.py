@@ -471,8 +471,6 @@ def test_a_log_of_json_has_a_line_a_request_without_what_was_asked(sources, caps
 
 
 class FickleStore:
-    """A store that answers, waits, or fails as it is told; it notes which threads count."""
-
     def __init__(self, store):
         self._store, self.go, self.error, self.counting = store, threading.Event(), "", set()
         self.slow = None

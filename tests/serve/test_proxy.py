@@ -32,8 +32,6 @@ def store():
 
 
 class Services:
-    """Two services of a collection, each on a port of its own, that can be started again."""
-
     def __init__(self, folder):
         self.folder, self.ports = folder, [free_port(), free_port()]
         self.running = [self._begin(port) for port in self.ports]

@@ -86,7 +86,6 @@ def _apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Generator[
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data, their recipe toy.toml, and a run of two epochs; to be read, or copied."""
     from sfumato.models.recipe import load_recipe
     from sfumato.training.loop import fit
     from support.toy import make_toy

@@ -37,8 +37,6 @@ def oid_of(name: str, data: bytes) -> str:
 
 
 class Hub:
-    """Runs while its block does; `cut` ends downloads after some bytes."""
-
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str, str]] = []  # (method, path, token)

@@ -7,7 +7,6 @@ from sfumato.data.pairs import PairData, make_pair_data
 
 
 def many_to_many(n=23, m=17, n_pairs=60, seed=0):
-    """Images with several texts and texts with several images; all images have one at least."""
     random = np.random.default_rng(seed)
     images = np.concatenate([np.arange(n), random.integers(0, n, n_pairs)])
     pairs = np.stack([images, random.integers(0, m, n + n_pairs)], 1)

@@ -12,7 +12,6 @@ RED, BLUE = (200, 30, 30), (30, 30, 200)
 
 
 def halves(size=(640, 480)) -> Image.Image:
-    """Red on the left, blue on the right."""
     image = Image.new("RGB", size, RED)
     image.paste(BLUE, (size[0] // 2, 0, *size))
     return image

@@ -84,7 +84,6 @@ def command(*arguments: object) -> None:
 def process_group(
     size: int, function: Callable[..., None], *arguments: object, env: Mapping[str, str] = {}
 ) -> list[Started]:
-    """The processes of a group, with the environment that torchrun gives them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

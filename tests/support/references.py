@@ -102,7 +102,6 @@ def infonce(distance, match, scale):
 
 
 def discrepancy(images, texts):
-    """Of two lists of vectors, by the kernel exp(-||a - b||^2 / 2)."""
     mean = lambda xs, ys: sum(math.exp(-(math.dist(x, y) ** 2) / 2) for x in xs for y in ys) / len(xs) / len(ys)
     return mean(images, images) - 2 * mean(images, texts) + mean(texts, texts)
 

@@ -4,12 +4,10 @@ import numpy as np
 
 
 def order_of(distances):
-    """Gallery positions from closest to farthest, equal distances by position."""
     return sorted(range(len(distances)), key=lambda j: (distances[j], j))
 
 
 def ranks_by_sorting(distance, ground_truths):
-    """Ranks of the relevant items, query by query, items in ascending order."""
     ranks = []
     for row, ground_truth in zip(distance, ground_truths, strict=True):
         order = order_of(list(row))
@@ -18,7 +16,6 @@ def ranks_by_sorting(distance, ground_truths):
 
 
 def metrics_by_definition(distance, ground_truths, ks=(1, 5, 10)):
-    """Averages over the queries with a relevant item, straight from the definitions."""
     values = {name: [] for name in [*(f"recall@{k}" for k in ks), "r_precision", "map@r", "best"]}
     for row, ground_truth in zip(distance, ground_truths, strict=True):
         ground_truth = set(ground_truth)
@@ -35,7 +32,6 @@ def metrics_by_definition(distance, ground_truths, ks=(1, 5, 10)):
 
 
 def csd_by_loops(mean_x, var_x, mean_y, var_y):
-    """(n, m) closed-form sampled distances in float64."""
     result = np.zeros((len(mean_x), len(mean_y)))
     for i in range(len(mean_x)):
         for j in range(len(mean_y)):

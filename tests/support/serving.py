@@ -176,7 +176,6 @@ def begun(client, line, body=b"", length=10_000_000, headers=()):
 
 @contextlib.contextmanager
 def served(sources, **settings):
-    """A client of a real server on a free port of this machine, ready."""
     with served_app(create_app(sources, Settings(**settings)), **settings) as client:
         yield client
 

@@ -51,13 +51,11 @@ queries = lambda n, dim, seed: np.random.default_rng(seed).standard_normal((n, d
 
 
 def squared_l2(wanted, vectors):
-    """(n, m) float64 by differences, nothing expanded."""
     a, b = wanted.astype(np.float64), vectors.astype(np.float64)
     return ((a[:, None] - b[None]) ** 2).sum(-1)
 
 
 def by_id(*batches):
-    """What is stored after these upserts: id to (vector, uncertainty, payload)."""
     return {
         key: (vector, float(uncertainty), dict(payload))
         for b in batches
@@ -66,7 +64,6 @@ def by_id(*batches):
 
 
 def assert_holds(store, kept):
-    """The store has exactly these items, each once, each as it was given."""
     assert store.count() == len(kept)
     scanned = [key for part in store.scan(batch=13) for key in part.ids]
     assert sorted(scanned) == sorted(kept)
@@ -89,7 +86,6 @@ def assert_are(found, kept, ids):
 
 
 def assert_nearest(store, kept, wanted, k, filter=None):
-    """What the store finds is as near as what brute force finds, nearest first, each item once and as it was given."""
     fitting = [key for key, (_, u, payload) in kept.items() if filter is None or filter.accepts(payload, u)]
     results = store.search(wanted, k, filter)
     assert len(results) == len(wanted)
@@ -119,8 +115,6 @@ def assert_candidates_only(store, opened=None, n=300):
 
 
 class StoreBasics:
-    """What is written is found, for the variants of a store. Subclasses define `create`."""
-
     def create(self, tmp_path, dim):
         """An empty store of this many dimensions, with FINGERPRINT."""
         raise NotImplementedError
@@ -215,8 +209,6 @@ class StoreBasics:
 
 
 class StoreContract(StoreBasics):
-    """The whole contract."""
-
     def test_ranges_are_in_the_order_of_code_points(self, tmp_path):
         texts = ("A", "B", "a", "Z", "z", "ä", "é", "\uffee", "\U0001f98a", 'b"\\', "a b", "a-b", "ab", "")
         store, batch = self.create(tmp_path, 3), records(len(texts), 3, 12)

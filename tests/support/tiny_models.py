@@ -23,7 +23,6 @@ COLOURS = {
 
 
 def tiny_clip(folder, kind="clip"):
-    """A CLIP or SigLIP model of transformers with random weights, a tokenizer of words and a processor of images."""
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -50,7 +49,6 @@ def tiny_clip(folder, kind="clip"):
 
 
 def tiny_resnet(folder, **processor):
-    """A residual network of transformers with random weights and two stages; returns it, and its folder has it."""
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     torch.manual_seed(0)
     config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
@@ -65,7 +63,6 @@ def tiny_architecture(monkeypatch):
 
 
 def tiny_open_clip(folder):
-    """The folder of a model of open_clip with random weights; returns the model, its preprocessing and tokenizer."""
     open_clip = import_open_clip()
     from safetensors.torch import save_file
 
@@ -84,7 +81,6 @@ def tiny_open_clip(folder):
 
 
 def architecture_of(folder):
-    """The name by which open_clip now knows the architecture of a model in a folder."""
     open_clip, path = import_open_clip(), folder.parent / f"{folder.name}-architecture.json"
     path.write_text(json.dumps(json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]))
     open_clip.add_model_config(path)
@@ -116,7 +112,6 @@ def two_colours(folder, n=300, seed=0):
 
 
 def teach(parameters, prepare, embed_images, embed_texts, manifest, steps=300):
-    """Train a model on the photographs of :func:`two_colours` with InfoNCE, until it matches most of them."""
     lines = [json.loads(line) for line in manifest.read_text().splitlines()]
     images = prepare([Image.open(manifest.parent / line["image"]).convert("RGB") for line in lines])
     optimiser, generator = torch.optim.Adam(list(parameters), lr=1e-2), torch.Generator().manual_seed(0)

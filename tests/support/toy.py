@@ -44,7 +44,6 @@ threads = 1
 
 
 def make_toy(folder: Path, n_each: int = 2) -> Path:
-    """Pictures of every coloured shape, n_each, with two captions each, and a recipe; returns the recipe's path."""
     data = folder / "data"
     data.mkdir(parents=True)
     for k, (colour, shape) in enumerate(itertools.product(COLOURS, SHAPES)):

@@ -35,7 +35,6 @@ def small_world(n, seed):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_learns_a_small_world(method):
-    """Recall@1 among 200 unseen things, where chance is 0.005, with the heads and the loss of its recipe."""
     name, *changes = METHODS[method]
     recipe = load_recipe(find_recipe(name), ["model.dim=16", *changes])
     torch.manual_seed(0)

@@ -162,8 +162,6 @@ def test_pre_trained_parameters_of_each_side_are_frozen_in_its_epochs():
 
 
 class TwoNorms(Encoder):
-    """A pre-trained encoder with a batch norm on the way to the mean and one in the variance's own layers."""
-
     pretrained = True
 
     def __init__(self):

@@ -124,7 +124,6 @@ random_case = lambda: (build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]()
 
 @pytest.mark.parametrize("micro_batch", PIECES)
 def test_the_second_pass_repeats_the_random_draws_of_the_first(micro_batch):
-    """Dropout and lost tokens: one pass over the same micro-batches with all gradients is the same."""
     model, loss = random_case()
     torch.manual_seed(11)
     _, expected = plain(model, loss, batch(), sizes=PIECES[micro_batch])
@@ -251,7 +250,6 @@ def test_the_encoders_are_compiled_when_asked_and_the_result_is_used(tmp_path, m
 
 
 def average_build():
-    """An image tower with batch norms, whose buffers are averaged too, and a text tower."""
     torch.manual_seed(0)
     encoders = SmallImageEncoder(2), FeatureInput(6, 0.0)
     return DualEncoder(*(Tower(None, encoder, GaussianHead(encoder.channels, 4)) for encoder in encoders))

@@ -275,7 +275,6 @@ def test_models_that_cannot_be_audited_are_named(work, sfumato, tmp_path):
 
 @pytest.fixture(scope="module")
 def table_work(tmp_path_factory):
-    """Two methods with two seeds each, and what does not fit beside them."""
     folder = tmp_path_factory.mktemp("table")
     make_two_methods(folder)
     return folder

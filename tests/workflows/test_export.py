@@ -335,7 +335,6 @@ N, PER_IMAGE, C = 400, 3, 24
 
 
 def frozen(seed=0, n=N, noise=0.35):
-    """Images, captions of them, and images that are near many captions; raw lengths differ."""
     rng = np.random.default_rng(seed)
     images = rng.standard_normal((n, C)) + 0.4
     texts = np.repeat(images / np.linalg.norm(images, axis=1, keepdims=True), PER_IMAGE, axis=0)
@@ -391,7 +390,6 @@ def test_auto_keeps_the_best_method_in_a_run_of_its_own_figures(adopted):
 
 @pytest.mark.slow
 def test_every_command_takes_files(tmp_path, monkeypatch, sfumato):
-    """The three commands of the guide, from the folder of the files; then from another folder."""
     images, texts, pairs = frozen()
     images[5, 2] = np.nan
     np.save(tmp_path / "images.npy", images)
@@ -454,7 +452,6 @@ def photographs(tmp_path):
 
 @pytest.fixture
 def random_model(monkeypatch, tmp_path):
-    """Random weights match nothing, so nothing could be fitted to them."""
     monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(adopting, "calibrate_split", lambda *args, **options: Calibration(2.0, 1.0, 0.1))
 
