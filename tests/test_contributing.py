@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PART = re.compile(r"^- \*\*(?:An? )?([^*]+)\*\*: (.+?)(?=^- |^\n)", re.M | re.S)
 PARTS = {name: " ".join(text.split()) for name, text in PART.findall((ROOT / "CONTRIBUTING.md").read_text())}
-
 KINDS = ["distance", "loss", "encoder", "data source", "store", "estimator of uncertainty", "post-hoc method"]
 KINDS += ["workflow and its command"]
 SHARED = ("tests/test_distances.py", "tests/losses/test_shared.py", "papers/tests/posthoc/test_methods.py")

@@ -24,7 +24,6 @@ from sfumato.models.run import load_run
 
 GUIDE = (Path(__file__).parents[1] / "docs/guides/own-method.md").read_text()
 OWN = re.search(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)[1]
-
 TABLES = LOSSES, DISTANCES, ESTIMATORS
 
 

@@ -30,7 +30,6 @@ def scores_of(closest, *, other=math.inf, n_gallery=100, growth=0.0):
 
 
 PAIRS = PairLogits(4.0, 2.0, 0.01)
-
 calibrated = lambda scores: DirectionCalibration(PAIRS, scores)
 
 

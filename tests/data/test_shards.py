@@ -16,9 +16,7 @@ from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.errors import UserError
 
 JPEG = b"\xff\xd8\xff and so on "
-
 pack = lambda path, members, form=tarfile.USTAR_FORMAT: write_tar(path, members, format=form)
-
 sample = lambda i, size=700: [(f"{i:06d}.jpg", JPEG + b"%d " % i * size), (f"{i:06d}.txt", b"caption %d" % i)]
 
 

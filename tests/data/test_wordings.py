@@ -193,8 +193,6 @@ CAPTIONS = [
     ["A dog runs on the grass.", "The brown dog, running; a DOG!"],
     ["Two men play chess", "chess players in a park", "x"], ["A dog and two men in the park"], ["?!"],
 ]  # fmt: skip
-
-
 captioned = lambda: make_pair_data("abcd", [FileImage(name) for name in "abcd"], CAPTIONS)
 
 

@@ -12,9 +12,7 @@ from sfumato import Answer, LoadedModel, Reliability, Searcher
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PATH = re.compile(r"(?:/(?:tmp|root|home|Users|work|var|usr|opt)/|[A-Z]:\\\\)[\w.-]*")
-
 paths_in = lambda text: PATH.findall(re.sub(r"data:image/\w+;base64,[\w+/=]+|\"image/png\": \"[^\"]*\"", "", text))
-
 cells_of = lambda name: json.loads((EXAMPLES / name).read_text(encoding="utf-8"))["cells"]
 code_of = lambda name: ["".join(cell["source"]) for cell in cells_of(name) if cell["cell_type"] == "code"]
 

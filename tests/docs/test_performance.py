@@ -11,8 +11,6 @@ from support.tiny_models import tiny_architecture
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 script, suite, gpu = (benchmark(name) for name in ("performance_page", "suite", "gpu"))
-
-
 RESULTS = script.load_results(script.RESULTS)
 
 

@@ -17,11 +17,8 @@ from sfumato.search.collection import GaussianCollection
 from sfumato.workflows.index import embed_source
 
 pytestmark = pytest.mark.engine
-
 pytest.importorskip("ray", reason="needs Ray: pip install 'ray[data]'")
-
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "ingest.md"
-
 printed = lambda language: GUIDE.read_text(encoding="utf-8").split(f"```{language}\n")[1].partition("```")[0]
 
 

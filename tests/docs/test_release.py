@@ -17,7 +17,6 @@ from support.raising import raises
 import sfumato
 
 ROOT = Path(__file__).resolve().parents[2]
-
 GROUPS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
 
 

@@ -51,7 +51,6 @@ NAMES_PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "do
 CODE = re.compile(r"```(?:python|py)\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 DOTTED = re.compile(r"(?<![\w./~@-])sfumato((?:\.[A-Za-z_]\w*)+)(?![\w/-])")
 FROM = re.compile(r"from (sfumato\b[\w.]*) import ([\w, ]+)")
-
 code_of = lambda text: [block or inline for block, inline in CODE.findall(text)]
 
 

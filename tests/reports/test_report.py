@@ -53,8 +53,6 @@ def scene(n=13, m=29, d=5, seed=0, **changes):
 
 
 undrawn_report = undrawn()(make_report)
-
-
 truth = lambda data: torch.from_numpy(np.asarray(data.relevance.to_dense())) > 0
 
 
@@ -307,7 +305,6 @@ def test_first_hits_at_chance_are_named_instead_of_show_it(capsys, recall):
 
 
 LINK = "{http://www.w3.org/1999/xlink}href"
-
 parsed = lambda svg: ET.fromstring(str(svg).replace("<svg", '<svg xmlns:xlink="http://www.w3.org/1999/xlink"', 1))
 
 

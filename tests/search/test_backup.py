@@ -36,7 +36,6 @@ from sfumato.search.texts import item_texts, text_vectors
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "operate.md"
 N, D = 90, 5
-
 pytestmark = pytest.mark.usefixtures("quick_texts")
 
 

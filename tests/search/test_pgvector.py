@@ -30,9 +30,7 @@ from sfumato.search.stores import pgvector_connections
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 
 pytestmark = pytest.mark.engine
-
 pytest.importorskip("psycopg")
-
 PASSWORD = "s3cr/t?@:#word"
 QUOTED = "s3cr%2Ft%3F%40%3A%23word"
 OTHERS = "backend_type = 'client backend' AND pid <> pg_backend_pid()"

@@ -352,9 +352,7 @@ SETTINGS = {
     "direction": "t2i", "about": {"content": "old"},
 }  # fmt: skip
 CENTRE, CALIBRATION = np.arange(3, dtype=np.float32), Calibration(2.0, 1.0, 0.1)
-
 save = lambda path: write_settings(path, SETTINGS, CENTRE, CALIBRATION)
-
 change = lambda path, text: change_metadata(path, lambda now: {"content": text, "before": now["content"]})
 
 

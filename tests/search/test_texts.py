@@ -22,8 +22,6 @@ from sfumato.search.stores.protocol import WORDS, Filter, Records
 from sfumato.search.texts import is_close, item_texts, item_words, saying, spelling, text_vectors, word_stems
 
 THINGS = ("dog", "snow", "bicycle", "running children", "a red car in the street", "harbour at night", "cake", "tent")
-
-
 OTHERS = {"anim": {"dog"}, "vehicl": {"bicycl", "car"}}
 """By stem, those of THINGS that say it, too."""
 

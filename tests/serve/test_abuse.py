@@ -284,7 +284,6 @@ def test_what_takes_too_long_is_stopped_and_the_next_is_decoded(monkeypatch, own
 
 
 stopped = lambda process: os.kill(process.child.pid, signal.SIGSTOP)
-
 own_time = pytest.mark.skipif(not decoding.KNOWS_ITS_TIME, reason="this system has no limit of processor time")
 
 

@@ -22,7 +22,6 @@ from sfumato.workflows.index import GalleryPart
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDE = DOCS / "guides" / "serve.md"
 ADDRESS = "127.0.0.1:8000"
-
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
 

@@ -20,10 +20,7 @@ import torch
 from sfumato import cli
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
-
 SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[3] / "shared"))
-
-
 ENGINES_REQUIRED = bool(os.environ.get("SFUMATO_REQUIRE_ENGINES"))
 
 

@@ -14,7 +14,6 @@ def encoded(image, kind="PNG", **options):
 
 
 png = lambda colour="red", size=(8, 8): encoded(Image.new("RGB", size, colour))
-
 noise = lambda width, height, seed=0: np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 

@@ -144,7 +144,6 @@ def make_squares(folder):
 
 
 new_item = lambda id, colour="red", **more: {"id": id, "image": in_base64(picture(colour)), **more}
-
 add = lambda client, *ids, **more: client.post("/v1/items", json={"items": [new_item(id) for id in ids], **more})
 remove = lambda client, *ids, **more: client.post("/v1/items/delete", json={"ids": list(ids), **more})
 

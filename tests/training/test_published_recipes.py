@@ -19,7 +19,6 @@ from sfumato.models.recipe import find_recipe, load_recipe, recipe_files
 from sfumato.training.loop import fit
 
 transformers = Lazy("transformers", "the extra backbones is not installed")
-
 WORDS = ("red", "green", "blue", "circle", "square", "dog", "on", "the", "grass")
 RECIPES = [name for name in recipe_files() if name.startswith(("coco-", "cub-"))]
 
