@@ -305,6 +305,8 @@ BAD_INPUTS = {
     "search {index} x": "index again: sfumato index RUN --images FOLDER --out NEW",
     "index {run} --images {data} --store file:?compress=int8 --out {new}": "has no option 'compress'",
     "index {run} --images {data} --split test --out {new}": "give one of --data FOLDER",
+    "index {run} --out {new}": "give one of --data FOLDER",
+    "index {data} --out {new}": "To index this folder of images: sfumato index --data ",
     "search {data}": "nothing to search for",
     "search {stored} x --abstain 0.0001": "no limit has a risk of at most 0.0001",
     "evaluate run {bare}": "tokenizer.json is missing",

@@ -152,4 +152,6 @@ def check_gallery(folder: str | Path) -> None:
         made = as_typed("sfumato", "index", folder, "--split", "test", "--out", f"{folder}-index")
         raise UserError(f"{folder} is a run; make an index of it: {made}")
     if not is_gallery(folder):
-        raise UserError(f"{folder} holds no collection; make one with sfumato index")
+        data = folder if Path(folder).is_dir() else "FOLDER"
+        made = as_typed("sfumato", "index", "--data", data, "--out", "my-index")
+        raise UserError(f"{folder} holds no collection; make one of a folder of images: {made}")

@@ -18,8 +18,8 @@ from sfumato.cli.common import (
     word,
     writing,
 )
-from sfumato.errors import UserError, counted, need, say
-from sfumato.files import check_gallery
+from sfumato.errors import UserError, as_typed, counted, need, say
+from sfumato.files import CONFIG, RECIPE, check_gallery
 from sfumato.serve import check_address
 
 if TYPE_CHECKING:
@@ -135,6 +135,15 @@ def index(
     from sfumato.models.run import load_model, load_run
     from sfumato.workflows.index import check_new, embed_source, embedded_parts, fill_collection, training_note
 
+    nothing = not any((given.data, given.images, given.split, given.texts, given.sync))
+    if (
+        nothing
+        and model
+        and Path(model).is_dir()
+        and not any((Path(model) / name).exists() for name in (RECIPE, CONFIG))
+    ):
+        made = as_typed("sfumato", "index", "--data", model, "--out", out)
+        raise UserError(f"{model}: give what to index. To index this folder of images: {made}")
     given.check(out)
     model, given = model or given.model(out), given.as_data()
     embedded = given.embedded
