@@ -269,14 +269,14 @@ def test_manifests_archives_and_folders_are_added_also_to_a_gallery_of_memory(sf
         hits = {hit.id: hit for hit in index.search("tulip", 3)}
         assert index.image_of(hits["one"]).read_bytes() == (folder / "red.png").read_bytes()
     far = (
-        draw(tmp_path / "home" / "dog", "red") / "red.png",
-        draw(tmp_path / "home" / "dog" / "cat", "blue") / "blue.png",
+        draw(tmp_path / "garden" / "dog", "red") / "red.png",
+        draw(tmp_path / "garden" / "dog" / "cat", "blue") / "blue.png",
     )
-    rows = [{"image": str(far[0])}, {"image": f"../{tmp_path.name}/home/dog/cat/blue.png"}]
+    rows = [{"image": str(far[0])}, {"image": f"../{tmp_path.name}/garden/dog/cat/blue.png"}]
     (tmp_path / "far.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sfumato.json("index", "--data", tmp_path / "far.jsonl", "--out", tmp_path / "far")
     assert {id: p["name"] for id, p in ids(tmp_path / "far").items()} == {
-        "home/dog/red.png": "red", "home/dog/cat/blue.png": "cat blue",  # Of the folders that all share no word.
+        "garden/dog/red.png": "red", "garden/dog/cat/blue.png": "cat blue",  # Of the folders that all share no word.
     }  # fmt: skip
     with load_index(tmp_path / "far") as index:
         assert all(index.image_of(hit) is not None for hit in index.search("tulip", 3))

@@ -213,7 +213,7 @@ def index_data(
             like = GalleryPart(embeddings, [item.id for item in items], images=images)
             collection = create_collection(model, like, out, own_or_anchored(store), texts=True)
             stack.callback(collection.close)
-            collection.keep({"sources": [vars(source)]})
+            collection.keep({"sources": [source.to_json()]})
             stack.enter_context(collection.filling(_GO_ON))
             made.append(collection)
             return collection
@@ -243,7 +243,7 @@ def add_data(model: Model, data: str, out: Path, exclude: Sequence[str] = ()) ->
         items = some_items(list_items(sources[number], endings, done.problems), source, endings, done.problems)
         items = [item for item in items if item.file.startswith(below)]
         with collection.filling(_GO_ON):
-            collection.keep({"sources": [vars(one) for one in sources]})
+            collection.keep({"sources": [one.to_json() for one in sources]})
             known = _look_up(collection, [item.id for item in items])
             Filling(model, sources[number], number, collection, known, done).fill(items, {})
             _finish(collection, model, done)
@@ -288,7 +288,7 @@ def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence
                 Filling(model, source, number, collection, known, done).fill(items, gone)
             done.deleted = collection.delete(list(_look_up(collection, vanished)))
             if exclude:
-                collection.keep({"sources": [vars(one) for one in sources]})
+                collection.keep({"sources": [one.to_json() for one in sources]})
             _finish(collection, model, done)
         return len(collection), done
 
@@ -338,7 +338,7 @@ def move_sources(folder: Path, moved: Sequence[str]) -> None:
                 raise UserError(f"--images {given}: there is no folder {new}")
             sources = [one.moved(str(path)) if one.root == old else one for one in sources]
             pictures |= {"folder": str(path)} if pictures.get("folder") == old else {}
-        gallery.keep({"sources": [vars(one) for one in sources], "pictures": pictures})
+        gallery.keep({"sources": [one.to_json() for one in sources], "pictures": pictures})
 
 
 def _look_up(collection: GaussianCollection, ids: Sequence[str]) -> dict[str, Mapping[str, str]]:

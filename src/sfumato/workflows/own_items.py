@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sfumato.data.coco import coco_images, json_kind, read_coco_captions, read_karpathy
 from sfumato.data.feature_tables import EmbeddingRow
@@ -45,6 +46,10 @@ class Source:
     root: str  # folder that the images lie in
     begin: str = ""  # beginning of the ids of its items
     exclude: Sequence[str] = ()  # patterns of paths below the root that are not wanted
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is kept; earlier versions know no patterns."""
+        return {name: value for name, value in vars(self).items() if value or name != "exclude"}
 
     def moved(self, root: str) -> "Source":
         """The same source with another root."""
