@@ -30,12 +30,10 @@ def work(toy, tmp_path_factory):
 
 @pytest.fixture
 def run(work, tmp_path):
-    """A copy of the run."""
     return shutil.copytree(work / "run", tmp_path / "run")
 
 
 def helps(command, path=()):
-    """The words of every command below one, with the command."""
     if commands := getattr(command, "commands", None):
         for name, below in commands.items():
             yield from helps(below, (*path, name))

@@ -16,7 +16,6 @@ from sfumato.errors import UserError
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Four pictures, one in a subfolder with a blank in its name."""
     (tmp_path / "my pictures").mkdir()
     for name in ("a.png", "b.jpg", "c.webp", "my pictures/d.PNG"):
         Image.new("RGB", (8, 8), "red").save(tmp_path / name)

@@ -57,8 +57,7 @@ def test_exif_iptc_and_xmp_in_any_format():
     small = Image.new("RGB", (8, 8))
     for format in ("JPEG", "WEBP", "AVIF"):
         assert describe_image(saved(format, small, xmp=XMP)) == of_xmp, format
-    # What stands twice is said once.
-    both = describe_image(jpeg(records, xmp=XMP))
+    both = describe_image(jpeg(records, xmp=XMP))  # What stands twice is said once.
     assert both["tags"] == "market\nriver\ndog\nwinter"
     for make, model, expected in (
         ("Canon", "Canon EOS 5D", "Canon EOS 5D"), ("Apple", "iPhone 15", "Apple iPhone 15"),

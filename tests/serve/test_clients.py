@@ -17,7 +17,6 @@ from sfumato.serve.settings import open_sources
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "build" / "clients"
-
 pytestmark = pytest.mark.skipif(
     not (TOOLS / "node_modules").exists(), reason="build/clients has no generators of clients: run make clients"
 )

@@ -47,7 +47,6 @@ DROP = """(names) => {
 
 @pytest.fixture(scope="module")
 def service(sources):
-    """A read-only service of pictures and texts."""
     with served(sources, max_upload_mb=0.02) as client:
         yield client
 
@@ -136,7 +135,6 @@ def unfolded():
 
 
 def ask(client, query, max_results=24, **options):
-    """What the API answers."""
     return search(client, query, max_results=max_results, **options)[0]
 
 
@@ -145,8 +143,7 @@ def enter(page, text):
     page.keyboard.press("Enter")
 
 
-def alerted(page, text):
-    expect(page.get_by_role("alert").last).to_contain_text(text)
+alerted = lambda page, text: expect(page.get_by_role("alert").last).to_contain_text(text)
 
 
 def panel(page, slot=0):
@@ -166,7 +163,6 @@ searched = lambda page: {name: values[0] for name, values in parse_qs(urlsplit(p
 
 
 def comes_to(page, expected):
-    """Whether the address of the page is or becomes that of this search."""
     for _ in range(400):
         if searched(page) == expected:
             return True
@@ -382,8 +378,7 @@ def test_compare(visit, service):
     answer = ask(service, {"text": "a red circle"}, gallery="texts")
     expect(panel(page).locator(".pick .name").first).to_have_text(answer["hits"][0]["payload"]["text"])
     expect(panel(page).locator(".guess")).to_contain_text("compares two texts")
-    # The picture's id means nothing there.
-    assert comes_to(page, {"in": "texts", "q": "a red circle", "compare": "1"})
+    assert comes_to(page, {"in": "texts", "q": "a red circle", "compare": "1"})  # The picture's id means nothing there.
 
 
 def test_add_drop_and_delete(visit, collection, tmp_path):

@@ -62,18 +62,15 @@ def test_wrong_images_are_named(toy, model, tmp_path):
     good = toy / "data" / "000.png"
     (tmp_path / "bad.png").write_bytes(b"no image")
     for images, error, message in (
-        (good, TypeError, "expected a list of images"),
-        ("x.png", TypeError, "expected a list of images"),
-        (Image.open(good), TypeError, "expected a list of images"),
-        ([], ValueError, "got no images"),
+        (good, TypeError, "expected a list of images"), ("x.png", TypeError, "expected a list of images"),
+        (Image.open(good), TypeError, "expected a list of images"), ([], ValueError, "got no images"),
         ([good, tmp_path / "bad.png"], UserError, f"{tmp_path / 'bad.png'}: not an image"),
         ([tmp_path / "none.png"], UserError, f"there is no image {tmp_path / 'none.png'}"),
-        ([good, b"x"], UserError, "image 1: not an image"),
-        ([good, 7], TypeError, "image 1 is a int; expected a path"),
+        ([good, b"x"], UserError, "image 1: not an image"), ([good, 7], TypeError, "image 1 is a int; expected a path"),
         ([np.zeros((3, 8, 8), np.uint8)], ValueError, r"image 0 has pixels of shape \(3, 8, 8\) in uint8; expected"),
         ([np.zeros((8, 8, 3))], ValueError, "in float64; expected"),
         (np.zeros((8, 8, 3), np.uint8), ValueError, r"a batch of one is \(1, 8, 8, 3\)"),
-    ):
+    ):  # fmt: skip
         raises(error, message, model.embed_images, images)
     for texts, error, message in (
         ("a dog", TypeError, "expected a list of them"),
