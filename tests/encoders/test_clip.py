@@ -236,7 +236,7 @@ def test_an_encoder_is_built_again_from_its_description(side, case, size, tmp_pa
         assert second.max_tokens == 9 and second.causal == (kind == "clip")
 
 
-def test_towers_without_weights_have_clips_shapes():
+def test_towers_without_weights_have_clips_shapes_and_what_is_no_resnet_is_refused(tmp_path):
     """The defaults are those of transformers, which are ViT-B/32's; without memory."""
     with torch.device("meta"):
         image, text = clip_image_encoder(variance_blocks=0, final_norm=True), clip_text_encoder(variance_blocks=0)
@@ -249,6 +249,11 @@ def test_towers_without_weights_have_clips_shapes():
     assert large.embeddings.position_embedding.weight.shape == (24 * 24 + 1, 1024)
     activations = [type(one.shared_blocks[0].mlp.activation_fn) for one in (image, large)]
     assert activations[0] is type(whole.encoder.layers[0].mlp.activation_fn) is not activations[1]
+    config = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    transformers.ViTModel(config).save_pretrained(tmp_path)
+    raises(UserError, "model.image.weights must name a ResNet", resnet_encoder, ResNetImageConfig())
+    message = "a model of type 'vit'; kind 'resnet' takes type 'resnet' only"
+    raises(UserError, message, resnet_encoder, ResNetImageConfig(weights=str(tmp_path)))
 
 
 @pytest.mark.parametrize("side", ["image", "text"])
@@ -315,11 +320,3 @@ def test_features_of_a_saved_model_are_its_last_map_of_standardised_pixels(tmp_p
     again.load_state_dict(encoder.state_dict())
     torch.testing.assert_close(again(Inputs(values)).mean, tokens.mean, rtol=0, atol=0)
     assert again.description == encoder.description
-
-
-def test_what_is_no_resnet_is_refused(tmp_path):
-    config = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    transformers.ViTModel(config).save_pretrained(tmp_path)
-    raises(UserError, "model.image.weights must name a ResNet", resnet_encoder, ResNetImageConfig())
-    message = "a model of type 'vit'; kind 'resnet' takes type 'resnet' only"
-    raises(UserError, message, resnet_encoder, ResNetImageConfig(weights=str(tmp_path)))

@@ -41,7 +41,7 @@ def table():
     }
 
 
-def test_every_store_has_a_row():
+def test_every_store_has_a_row_records_name_what_is_wrong_and_filters_take_letters_in_two_parts():
     assert set(table()) == set(CLASSES) == set(stores.STORES) - set(SAME)
     assert all(stores.STORES[name].factory == stores.STORES[other].factory for name, other in SAME.items())
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
@@ -50,6 +50,18 @@ def test_every_store_has_a_row():
         assert row["search by words"] == ("yes" if issubclass(texts, stores.WordStore) else "no"), scheme
         named = re.findall(r"([a-z-]+) (\d+\.\d+\.\d+)", row["tested with"])
         assert named and all(pinned[name] == version for name, version in named), scheme
+    raises(ValueError, "1 ids, 2 vectors", stores.Records, ("a",), np.zeros((2, 3), np.float32), np.zeros(2), ({}, {}))
+    with pytest.raises(ValueError, match="'b' is not finite"):
+        stores.Records(("a", "b"), np.array([[0], [np.inf]], np.float32), np.zeros(2), ({}, {}))
+    for payload in ({"x": "a\0b"}, {"x": 3}, {"x": "\ud800"}, {"\0": "x"}):
+        with pytest.raises(ValueError, match="payload of 'a' must be Unicode texts"):
+            stores.Records(("a",), np.zeros((1, 3), np.float32), np.zeros(1), (payload,))
+    for most in (-1.0, float("nan")):
+        raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
+    raises(ValueError, r"\(n, e\) float32", stores.Records, ("a",), np.zeros((1, 3)), np.zeros(1), ({},))
+    item = stores.composed({"folder": "A\u0308rger", "_file": "A\u0308rger"})
+    assert item == {"folder": "\u00c4rger", "_file": "A\u0308rger"}
+    assert all(stores.parse_where([f"folder={form}"]).accepts(item, 1.0) for form in ("A\u0308rger", "\u00c4rger"))
 
 
 OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfetch"
@@ -129,21 +141,6 @@ def test_a_filter_in_words(words, expected):
     items[3]["odd"] = "a=b"
     wanted = stores.parse_where(words)
     assert [i for i, item in enumerate(items) if wanted.accepts(item, 1.0)] == expected
-
-
-def test_records_name_what_is_wrong_and_filters_take_letters_in_two_parts():
-    raises(ValueError, "1 ids, 2 vectors", stores.Records, ("a",), np.zeros((2, 3), np.float32), np.zeros(2), ({}, {}))
-    with pytest.raises(ValueError, match="'b' is not finite"):
-        stores.Records(("a", "b"), np.array([[0], [np.inf]], np.float32), np.zeros(2), ({}, {}))
-    for payload in ({"x": "a\0b"}, {"x": 3}, {"x": "\ud800"}, {"\0": "x"}):
-        with pytest.raises(ValueError, match="payload of 'a' must be Unicode texts"):
-            stores.Records(("a",), np.zeros((1, 3), np.float32), np.zeros(1), (payload,))
-    for most in (-1.0, float("nan")):
-        raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
-    raises(ValueError, r"\(n, e\) float32", stores.Records, ("a",), np.zeros((1, 3)), np.zeros(1), ({},))
-    item = stores.composed({"folder": "A\u0308rger", "_file": "A\u0308rger"})
-    assert item == {"folder": "\u00c4rger", "_file": "A\u0308rger"}
-    assert all(stores.parse_where([f"folder={form}"]).accepts(item, 1.0) for form in ("A\u0308rger", "\u00c4rger"))
 
 
 @pytest.fixture

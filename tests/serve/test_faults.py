@@ -43,7 +43,7 @@ from sfumato.serve.settings import ServedGallery, Settings, Sources, open_source
 from sfumato.serve.writing import Writer
 
 
-def test_pictures_that_are_none(client):
+def test_pictures_that_are_none_and_limits(client, sources):
     for file, status, message in (
         (serving.bomb(), 413, "more pixels than the limit"),
         (serving.bomb(10_000, 5_000), 413, "10000 x 5000 are more pixels than the limit of 40000000"),
@@ -56,6 +56,17 @@ def test_pictures_that_are_none(client):
         asked = {"queries": [{"text": "fine"}, {"image": serving.in_base64(file)}]}
         told = serving.problem(client.post("/v1/search", json=asked), status)
         assert "body.queries.1.image" in told["detail"] and message in told["detail"]
+    with serving.served(sources, max_upload_mb=0.02, max_pixels=1000, max_results=5, max_batch=2) as client:
+        told = serving.problem(client.post("/v1/search", **serving.by_image(b"x" * 25_000)), 413)
+        assert "25000 bytes are more than the limit of 20000" in told["detail"]
+        for file in (b"x" * 100_000, b"x" * 5_000_000, serving.picture(size=(40, 40))):
+            serving.problem(client.post("/v1/search", **serving.by_image(file)), 413)
+        spaces, head = (b" " * 1000 for _ in range(110)), {"Content-Type": "application/json"}
+        serving.problem(client.post("/v1/search", content=spaces, headers=head), 413)
+        serving.problem(client.post("/v1/search", json={"queries": [{"text": "a"}] * 3}), 422)
+        told = serving.problem(client.post("/v1/search", json={"queries": [{"text": "a"}], "max_results": 6}), 422)
+        assert "more than the limit of 5" in told["detail"]
+        assert len(client.get("/v1/search?q=a").json()["answers"][0]["hits"]) == 5  # The usual 10 are not asked for.
 
 
 def test_pictures_that_are_stored_or_shown():
@@ -139,20 +150,6 @@ def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_
         assert client.get("/v1/pictures/000.png").status_code == 200
         serving.problem(client.get("/v1/pictures/not-an-item.png"), 404)
         serving.problem(client.get("/v1/pictures/001.png"), 404)  # An item whose file has gone.
-
-
-def test_limits(sources):
-    with serving.served(sources, max_upload_mb=0.02, max_pixels=1000, max_results=5, max_batch=2) as client:
-        told = serving.problem(client.post("/v1/search", **serving.by_image(b"x" * 25_000)), 413)
-        assert "25000 bytes are more than the limit of 20000" in told["detail"]
-        for file in (b"x" * 100_000, b"x" * 5_000_000, serving.picture(size=(40, 40))):
-            serving.problem(client.post("/v1/search", **serving.by_image(file)), 413)
-        spaces, head = (b" " * 1000 for _ in range(110)), {"Content-Type": "application/json"}
-        serving.problem(client.post("/v1/search", content=spaces, headers=head), 413)
-        serving.problem(client.post("/v1/search", json={"queries": [{"text": "a"}] * 3}), 422)
-        told = serving.problem(client.post("/v1/search", json={"queries": [{"text": "a"}], "max_results": 6}), 422)
-        assert "more than the limit of 5" in told["detail"]
-        assert len(client.get("/v1/search?q=a").json()["answers"][0]["hits"]) == 5  # The usual 10 are not asked for.
 
 
 @pytest.mark.slow

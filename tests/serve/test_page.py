@@ -7,7 +7,7 @@ from datetime import datetime
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from serve.test_judging import fitting
+from serve.test_conventions import fitting
 from support.lazy import Lazy
 from support.processes import short_folder
 from support.serving import KEY, picture, search, served

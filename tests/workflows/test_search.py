@@ -27,7 +27,7 @@ def model(toy):
 equal = lambda a, b: torch.equal(a.mean, b.mean) and torch.equal(a.log_var, b.log_var)
 
 
-def test_every_way_to_give_an_image_is_the_same_image(toy, model):
+def test_every_way_to_give_an_image_is_the_same_and_probabilities_are_those_of_the_distance_by_loops(toy, model):
     paths = sorted((toy / "data").glob("*.png"))[:3]
     expected = model.embed_images(paths)
     pixels = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
@@ -37,6 +37,19 @@ def test_every_way_to_give_an_image_is_the_same_image(toy, model):
     assert not equal(model.embed_images(paths[::-1]), expected)
     grey = pixels[0][..., 0]
     assert equal(model.embed_images([grey]), model.embed_images([np.repeat(grey[..., None], 3, 2)]))
+    texts, images = ["a red circle", "some bar in blue"], sorted((toy / "data").glob("*.png"))[:3]
+    x, y, run = model.embed_texts(texts), model.embed_images(images), load_run(toy / "run")
+    assert run.distance == "csd" and run.calibration.knots is None
+    found, stated = model.probability(texts, images), model.probability(x, y, match_fraction=0.5)
+    assert found.shape == (2, 3)
+    prior = run.calibration.match_fraction
+    for i in range(2):
+        for j in range(3):
+            a, b = ((e.mean[k].double().tolist(), e.log_var[k].double().exp().tolist()) for e, k in ((x, i), (y, j)))
+            logit = run.logit_bias - run.logit_scale * csd(*a, *b)
+            assert found[i, j].item() == pytest.approx(1 / (1 + np.exp(-logit)), rel=1e-4)
+            balanced = logit - np.log(prior / (1 - prior))
+            assert stated[i, j].item() == pytest.approx(1 / (1 + np.exp(-balanced)), rel=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16", "F"])
@@ -78,22 +91,6 @@ def test_wrong_images_are_named(toy, model, tmp_path):
         (["a", 3], TypeError, "text 1 is a int"),
     ):
         raises(error, message, model.embed_texts, texts)
-
-
-def test_probabilities_are_those_of_the_distance_by_loops(toy, model):
-    texts, images = ["a red circle", "some bar in blue"], sorted((toy / "data").glob("*.png"))[:3]
-    x, y, run = model.embed_texts(texts), model.embed_images(images), load_run(toy / "run")
-    assert run.distance == "csd" and run.calibration.knots is None
-    found, stated = model.probability(texts, images), model.probability(x, y, match_fraction=0.5)
-    assert found.shape == (2, 3)
-    prior = run.calibration.match_fraction
-    for i in range(2):
-        for j in range(3):
-            a, b = ((e.mean[k].double().tolist(), e.log_var[k].double().exp().tolist()) for e, k in ((x, i), (y, j)))
-            logit = run.logit_bias - run.logit_scale * csd(*a, *b)
-            assert found[i, j].item() == pytest.approx(1 / (1 + np.exp(-logit)), rel=1e-4)
-            balanced = logit - np.log(prior / (1 - prior))
-            assert stated[i, j].item() == pytest.approx(1 / (1 + np.exp(-balanced)), rel=1e-4)
 
 
 def test_python_and_the_command_line_agree_to_the_last_digit(toy, sfumato, tmp_path):
