@@ -41,7 +41,6 @@ class CalibratedRetriever(BaseRetriever):
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
         found = self.vectorstore.similarity_search_with_score(query, k=self.depth)
-        scores = [score for _, score in found]
-        kept, nothing = calibrated(self.calibrator, scores, self.k, self.min_probability)
+        kept, nothing = calibrated(self.calibrator, [score for _, score in found], self.k, self.min_probability)
         documents = [(found[i][0], {"match_probability": p, "nothing_probability": nothing}) for i, p in kept]
         return [one.model_copy(update={"metadata": {**one.metadata, **said}}) for one, said in documents]

@@ -80,8 +80,7 @@ def kl(x: Side, y: Side) -> Array:
     Paper: Pishdad et al., Eq. 5.
     """
     xp, log_ratio = namespace(x.mean), x.log_var - y.log_var
-    terms = xp.expm1(log_ratio) - log_ratio + (x.mean - y.mean) ** 2 * xp.exp(-y.log_var)
-    return terms.sum(-1) / 2
+    return (xp.expm1(log_ratio) - log_ratio + (x.mean - y.mean) ** 2 * xp.exp(-y.log_var)).sum(-1) / 2
 
 
 def kl_reversed(x: Side, y: Side) -> Array:

@@ -303,12 +303,10 @@ def seeded_samples(
     import torch
 
     x = x.tensors()
-    chunks = range(first // _NOISE_ROWS, -(-(first + x.n) // _NOISE_ROWS)) if x.n else range(0)
     parts = []
-    for chunk in chunks:
+    for chunk in range(first // _NOISE_ROWS, -(-(first + x.n) // _NOISE_ROWS)) if x.n else range(0):
         state = np.random.SeedSequence([seed, 0 if side == "image" else 1, chunk]).generate_state(1)
-        generator = torch.Generator().manual_seed(int(state[0]))
-        noise = torch.randn(_NOISE_ROWS, n_samples, x.d, generator=generator)
+        noise = torch.randn(_NOISE_ROWS, n_samples, x.d, generator=torch.Generator().manual_seed(int(state[0])))
         start = chunk * _NOISE_ROWS
         parts.append(noise[max(first - start, 0) : first + x.n - start])
     noise = torch.cat([torch.empty(0, n_samples, x.d), *parts])

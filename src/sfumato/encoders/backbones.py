@@ -198,12 +198,9 @@ _EMBEDDINGS = ("mean", "image_embeds", "text_embeds", "embedding", "pooler_outpu
 """Names of the output with the embeddings, the first that a graph has; else its first output."""
 
 _NUMBERS = {
-    "tensor(bool)": np.bool_,
-    "tensor(float16)": np.float16,
-    "tensor(int32)": np.int32,
-    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_, "tensor(float16)": np.float16, "tensor(int32)": np.int32, "tensor(int64)": np.int64,
     "tensor(uint8)": np.uint8,
-}
+}  # fmt: skip
 """The types of a graph's inputs that are not float32."""
 
 
@@ -247,9 +244,8 @@ def foreign_towers(folder: Path) -> TwoTowers | None:
         reason = f"{type(error).__name__}: {first_line(error)}"
         expected = ", ".join(str(file.relative_to(folder)) for file in files)
         raise UserError(f"{folder}: {held}, or others ({reason}); expected {expected}") from error
-    text = OnnxTower(EncodedTexts(tokenizer, clean), folder / graphs[1])
     own = [file for graph in graphs for file in sorted((folder / graph).parent.glob(f"{Path(graph).name}*"))]
-    return TwoTowers(image, text, _digest([*own, *files]))
+    return TwoTowers(image, OnnxTower(EncodedTexts(tokenizer, clean), folder / graphs[1]), _digest([*own, *files]))
 
 
 def _prepared(given: dict[str, Any]) -> tuple[int, Fit, Any, Any]:

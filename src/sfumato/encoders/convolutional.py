@@ -175,5 +175,4 @@ def resnet_encoder(config: ResNetImageConfig, *, description: Mapping[str, Any] 
 
 def build_resnet(config: ResNetImageConfig, context: BuildContext) -> tuple[ImageFileProcessor, ResNetEncoder]:
     """Build the image side of kind "resnet". Returns (processor, encoder)."""
-    encoder = resnet_encoder(config, description=context.description)
-    return ImageFileProcessor(config.size, fit=config.fit), encoder
+    return ImageFileProcessor(config.size, fit=config.fit), resnet_encoder(config, description=context.description)

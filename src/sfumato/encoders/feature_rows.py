@@ -99,8 +99,7 @@ class FeatureInput(Encoder):
         offsets = np.cumsum(lengths) - lengths
         device = self.centre.device
         for start in range(0, len(store), _BLOCK):
-            index = np.arange(start, min(start + _BLOCK, len(store)))
-            inputs = store.batch(index).to(device)
+            inputs = store.batch(np.arange(start, min(start + _BLOCK, len(store)))).to(device)
             whitened = self._whitened(inputs.values)
             part = whitened.flatten(0, 1) if inputs.mask is None else whitened[inputs.mask]
             rows[offsets[start] : offsets[start] + len(part)] = part.half().cpu().numpy()
@@ -229,8 +228,7 @@ class RegionReasoning(nn.Module):
         order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
         regions = regions.gather(1, order.unsqueeze(-1).expand_as(regions))
         packed = pack_padded_sequence(regions, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
-        last: Tensor = self.gru(packed)[1][-1]
-        return last.unsqueeze(1)
+        return self.gru(packed)[1][-1].unsqueeze(1)
 
 
 class RegionEncoder(Encoder):
@@ -279,16 +277,11 @@ class RegionEncoder(Encoder):
 
 def build_regions(config: RegionImageConfig, context: protocol.BuildContext) -> tuple[RegionProcessor, RegionEncoder]:
     """Build the image side of kind "regions". Returns (processor, encoder)."""
-    encoder = RegionEncoder(
-        config.channels,
-        config.width or context.dim,
-        layers=config.graph_layers,
-        recurrent=config.recurrent,
-        variance=context.variance and config.variance_layers,
-        dropout=context.feature_dropout,
+    return RegionProcessor(config.channels), RegionEncoder(
+        config.channels, config.width or context.dim, layers=config.graph_layers, recurrent=config.recurrent,
+        variance=context.variance and config.variance_layers, dropout=context.feature_dropout,
         region_dropout=context.token_dropout,
-    )
-    return RegionProcessor(config.channels), encoder
+    )  # fmt: skip
 
 
 class EmbeddingImageConfig(protocol.ImageEncoderConfig):

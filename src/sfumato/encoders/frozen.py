@@ -156,8 +156,7 @@ class FeatureCache:
         """The items whose features are completely on disk."""
         if not self._index.exists():
             return {}
-        whole = self._index.stat().st_size // _RECORD.itemsize
-        records = np.fromfile(self._index, dtype=_RECORD, count=whole)
+        records = np.fromfile(self._index, dtype=_RECORD, count=self._index.stat().st_size // _RECORD.itemsize)
         rows = self._rows.stat().st_size // self._width if self._rows.exists() else 0
         fits = records["offset"] + records["length"] <= rows
         return {r["digest"].tobytes(): (int(r["offset"]), int(r["length"])) for r in records[fits]}
@@ -209,8 +208,7 @@ def cached_features(
     on_error: Callable[[int, Exception], None] | None = None,
 ) -> tuple[protocol.RaggedStore, np.ndarray]:
     """Token features of items, read from the cache, or computed and added to it."""
-    dtype = getattr(backbone, "feature_dtype", "float16")
-    cache = FeatureCache(folder, backbone.fingerprint, backbone.channels, dtype)
+    cache = FeatureCache(folder, backbone.fingerprint, backbone.channels, getattr(backbone, "feature_dtype", "float16"))
     known = set(cache.known())
     digests: dict[int, bytes] = {}
     waiting: dict[bytes, tuple[int, Any]] = {}

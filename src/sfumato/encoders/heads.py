@@ -26,10 +26,9 @@ class TokenFeatures:
 
     def float(self) -> "TokenFeatures":
         """The same features in float32, or in float64 if they are in float64."""
-        features = {"mean": self.mean, "log_var": self.log_var, "local": self.local}
         float32 = {
             name: values.to(torch.promote_types(values.dtype, torch.float32))
-            for name, values in features.items()
+            for name, values in {"mean": self.mean, "log_var": self.log_var, "local": self.local}.items()
             if values is not None
         }
         return replace(self, **float32)
@@ -85,8 +84,7 @@ class LastToken(Pooling):
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None:
             return features[:, -1]
-        positions = torch.arange(mask.shape[1], device=mask.device)
-        last = torch.where(mask, positions, -1).amax(1)
+        last = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), -1).amax(1)
         return features[torch.arange(len(features), device=features.device), last]
 
 
@@ -144,8 +142,7 @@ def _descending(values: Tensor) -> Tensor:
     if values.device.type != "cpu" or values.dtype not in (torch.float32, torch.float64):
         return values.sort(dim=-1, descending=True).values
     # On a CPU, numpy sorts six times faster than torch.
-    order = np.argsort(values.detach().neg().numpy(), axis=-1)
-    return values.gather(-1, torch.from_numpy(order))
+    return values.gather(-1, torch.from_numpy(np.argsort(values.detach().neg().numpy(), axis=-1)))
 
 
 def _position_codes(length: int, width: int) -> Tensor:
@@ -156,12 +153,8 @@ def _position_codes(length: int, width: int) -> Tensor:
 
 
 POOLINGS: dict[str, type[Pooling]] = {
-    "gpo": GPO,
-    "average": AveragePool,
-    "max": MaxPool,
-    "first": FirstToken,
-    "last": LastToken,
-}
+    "gpo": GPO, "average": AveragePool, "max": MaxPool, "first": FirstToken, "last": LastToken,
+}  # fmt: skip
 """Every pooling by its name in recipes. "first" is the class token of images, "last" the end token of CLIP's texts."""
 
 Covariance = Literal["ellipsoidal", "spherical-average", "spherical-one"]

@@ -86,8 +86,7 @@ def _joint(
     def tokens(**inputs: Tensor) -> np.ndarray:
         found = embed(**inputs)
         # Newer versions of transformers return an output with the embedding as its pooled part.
-        values: Tensor = found if isinstance(found, Tensor) else found.pooler_output
-        return as_numpy(values.float())[:, None]
+        return as_numpy((found if isinstance(found, Tensor) else found.pooler_output).float())[:, None]
 
     known = f"{library} joint {side} {model_hash(model, name)}"
     known += ("" if precision == "float32" else f" {number_format(precision)}") + processor
@@ -183,10 +182,9 @@ def _open_clip_folder(name: str, package: Any) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    reachable = hub_reachable()
     try:
         files = [OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, "*token*", "vocab*", "merges.txt", "*.model"]
-        found = Path(snapshot_download(repository, allow_patterns=files, local_files_only=not reachable))
+        found = Path(snapshot_download(repository, allow_patterns=files, local_files_only=not hub_reachable()))
     except LocalEntryNotFoundError as error:
         reason = f"cannot load {name!r}: there is no connection to the hub, and no copy in its cache"
         raise UserError(f"{reason}. Give a local folder with {OPEN_CLIP_CONFIG} and {OPEN_CLIP_WEIGHTS}") from error
@@ -244,10 +242,7 @@ class TransformersNetwork:
 
     def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, np.ndarray]:
         """The (n, t) input_ids and attention_mask of texts; longer ones are cut."""
-        found: Mapping[str, np.ndarray] = self._tokenizer(
-            texts, padding=True, truncation=True, max_length=max_tokens, return_tensors="np"
-        )
-        return found
+        return self._tokenizer(texts, padding=True, truncation=True, max_length=max_tokens, return_tensors="np")
 
     @torch.inference_mode()
     def states(self, tokens: Mapping[str, np.ndarray], layers: Sequence[int]) -> list[np.ndarray]:

@@ -286,9 +286,8 @@ def _workers(n: int, process: int) -> ThreadPoolExecutor:
 def check_grid(grid: int | None, side: int) -> None:
     """Refuse a grid that is larger than a map."""
     if grid is not None and not 1 <= grid <= side:
-        found = f"a grid of {grid} x {grid} is larger than the backbone's map of {side} x {side} cells"
         ways = f"give at most {side} (--grid, model.image.grid), or larger images (--size, model.image.size)"
-        raise UserError(f"{found}; {ways}")
+        raise UserError(f"a grid of {grid} x {grid} is larger than the backbone's map of {side} x {side} cells; {ways}")
 
 
 def map_tokens(maps: np.ndarray, grid: int | None) -> np.ndarray:
@@ -365,9 +364,8 @@ class MiniLM:
     def _remember(self, tokens: Mapping[str, np.ndarray], last: np.ndarray) -> None:
         """A search embeds its text for the images and for their texts: the second time it is here."""
         with self._lock:
-            means = (
-                mean.copy() for mean in means_of_tokens(last, tokens["attention_mask"])
-            )  # Else one row keeps its whole batch.
+            # Copies, else one row keeps its whole batch.
+            means = (mean.copy() for mean in means_of_tokens(last, tokens["attention_mask"]))
             self._sentences.update(zip(_keys(tokens), means, strict=True))
             while len(self._sentences) > _LATEST:
                 self._sentences.popitem(last=False)

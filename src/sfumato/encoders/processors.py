@@ -189,8 +189,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         raise ValueError(f"train_tokenizer: {found}; raise model.text.vocabulary")
     for counts in (words, endings):
         usual = (token for token in counts if counts[token] > 1 or counts is words)
-        ranked = sorted(usual, key=lambda t: (-counts[t], t))
-        tokens += ranked[: vocabulary - len(tokens)]
+        tokens += sorted(usual, key=lambda t: (-counts[t], t))[: vocabulary - len(tokens)]
     tokenizer.model = models.WordPiece({t: i for i, t in enumerate(dict.fromkeys(tokens))}, unk_token="[UNK]")
     return tokenizer
 
@@ -334,8 +333,7 @@ class SpecialTokenProcessor(TextProcessor):
         begin = [_id(self._tokenizer, self.begin)] if self.begin else []
         end = _id(self._tokenizer, self.end)
         ids = []
-        texts = [self.clean(text) for text in values]
-        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+        for encoding in self._tokenizer.encode_batch([self.clean(text) for text in values], add_special_tokens=False):
             # A text that contains the end token ends there, because the models use the first end token.
             words = encoding.ids[: encoding.ids.index(end)] if end in encoding.ids else encoding.ids
             text = [*begin, *words[: self.max_tokens - len(begin) - 1], end]

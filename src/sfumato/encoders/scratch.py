@@ -350,8 +350,7 @@ class WordEncoder(Encoder):
         return TokenFeatures(mean, inputs.mask if self.states == "all" else None, log_var, words, inputs.mask)
 
     def _read(self, gru: nn.GRU, words: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
-        states, final = gru(packed)
+        states, final = gru(pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False))
         if self.states == "final":
             return final.transpose(0, 1).flatten(1).unsqueeze(1)
         return pad_packed_sequence(states, batch_first=True, total_length=words.shape[1])[0]
@@ -363,15 +362,10 @@ def build_word_text(
     """Build the text side of kind "gru". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
     encoder = WordEncoder(
-        processors.vocabulary_size(tokenizer),
-        config.width,
-        config.hidden,
-        bidirectional=config.bidirectional,
-        states=config.states,
-        variance_gru=config.variance_gru and context.variance,
-        freeze=config.freeze,
+        processors.vocabulary_size(tokenizer), config.width, config.hidden, bidirectional=config.bidirectional,
+        states=config.states, variance_gru=config.variance_gru and context.variance, freeze=config.freeze,
         pretrained=bool(config.vectors),
-    )
+    )  # fmt: skip
     if config.vectors and not context.trained:
         vectors = read_word_vectors(config.vectors, tokenizer, config.width)
         encoder.set_vectors(vectors)

@@ -161,8 +161,7 @@ class Tower(nn.Module, BaseTower):
 
     def new_zeros(self, *shape: int) -> Tensor:
         """Zeros on the device of the weights, in their dtype; without weights in float32 on the CPU."""
-        weights = itertools.chain(self.parameters(), self.buffers())
-        return next(weights, torch.empty(0)).new_zeros(shape)
+        return next(itertools.chain(self.parameters(), self.buffers()), torch.empty(0)).new_zeros(shape)
 
     def forward(self, inputs: Inputs) -> GaussianEmbedding:
         """Embed a batch. Returns (n, d)."""

@@ -300,8 +300,7 @@ def cub_captions(
     if not counts:
         raise UserError(f"{root}: found no captions CLASS/IMAGE.txt for this choice of classes and images")
     text_ids = tuple(f"{image}#{i}" for image, n in counts.items() for i in range(n))
-    class_of_text = np.repeat(class_of_image, list(counts.values()))
-    match = np.array(class_of_image)[:, None] == class_of_text
+    match = np.array(class_of_image)[:, None] == np.repeat(class_of_image, list(counts.values()))
     i2t, t2i = relevance_from_table(match), relevance_from_table(match.T)
     return GroundTruth(name, tuple(counts), text_ids, i2t, t2i, source=str(root))
 

@@ -130,8 +130,7 @@ class GalleryGroup:
         for *_, rows, relevance in self.parts:
             asked[rows[relevance.totals > 0]] = True
         self.rows = np.flatnonzero(asked)
-        starts = np.searchsorted(union, np.append(self.rows, n_queries) * g)
-        self.relevance = Relevance(starts, union % max(g, 1), g)
+        self.relevance = Relevance(np.searchsorted(union, np.append(self.rows, n_queries) * g), union % max(g, 1), g)
         self.picks = [np.searchsorted(union, key) for key in keys]
         self.ranks = np.empty(len(union), np.int64)
         whole = g == n_gallery and bool((self.gallery == np.arange(g)).all())
@@ -271,10 +270,9 @@ def rank(
         given = f"{len(image_ids)} image_ids and {len(text_ids)} text_ids for {' by '.join(map(str, shape))}"
         raise ValueError(f"benchmarks: {given} images and texts; give one id for each")
     ground_truths = list(ground_truths)
-    plans = plan_ranks(ground_truths, image_ids, text_ids)
     chosen = {one.name: one for one in ground_truths}
     result: BenchmarkRanks = {name: {} for name in chosen}
-    for plan in plans:
+    for plan in plan_ranks(ground_truths, image_ids, text_ids):
         if getattr(source, plan.direction, ()) is None:  # Lists of the other direction alone.
             continue
         source.fill(plan)
@@ -315,8 +313,7 @@ def per_query_table(
         for direction, of in both.items():
             ids, single = of.per_query(_METRICS if all(p.depth is None for p in of.parts) else None)
             if (best := single.get("best_rank")) is not None:
-                unknown = np.isfinite(best) & (best >= retrieval.UNLISTED)
-                single["best_rank"] = np.where(unknown, np.nan, best)
+                single["best_rank"] = np.where(np.isfinite(best) & (best >= retrieval.UNLISTED), np.nan, best)
             missing = np.full(len(ids), np.nan)
             own = (uncertainty or {}).get(direction)
             values = missing if own is None else np.array([own.get(i, math.nan) for i in ids], float)

@@ -154,9 +154,8 @@ def _ids_of_ground_truths(ground_truths: Sequence[GroundTruth], what: str, n: in
     if any(own != first for own in lists.values()):
         raise UserError(f"the ground truths {', '.join(lists)} have different {what}s; give --{what}-ids")
     if n is not None and len(first) != n:
-        found = f"{n} {what} embeddings without ids"
         truth = f"a ground truth ({', '.join(lists)}) of {len(first)} {what}s"
-        raise UserError(f"{found} for {truth}; give --{what}-ids")
+        raise UserError(f"{n} {what} embeddings without ids for {truth}; give --{what}-ids")
     return first
 
 
@@ -200,16 +199,10 @@ def measure(
         sides = {"image": embedded.images, "text": embedded.texts}
         variances = {name: float(side.total_variance.mean()) for name, side in sides.items()}
     return Measured(
-        score if isinstance(score, str) else score.name,
-        embedded.images.n,
-        embedded.texts.n,
-        figures(ranks),
-        ranks,
-        None if values is None else _recall_by_uncertainty(ranks, values),
-        variances,
-        options.uncertainty,
+        score if isinstance(score, str) else score.name, embedded.images.n, embedded.texts.n, figures(ranks), ranks,
+        None if values is None else _recall_by_uncertainty(ranks, values), variances, options.uncertainty,
         None if sampled is None else protocols.samples_of(sampled),
-    )
+    )  # fmt: skip
 
 
 def _recall_by_uncertainty(ranks: BenchmarkRanks, values: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
@@ -219,8 +212,7 @@ def _recall_by_uncertainty(ranks: BenchmarkRanks, values: dict[str, dict[str, fl
             if "recall@1" in of.ground_truth.metrics:
                 ids, single = of.per_query(["recall@1"])
                 uncertainty = np.array([values[direction][i] for i in ids])
-                own = RecallByUncertainty.of(uncertainty, single["recall@1"])
-                found.setdefault(name, {})[direction] = vars(own)
+                found.setdefault(name, {})[direction] = vars(RecallByUncertainty.of(uncertainty, single["recall@1"]))
     return found
 
 
@@ -305,8 +297,7 @@ def measure_scores(
     if scores.shape != (len(images), len(texts)):
         turned = scores.shape == (len(texts), len(images))
         of_truth = "those of the ground truth"
-        images_are = f"{len(images)} images ({image_ids or of_truth})"
-        there = f"{images_are} and {len(texts)} texts ({text_ids or of_truth})"
+        there = f"{len(images)} images ({image_ids or of_truth}) and {len(texts)} texts ({text_ids or of_truth})"
         found = f"{path} is {scores.shape[0]} by {scores.shape[1]}, but there are {there}"
         way = ". The matrix is texts by images: write it transposed, np.save(FILE, scores.T)" if turned else ""
         raise UserError(f"{found}; expected {len(images)} by {len(texts)}, images by texts{way}")

@@ -141,9 +141,8 @@ def first_hits(
     population: str = "planted",
 ) -> FirstHits:
     """The probabilities of first hits in the whole of a split."""
-    seen = _seen_by(calibration, embedded, direction)
     (asked,) = _galleries(as_numpy(distance), as_numpy(match), direction, len(distance), 1, np.random.default_rng(0))
-    p, y = _hits(calibration, asked, direction, population, seen)
+    p, y = _hits(calibration, asked, direction, population, _seen_by(calibration, embedded, direction))
     queries = asked.queries[asked.match.any(1)] if population == "planted" else asked.queries
     return FirstHits(p[:, 0], y[:, 0], queries, direction)
 
@@ -236,20 +235,13 @@ def hit_figures(p: np.ndarray, y: np.ndarray, direction: Direction, n_gallery: i
     constant = rate * (1 - rate)
     perfect = simulated_calibration_errors(p, p)
     return HitFigures(
-        direction=direction,
-        n_gallery=n_gallery,
-        hits=hits,
-        n=len(p),
-        rate=rate,
-        mean_probability=float(p.mean()),
-        ece=expected_calibration_error(p, y),
-        ece_by_chance=float(perfect.mean()),
+        direction=direction, n_gallery=n_gallery, hits=hits, n=len(p), rate=rate, mean_probability=float(p.mean()),
+        ece=expected_calibration_error(p, y), ece_by_chance=float(perfect.mean()),
         ece_perfect_most=float(np.quantile(perfect, 1 - _UNSURE)),
         ece_off_least=min(float(np.quantile(simulated_calibration_errors(p, off), _UNSURE)) for off in _off(p)),
-        log_loss=log_loss(p, y),
-        brier_skill=1 - brier_score(p, y) / constant if constant else 0.0,
+        log_loss=log_loss(p, y), brier_skill=1 - brier_score(p, y) / constant if constant else 0.0,
         auroc=auroc(p, y.astype(bool)) if constant else None,
-    )
+    )  # fmt: skip
 
 
 def _off(p: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -189,9 +189,8 @@ def read_qrels(path: str | Path, judge: str = IMPORTED) -> list[Judgement]:
     """The verdicts of a TREC qrels file. A relevance above 0 is yes, 0 is no, and below 0 nobody judged."""
     found, when = [], now()
     for number, line in _lines(Path(path)):
-        columns = line.split()
         try:
-            query, _, item, relevance = columns
+            query, _, item, relevance = line.split()
             grade = int(relevance)
         except ValueError as error:
             expected = "four columns, QUERY 0 ITEM RELEVANCE, with a whole number at the end"
@@ -271,9 +270,8 @@ def sample_hits(hits: Sequence[ShownHit], n: int, *, seed: int = 0) -> list[Show
 
     Paper: Ohlsson, "Coordination of samples using permanent random numbers", 1995.
     """
-    names = _strata(hits, n)
     members = defaultdict[str, list[ShownHit]](list)
-    for hit, name in zip(hits, names, strict=True):
+    for hit, name in zip(hits, _strata(hits, n), strict=True):
         members[name].append(hit)
     numbers = _allocated({name: len(own) for name, own in members.items()}, n)
     found = [
@@ -347,8 +345,7 @@ def judged_figures(
         statistics["calibration_error"], chance = _calibration(p, yes, weight)
     found = bootstrap(statistics, len(known), n_resamples=n_resamples, seed=seed, groups=groups)
     found = dict.fromkeys(("said", "excess", "calibration_error"), _NONE) | found
-    judged = len(known) / len(hits)
-    return JudgedFigures(len(known), len(ranked), judged, **found, calibration_error_by_chance=chance)
+    return JudgedFigures(len(known), len(ranked), len(known) / len(hits), **found, calibration_error_by_chance=chance)
 
 
 def _calibration(p: np.ndarray, yes: np.ndarray, weight: np.ndarray) -> tuple[Statistic, float]:

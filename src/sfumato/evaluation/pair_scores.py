@@ -123,17 +123,10 @@ def audit_pairs(
     of_texts = _Side(found.distance[back], found.rank[back], found.near, found.near_distance)
     reference = (of_images.reference(image) + of_texts.reference(text)) / 2
     listed = ListedScores(
-        image,
-        text,
-        of_images.distance,
-        of_images.distance - reference,
-        of_images.rank,
-        of_texts.rank,
-        of_images.near[image, 0],
-        of_texts.near[text, 0],
-        of_images.near_distance[image, 0],
+        image, text, of_images.distance, of_images.distance - reference, of_images.rank, of_texts.rank,
+        of_images.near[image, 0], of_texts.near[text, 0], of_images.near_distance[image, 0],
         of_texts.near_distance[text, 0],
-    )
+    )  # fmt: skip
     return listed, _missing(of_images, of_texts, relevance, wording)
 
 
@@ -192,8 +185,7 @@ def _side(
     k = min(NEIGHBOURS, gallery.n)
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     for start, block in distance_blocks(queries, gallery, distance, memory_mb=memory_mb):
-        rows = np.arange(start, start + len(block))
-        own = ground_truth.select_queries(rows)
+        own = ground_truth.select_queries(np.arange(start, start + len(block)))
         at = tuple(like(i, block) for i in (own.query_of_item, own.indices))
         listed = as_numpy(block[at]).astype(np.float64)
         rank = _among_unlisted(relevant_ranks(block, own), own)

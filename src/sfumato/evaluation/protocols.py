@@ -180,21 +180,14 @@ def evaluate_retrieval(
         by_uncertainty = {d: vars(RecallByUncertainty.of(values[d], hits[d])) for d in sides}
     has = other.counts > 0
     return Evaluation(
-        distance=chosen.name,
-        n_images=images.n,
-        n_texts=texts.n,
-        i2t=metrics["i2t"],
-        t2i=metrics["t2i"],
-        rsum=sum(of[f"recall@{k}"] for of in metrics.values() for k in (1, 5, 10)),
-        t2i_by_kind=t2i_by_kind,
-        i2t_by_kind=i2t_by_kind,
-        uncertainty=by_uncertainty,
+        distance=chosen.name, n_images=images.n, n_texts=texts.n, i2t=metrics["i2t"], t2i=metrics["t2i"],
+        rsum=sum(of[f"recall@{k}"] for of in metrics.values() for k in (1, 5, 10)), t2i_by_kind=t2i_by_kind,
+        i2t_by_kind=i2t_by_kind, uncertainty=by_uncertainty,
         multiplicity=_multiplicity(values["t2i"][has], other.counts[has]) if by_uncertainty else None,
         total_variance={name: float(e.total_variance.mean()) for name, e in (("image", images), ("text", texts))},
         chance={direction: chance_metrics(q.relevance) for direction, q in sides.items()},
-        uncertainty_measure=uncertainty,
-        samples=samples_of(chosen),
-    )
+        uncertainty_measure=uncertainty, samples=samples_of(chosen),
+    )  # fmt: skip
 
 
 def table_rows(evaluation: Evaluation) -> list[tuple[str, dict[str, float]]]:

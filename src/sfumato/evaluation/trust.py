@@ -174,22 +174,16 @@ def measure_trust(
     Raises:
         ValueError: sizes do not fit, or no query has a true item.
     """
-    ranks = rank_relevant(queries, gallery, relevance, matching.oriented_distance)
-    found_by = per_query_metrics(ranks, relevance)
+    found_by = per_query_metrics(rank_relevant(queries, gallery, relevance, matching.oriented_distance), relevance)
     hit = found_by["recall@1"]
     kept = np.flatnonzero(~np.isnan(hit))
     if not len(kept):
         raise ValueError("measure_trust: no query has a true item; check that ids of images and texts fit together")
     scene = _Scene(
-        queries=queries[kept],
-        gallery=gallery,
-        relevance=relevance.select_queries(kept),
-        matching=matching,
-        estimators=estimators,
-        hit=hit[kept],
-        groups=None if groups is None else groups[kept],
+        queries=queries[kept], gallery=gallery, relevance=relevance.select_queries(kept), matching=matching,
+        estimators=estimators, hit=hit[kept], groups=None if groups is None else groups[kept],
         resampling=Resampling(n_resamples, level, seed),
-    )
+    )  # fmt: skip
     by_chance = chance_metrics(relevance)
     recalls = {name: float(np.nanmean(found_by[name])) for name in by_chance.keys() & found_by}
     scores = scene.estimate(scene.queries)
@@ -203,17 +197,12 @@ def measure_trust(
     figures = {n: {f: found[f"{n}/{f}"] for f in FIGURES if f"{n}/{f}" in found} for n in scores}
     bins = {n: RecallByUncertainty.of(average_ranks(u), scene.hit).bins for n, u in informative.items()}
     return DirectionTrust(
-        n_queries=len(kept),
-        n_gallery=gallery.n,
-        recall=found["recall"],
-        chance=by_chance["recall@1"],
-        above_chance=beats_chance(recalls, by_chance, min(len(kept), gallery.n)),
-        risk_best=found["best"],
-        right_pairs=_right_pairs(scene),
-        n_out_of_gallery=n_removed,
+        n_queries=len(kept), n_gallery=gallery.n, recall=found["recall"], chance=by_chance["recall@1"],
+        above_chance=beats_chance(recalls, by_chance, min(len(kept), gallery.n)), risk_best=found["best"],
+        right_pairs=_right_pairs(scene), n_out_of_gallery=n_removed,
         estimators={n: {f: i for f, i in values.items() if i.value is not None} for n, values in figures.items()},
         deciles={n: [b["recall"] for b in of] for n, of in bins.items()},
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -141,14 +141,10 @@ class PairBlock:
             rows = slice(k * self.image.n // parts, (k + 1) * self.image.n // parts)
             columns = slice(k * self.text.n // parts, (k + 1) * self.text.n // parts)
             yield replace(
-                self,
-                image=self.image[rows],
-                text=self.text[columns],
-                match_i2t=label_rows(self.match_i2t, rows),
-                match_t2i=label_rows(self.match_t2i, columns),
-                first_image=self.first_image + rows.start,
+                self, image=self.image[rows], text=self.text[columns], match_i2t=label_rows(self.match_i2t, rows),
+                match_t2i=label_rows(self.match_t2i, columns), first_image=self.first_image + rows.start,
                 first_text=self.first_text + columns.start,
-            )
+            )  # fmt: skip
 
 
 class MatchLoss(nn.Module, ABC):

@@ -12,19 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
-from sfumato.losses.base import (
-    FREE_SCALE,
-    LossOptions,
-    LossOutput,
-    MatchLoss,
-    PairBlock,
-    option,
-    or_start,
-    sum_of_terms,
-    vib_loss,
-    vib_of_block,
-    whole_batch,
-)
+from sfumato.losses import base
 from sfumato.losses.tiles import PairTerms, Tile, Tiles, matched_rows, pair_sums
 from sfumato.matching import match_logit
 
@@ -35,16 +23,16 @@ NO_POSITIVE = "infonce_loss: no pair of the batch matches; InfoNCE needs at leas
 
 
 @dataclass(frozen=True)
-class InfoNCEOptions(LossOptions):
+class InfoNCEOptions(base.LossOptions):
     """InfoNCE with a learnable temperature.
 
     Attributes: each field states its default, its meaning and its range.
     """
 
-    distance: str = option("squared_l2", "name of the distance; any differentiable one")
-    logit_scale: float = option(5.0, "initial scale; 1 on squared_l2 is a temperature of 0.5 on the cosine", gt=0)
-    largest_scale: float = option(0.0, LARGEST_SCALE, ge=0)
-    free_scale: bool = option(False, FREE_SCALE)
+    distance: str = base.option("squared_l2", "name of the distance; any differentiable one")
+    logit_scale: float = base.option(5.0, "initial scale; 1 on squared_l2 is a temperature of 0.5 on the cosine", gt=0)
+    largest_scale: float = base.option(0.0, LARGEST_SCALE, ge=0)
+    free_scale: bool = base.option(False, base.FREE_SCALE)
 
 
 def infonce_loss(
@@ -54,7 +42,7 @@ def infonce_loss(
     options: InfoNCEOptions = InfoNCEOptions(),
     *,
     logit_scale: Tensor | float | None = None,
-) -> LossOutput:
+) -> base.LossOutput:
     r"""Softmax cross-entropy over the batch in both directions, averaged.
 
     A row's target distribution is its labels divided by their sum, so several positives have equal probabilities; rows
@@ -76,15 +64,15 @@ def infonce_loss(
     Raises:
         ValueError: no pair of the batch matches.
     """
-    distance, label = whole_batch(options, image, text, match, "infonce_loss")
-    logit, terms = match_logit(distance, or_start(logit_scale, options.logit_scale), 0.0), {}
+    distance, label = base.whole_batch(options, image, text, match, "infonce_loss")
+    logit, terms = match_logit(distance, base.or_start(logit_scale, options.logit_scale), 0.0), {}
     for name, x, y in (("i2t", logit, label), ("t2i", logit.T, label.T)):
         total = y.sum(1)
         if not total.any():
             raise ValueError(NO_POSITIVE)
         x, y, total = x[total > 0], y[total > 0], total[total > 0]
         terms[name] = -(y / total.unsqueeze(1) * x.log_softmax(1)).sum(1).mean() / 2
-    return sum_of_terms(terms)
+    return base.sum_of_terms(terms)
 
 
 class _CrossEntropies(PairTerms):
@@ -126,7 +114,7 @@ class _CrossEntropies(PairTerms):
         return gradient
 
 
-class InfoNCELoss(MatchLoss):
+class InfoNCELoss(base.MatchLoss):
     """:func:`infonce_loss` with a learnable scale."""
 
     options: InfoNCEOptions
@@ -136,11 +124,11 @@ class InfoNCELoss(MatchLoss):
         super().__init__(options)
         self.logits.logit_bias.requires_grad_(False)
 
-    def counts(self, block: PairBlock) -> Tensor:
+    def counts(self, block: base.PairBlock) -> Tensor:
         """The number of images, and of texts, that have a match. See :meth:`MatchLoss.counts`."""
         return torch.stack([matched_rows(match).sum() for match in (block.match_i2t, block.match_t2i)]).double()
 
-    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def part(self, block: base.PairBlock, counts: Tensor, *, epoch: int | None = None) -> base.LossOutput:
         """See :meth:`MatchLoss.part`."""
         if not counts.all():
             raise ValueError(NO_POSITIVE)
@@ -150,7 +138,7 @@ class InfoNCELoss(MatchLoss):
             sums = pair_sums(self.distance, image, text, sums_of, logits=self.logits, max_pairs=block.max_pairs)
             for axis, total in zip(axes, sums, strict=True):
                 terms["t2i" if axis else "i2t"] = total / (2 * counts[axis].to(total.dtype))
-        return sum_of_terms(terms)
+        return base.sum_of_terms(terms)
 
 
 def log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
@@ -162,9 +150,16 @@ def log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
 
     x (n, d), y (n, d) -> (n, d).
     """
-    x, y = _checked(x, y, "log_inclusion")
+    if x.mean.shape != y.mean.shape or x.dtype != y.dtype or x.device != y.device:
+        first, second = (f"{tuple(e.mean.shape)} {e.dtype} on {e.device}" for e in (x, y))
+        raise ValueError(
+            f"log_inclusion: x is {first} and y is {second}; both must have the same n, d, dtype and device"
+        )
+    x, y = (e.to(accumulation_dtype(e.dtype)) for e in (x, y))
     log_v = torch.logaddexp(x.log_var, y.log_var + math.log(2))
-    return -math.log(2 * math.pi) - (x.log_var + log_v) / 2 - _over(x, y, log_v)
+    # Divided before squaring: small variances do not overflow.
+    over = ((x.mean - y.mean) * (-log_v / 2).exp()).square()
+    return -math.log(2 * math.pi) - (x.log_var + log_v) / 2 - over
 
 
 def inclusion_test(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
@@ -208,35 +203,21 @@ def inclusion_losses(inner: GaussianEmbedding, outer: GaussianEmbedding, *, scal
     return -functional.logsigmoid(scale * inclusion_test(inner, outer)).mean(1)
 
 
-def _over(x: GaussianEmbedding, y: GaussianEmbedding, log_v: Tensor) -> Tensor:
-    """(n, d) squared differences of the means over v, divided before squaring: small variances do not overflow."""
-    return ((x.mean - y.mean) * (-log_v / 2).exp()).square()
-
-
-def _checked(x: GaussianEmbedding, y: GaussianEmbedding, who: str) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-    """Both in the dtype of the sums."""
-    if x.mean.shape != y.mean.shape or x.dtype != y.dtype or x.device != y.device:
-        first, second = (f"{tuple(e.mean.shape)} {e.dtype} on {e.device}" for e in (x, y))
-        raise ValueError(f"{who}: x is {first} and y is {second}; both must have the same n, d, dtype and device")
-    dtype = accumulation_dtype(x.dtype)
-    return x.to(dtype), y.to(dtype)
-
-
 @dataclass(frozen=True)
-class ProLIPOptions(LossOptions):
+class ProLIPOptions(base.LossOptions):
     """ProLIP: the sigmoid loss of SigLIP on the logits of Gaussians, with inclusion.
 
     Attributes: each field states its default, its meaning and its range.
     """
 
-    beta: float = option(1e-4, "weight of the information bottleneck; 0 leaves it out, as points need", ge=0)
-    inclusion_weight: float = option(
+    beta: float = base.option(1e-4, "weight of the information bottleneck; 0 leaves it out, as points need", ge=0)
+    inclusion_weight: float = base.option(
         0.0,
         "weight of the inclusion of images in their texts; 0 leaves it out, as points need; 1e-7 as published",
         ge=0,
     )
-    logit_scale: float = option(5.0, "initial scale; 5 and a bias of 0 are ProLIP's scale 10 and bias -10", gt=0)
-    logit_bias: float = option(0.0, "initial bias of the match logits")
+    logit_scale: float = base.option(5.0, "initial scale; 5 and a bias of 0 are ProLIP's scale 10 and bias -10", gt=0)
+    logit_bias: float = base.option(0.0, "initial bias of the match logits")
 
 
 def prolip_loss(
@@ -247,7 +228,7 @@ def prolip_loss(
     *,
     logit_scale: Tensor | float | None = None,
     logit_bias: Tensor | float | None = None,
-) -> LossOutput:
+) -> base.LossOutput:
     r"""match + inclusion_weight * inclusion(image in text) + beta * (vib_image + vib_text).
 
     The match term (PPCL) is the binary cross-entropy of the logits, summed over all pairs and divided by the mean of n
@@ -274,8 +255,10 @@ def prolip_loss(
     Returns:
         The loss with its weighted terms and statistics.
     """
-    distance, label = whole_batch(options, image, text, match, "prolip_loss")
-    logit = match_logit(distance, or_start(logit_scale, options.logit_scale), or_start(logit_bias, options.logit_bias))
+    distance, label = base.whole_batch(options, image, text, match, "prolip_loss")
+    logit = match_logit(
+        distance, base.or_start(logit_scale, options.logit_scale), base.or_start(logit_bias, options.logit_bias)
+    )
     cross_entropy = functional.binary_cross_entropy_with_logits(logit, label, reduction="sum")
     terms = {"match": 2 * cross_entropy / (image.n + text.n)}
     if options.inclusion_weight:
@@ -283,21 +266,21 @@ def prolip_loss(
         losses = inclusion_losses(image[rows], text[columns])
         terms["inclusion"] = options.inclusion_weight * losses.sum() / max(len(losses), 1)
     if options.beta:
-        terms["vib"] = options.beta * (vib_loss(image) + vib_loss(text))
-    return sum_of_terms(terms)
+        terms["vib"] = options.beta * (base.vib_loss(image) + base.vib_loss(text))
+    return base.sum_of_terms(terms)
 
 
-class ProLIPLoss(MatchLoss):
+class ProLIPLoss(base.MatchLoss):
     """:func:`prolip_loss` with learnable logits."""
 
     options: ProLIPOptions
     Options = ProLIPOptions
 
-    def counts(self, block: PairBlock) -> Tensor:
+    def counts(self, block: base.PairBlock) -> Tensor:
         """See :meth:`MatchLoss.counts`."""
         return block.n_positives()
 
-    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def part(self, block: base.PairBlock, counts: Tensor, *, epoch: int | None = None) -> base.LossOutput:
         """See :meth:`MatchLoss.part`."""
         options = self.options
         logit = self.logits(self.distance.matrix(block.image, block.texts))
@@ -312,5 +295,5 @@ class ProLIPLoss(MatchLoss):
             terms["inclusion"] = options.inclusion_weight * losses.sum() / pairs
             stats["included"] = (inner.log_var < outer.log_var).sum() / (pairs * inner.d)
         if options.beta:
-            terms["vib"] = options.beta * vib_of_block(block)
-        return sum_of_terms(terms, stats)
+            terms["vib"] = options.beta * base.vib_of_block(block)
+        return base.sum_of_terms(terms, stats)

@@ -21,19 +21,7 @@ from sfumato.distances.distance import (
     squared_l2_product,
 )
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, reparametrised
-from sfumato.losses.base import (
-    FREE_SCALE,
-    LossOptions,
-    LossOutput,
-    MatchLoss,
-    PairBlock,
-    check_match,
-    option,
-    or_start,
-    sum_of_terms,
-    vib_loss,
-    vib_of_block,
-)
+from sfumato.losses import base
 from sfumato.losses.tiles import dense_labels
 from sfumato.matching import match_logit
 
@@ -44,26 +32,28 @@ Sigmoid = Literal["plain", "compressed"]
 
 
 @dataclass(frozen=True)
-class PCMEOptions(LossOptions):
+class PCMEOptions(base.LossOptions):
     """PCME: soft contrastive loss of sampled match probabilities, bottleneck, uniformity.
 
     Attributes: each field states its default, its meaning and its range.
     """
 
-    distance: str = option("csd", "distance to rank by; the loss compares samples by Euclidean distance")
-    n_samples: int = option(7, "number of samples of each embedding", ge=1)
-    sigmoid: Sigmoid = option("plain", "plain, or compressed: the released sigmoid(2 logit)")  # noqa: RUF009
-    beta: float = option(
+    distance: str = base.option("csd", "distance to rank by; the loss compares samples by Euclidean distance")
+    n_samples: int = base.option(7, "number of samples of each embedding", ge=1)
+    sigmoid: Sigmoid = base.option("plain", "plain, or compressed: the released sigmoid(2 logit)")  # noqa: RUF009
+    beta: float = base.option(
         1e-4,
         "weight of the information bottleneck; 0 leaves it out, as points need; COCO's released 1e-5 is 8e-5 here",
         ge=0,
     )
-    uniformity_weight: float = option(
+    uniformity_weight: float = base.option(
         0.0, "weight of the uniformity of all samples; 0 leaves it out; CUB's published 10 is 4.4e-4 here", ge=0
     )
-    logit_scale: float = option(5.0, "initial scale of the match logits; 15 in the paper for COCO, 5 for CUB", gt=0)
-    logit_bias: float = option(5.0, "initial bias of the match logits; 15 in the paper for COCO, 5 for CUB")
-    free_scale: bool = option(False, FREE_SCALE)
+    logit_scale: float = base.option(
+        5.0, "initial scale of the match logits; 15 in the paper for COCO, 5 for CUB", gt=0
+    )
+    logit_bias: float = base.option(5.0, "initial bias of the match logits; 15 in the paper for COCO, 5 for CUB")
+    free_scale: bool = base.option(False, base.FREE_SCALE)
 
 
 def pcme_loss(
@@ -76,7 +66,7 @@ def pcme_loss(
     logit_bias: Tensor | float | None = None,
     step: int = 0,
     noise: tuple[Tensor, Tensor] | None = None,
-) -> LossOutput:
+) -> base.LossOutput:
     r"""2 * match + beta * (vib_image + vib_text) + uniformity_weight * uniformity.
 
         p = 1/s^2 sum_jk sigmoid(b - a ||z_i^j - z_l^k||)
@@ -106,18 +96,18 @@ def pcme_loss(
     Raises:
         ValueError: the noise has another shape.
     """
-    label = dense_labels(check_match(image, text, match, "pcme_loss"))
+    label = dense_labels(base.check_match(image, text, match, "pcme_loss"))
     noise = _sampled_noise(image, text, options, step) if noise is None else noise
     for name, e, z in zip(("images", "texts"), (image, text), noise, strict=True):
         if z.ndim != 3 or (len(z), z.shape[2]) != (e.n, e.d):
             shape = f"({e.n}, n_samples, {e.d})"
             raise ValueError(f"pcme_loss: noise of {name} must have shape {shape}, got {tuple(z.shape)}")
     x, y = (reparametrised(e.to(accumulation_dtype(e.dtype)), z) for e, z in zip((image, text), noise, strict=True))
-    logits = or_start(logit_scale, options.logit_scale), or_start(logit_bias, options.logit_bias)
+    logits = base.or_start(logit_scale, options.logit_scale), base.or_start(logit_bias, options.logit_bias)
     likelihood = _log_likelihood(x, y, label, options, *logits)
     terms = {"match": -2 * likelihood.mean()}
     if options.beta:
-        terms["vib"] = options.beta * (vib_loss(image) + vib_loss(text))
+        terms["vib"] = options.beta * (base.vib_loss(image) + base.vib_loss(text))
     if options.uniformity_weight:
         samples = [reparametrised(e.to(torch.float64), z) for e, z in zip((image, text), noise, strict=True)]
         z = torch.cat([x.flatten(0, 1) for x in samples])
@@ -125,7 +115,7 @@ def pcme_loss(
         exponent = (-2 * squared_l2_product(z, z)).masked_fill(itself, -torch.inf)
         uniformity = exponent.logsumexp((0, 1)) - math.log(len(z) * (len(z) - 1))
         terms["uniformity"] = options.uniformity_weight * uniformity.to(likelihood.dtype)
-    return sum_of_terms(terms)
+    return base.sum_of_terms(terms)
 
 
 def _sampled_noise(
@@ -159,7 +149,7 @@ def _log_likelihood(
 
 
 def _own_and_all(
-    block: PairBlock, noise: tuple[Tensor, Tensor], dtype: torch.dtype
+    block: base.PairBlock, noise: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Samples of the block's images and texts, then of all images and all texts; equal items have equal samples."""
     own_image = noise[0][block.first_image : block.first_image + block.image.n]
@@ -169,7 +159,9 @@ def _own_and_all(
     return (image, text), (images, texts)
 
 
-def _reduced_exponents(block: PairBlock, noise: tuple[Tensor, Tensor], reduce: Callable[[Tensor], Tensor]) -> Tensor:
+def _reduced_exponents(
+    block: base.PairBlock, noise: tuple[Tensor, Tensor], reduce: Callable[[Tensor], Tensor]
+) -> Tensor:
     """(k,) values of reduce, (r, c, s, s') exponents -2 ||z - z'||^2 of the block's and of all samples -> (r, c).
 
     A sample with itself has the exponent -inf. Exponents reach thousands and their differences matter, hence float64.
@@ -194,7 +186,7 @@ def _reduced_exponents(block: PairBlock, noise: tuple[Tensor, Tensor], reduce: C
     return torch.cat(parts)
 
 
-class PCMELoss(MatchLoss):
+class PCMELoss(base.MatchLoss):
     """:func:`pcme_loss` with learnable logits.
 
     Samples depend only on ``step``, a buffer that :meth:`advance` increments after every training step
@@ -231,7 +223,7 @@ class PCMELoss(MatchLoss):
         factor = SIGMOIDS[self.options.sigmoid]
         return factor * scale**2 / (2 * bias), factor * bias / 2
 
-    def counts(self, block: PairBlock) -> Tensor:
+    def counts(self, block: base.PairBlock) -> Tensor:
         """Number of pairs, and with uniformity the logarithm of the sum of the exponentials.
 
         See :meth:`MatchLoss.counts`.
@@ -247,7 +239,7 @@ class PCMELoss(MatchLoss):
         """Pairs add up, and so do the exponentials of the uniformity's logarithms. See :meth:`MatchLoss.combine`."""
         return torch.cat([counts[:, :1].sum(0), counts[:, 1:].logsumexp(0)])
 
-    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def part(self, block: base.PairBlock, counts: Tensor, *, epoch: int | None = None) -> base.LossOutput:
         """See :meth:`MatchLoss.part`."""
         options, noise = self.options, self._noise(block)
         (own_image, _), (_, texts) = _own_and_all(block, noise, accumulation_dtype(block.images.dtype))
@@ -255,14 +247,14 @@ class PCMELoss(MatchLoss):
         likelihood = _log_likelihood(own_image, texts, block.match_i2t, options, *logits)
         terms = {"match": -2 * likelihood.sum() / counts[0].to(likelihood.dtype)}
         if options.beta:
-            terms["vib"] = options.beta * vib_of_block(block)
+            terms["vib"] = options.beta * base.vib_of_block(block)
         if options.uniformity_weight:
             samples = sum(x.shape[0] * x.shape[1] for x in noise)
             # The block's fraction of the whole sum; its gradient is that of the logarithm of the whole sum.
             part = _reduced_exponents(block, noise, lambda x: (x - counts[1]).exp().sum((2, 3))).sum()
             value = part.detach() * (counts[1] - math.log(samples * (samples - 1))) + (part - part.detach())
             terms["uniformity"] = options.uniformity_weight * value.to(likelihood.dtype)
-        return sum_of_terms(terms)
+        return base.sum_of_terms(terms)
 
-    def _noise(self, block: PairBlock) -> tuple[Tensor, Tensor]:
+    def _noise(self, block: base.PairBlock) -> tuple[Tensor, Tensor]:
         return _sampled_noise(block.images, block.texts, self.options, int(self.step))

@@ -8,19 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.losses.base import (
-    FREE_SCALE,
-    LossOptions,
-    LossOutput,
-    MatchLoss,
-    PairBlock,
-    option,
-    or_start,
-    sum_of_terms,
-    vib_loss,
-    vib_sums,
-    whole_batch,
-)
+from sfumato.losses import base
 from sfumato.losses.contrastive import LARGEST_SCALE, InfoNCELoss, InfoNCEOptions, infonce_loss
 from sfumato.losses.tiles import PairTerms, Tile, Tiles, pair_sums
 from sfumato.matching import match_logit
@@ -30,23 +18,23 @@ VIB_LIMIT = 1e4
 
 
 @dataclass(frozen=True)
-class PCMEPPOptions(LossOptions):
+class PCMEPPOptions(base.LossOptions):
     """PCME++: match loss, pseudo-positives, information bottleneck.
 
     Attributes: each field states its default, its meaning and its range.
     """
 
-    alpha: float = option(0.1, "weight of the pseudo-positive terms; 0 leaves them out", ge=0)
-    beta: float = option(1e-4, "weight of the information bottleneck; 0 leaves it out, as points need", ge=0)
-    logit_scale: float = option(5.0, "initial scale of the match logits", gt=0)
-    logit_bias: float = option(5.0, "initial bias of the match logits")
-    free_scale: bool = option(False, FREE_SCALE)
-    pseudo_positives_from: int = option(0, "first epoch (0-based) with the pseudo-positive terms", ge=0)
-    infonce_weight: float = option(0.0, "weight of an additional InfoNCE loss of the means; 0 leaves it out", ge=0)
-    infonce_scale: float = option(
+    alpha: float = base.option(0.1, "weight of the pseudo-positive terms; 0 leaves them out", ge=0)
+    beta: float = base.option(1e-4, "weight of the information bottleneck; 0 leaves it out, as points need", ge=0)
+    logit_scale: float = base.option(5.0, "initial scale of the match logits", gt=0)
+    logit_bias: float = base.option(5.0, "initial bias of the match logits")
+    free_scale: bool = base.option(False, base.FREE_SCALE)
+    pseudo_positives_from: int = base.option(0, "first epoch (0-based) with the pseudo-positive terms", ge=0)
+    infonce_weight: float = base.option(0.0, "weight of an additional InfoNCE loss of the means; 0 leaves it out", ge=0)
+    infonce_scale: float = base.option(
         5.0, "initial scale of the InfoNCE loss; learnt apart from that of the match logits", gt=0
     )
-    infonce_largest_scale: float = option(0.0, LARGEST_SCALE, ge=0)
+    infonce_largest_scale: float = base.option(0.0, LARGEST_SCALE, ge=0)
 
 
 def pseudo_positives(distance: Tensor, match: Tensor) -> Tensor:
@@ -60,8 +48,7 @@ def pseudo_positives(distance: Tensor, match: Tensor) -> Tensor:
     distance (n, m), match (n, m) -> (n, m).
     """
     label, ground_truth = match.detach().max(dim=1, keepdim=True)
-    closer = distance.detach() <= distance.detach().gather(1, ground_truth)
-    return torch.where(closer, label, match.detach())
+    return torch.where(distance.detach() <= distance.detach().gather(1, ground_truth), label, match.detach())
 
 
 def pcmepp_loss(
@@ -74,7 +61,7 @@ def pcmepp_loss(
     logit_bias: Tensor | float | None = None,
     infonce_scale: Tensor | float | None = None,
     epoch: int | None = None,
-) -> LossOutput:
+) -> base.LossOutput:
     r"""2 * match + alpha * (pseudo_i2t + pseudo_t2i) + beta * (vib_image + vib_text) [+ InfoNCE].
 
     The match and pseudo-positive terms are binary cross-entropies of the logits, averaged over all n * m pairs. The
@@ -98,21 +85,22 @@ def pcmepp_loss(
     Returns:
         The loss with its weighted terms and statistics.
     """
-    distance, label = whole_batch(options, image, text, match, "pcmepp_loss")
-    logit = match_logit(distance, or_start(logit_scale, options.logit_scale), or_start(logit_bias, options.logit_bias))
+    distance, label = base.whole_batch(options, image, text, match, "pcmepp_loss")
+    logit = match_logit(
+        distance, base.or_start(logit_scale, options.logit_scale), base.or_start(logit_bias, options.logit_bias)
+    )
     cross_entropy = functools.partial(functional.binary_cross_entropy_with_logits, logit)
     terms = {"match": 2 * cross_entropy(label)}
     if options.alpha and (epoch is None or epoch >= options.pseudo_positives_from):
         raised = pseudo_positives(distance, label), pseudo_positives(distance.T, label.T).T
         terms["pseudo_positive"] = options.alpha * (cross_entropy(raised[0]) + cross_entropy(raised[1]))
     if options.beta:
-        kept = [vib for vib in map(vib_loss, (image, text)) if vib <= VIB_LIMIT]
+        kept = [vib for vib in map(base.vib_loss, (image, text)) if vib <= VIB_LIMIT]
         terms["vib"] = options.beta * sum(kept, torch.zeros_like(logit[0, 0]))
     if options.infonce_weight:
-        scale = options.infonce_scale if infonce_scale is None else infonce_scale
-        beside = infonce_loss(image, text, match, logit_scale=scale).terms
+        beside = infonce_loss(image, text, match, logit_scale=base.or_start(infonce_scale, options.infonce_scale)).terms
         terms |= {f"infonce_{name}": options.infonce_weight * term for name, term in beside.items()}
-    return sum_of_terms(terms)
+    return base.sum_of_terms(terms)
 
 
 class _CrossEntropies(PairTerms):
@@ -171,15 +159,14 @@ class _CrossEntropies(PairTerms):
         return torch.maximum(closer.mul_(largest), tile.label)
 
 
-def _bottleneck(block: PairBlock, sums: Tensor) -> tuple[Tensor, Tensor]:
+def _bottleneck(block: base.PairBlock, sums: Tensor) -> tuple[Tensor, Tensor]:
     """(() the block's part of both modalities' bottlenecks, () the number of modalities that are left out)."""
     sizes = [x.n * x.d for x in (block.images, block.texts)]
-    ignored = [total / size > VIB_LIMIT for total, size in zip(sums, sizes, strict=True)]
-    number, kept = torch.stack(ignored), []
+    number, kept = torch.stack([total / size > VIB_LIMIT for total, size in zip(sums, sizes, strict=True)]), []
     for x, skip, size in zip((block.image, block.text), number, sizes, strict=True):
         if skip:  # Omitted terms are not computed, because 0 times an infinite gradient would be NaN.
             x = GaussianEmbedding(x.mean.masked_fill(skip, 0), x.log_var.masked_fill(skip, 0))
-        kept.append(vib_sums(x).sum() / size)
+        kept.append(base.vib_sums(x).sum() / size)
     return kept[0] + kept[1], number.sum()
 
 
@@ -187,7 +174,7 @@ def _cross_entropy(logit: Tensor, label: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logit, label, reduction="sum")
 
 
-class PCMEPPLoss(MatchLoss):
+class PCMEPPLoss(base.MatchLoss):
     """:func:`pcmepp_loss` with learnable logits, for blocks of any size."""
 
     options: PCMEPPOptions
@@ -199,18 +186,18 @@ class PCMEPPLoss(MatchLoss):
         beside = InfoNCEOptions(logit_scale=scale, largest_scale=largest)
         self.infonce = InfoNCELoss(beside) if self.options.infonce_weight else None
 
-    def counts(self, block: PairBlock) -> Tensor:
+    def counts(self, block: base.PairBlock) -> Tensor:
         """The number of pairs; with a bottleneck both modalities' sums, to test VIB_LIMIT; those of InfoNCE.
 
         See :meth:`MatchLoss.counts`.
         """
         values = [torch.tensor(float(block.match_i2t.numel()))]
         if self.options.beta:
-            values += [vib_sums(x).detach().double().sum() for x in (block.image, block.text)]
+            values += [base.vib_sums(x).detach().double().sum() for x in (block.image, block.text)]
         own = torch.stack([value.double().to(block.match_i2t.device) for value in values])
         return own if self.infonce is None else torch.cat([own, self.infonce.counts(block)])
 
-    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+    def part(self, block: base.PairBlock, counts: Tensor, *, epoch: int | None = None) -> base.LossOutput:
         """See :meth:`MatchLoss.part`."""
         terms, stats = self._cross_entropies(block, counts[0], epoch)
         if self.options.beta:
@@ -220,10 +207,10 @@ class PCMEPPLoss(MatchLoss):
         if self.infonce is not None:
             beside = self.infonce.part(block, counts[-2:])
             terms |= {f"infonce_{name}": self.options.infonce_weight * term for name, term in beside.terms.items()}
-        return sum_of_terms(terms, stats)
+        return base.sum_of_terms(terms, stats)
 
     def _cross_entropies(
-        self, block: PairBlock, pairs: Tensor, epoch: int | None
+        self, block: base.PairBlock, pairs: Tensor, epoch: int | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Terms and statistics of the logits."""
         options = self.options

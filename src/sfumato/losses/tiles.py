@@ -209,8 +209,7 @@ class _PairSums(torch.autograd.Function):
     @staticmethod
     def forward(terms: PairTerms, max_pairs: int, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         tiles = Tiles(tensors, terms.labels, max_pairs)
-        sums = terms.of_tiles(tiles)
-        return sums.to(tensors[0].dtype), tiles.whole
+        return terms.of_tiles(tiles).to(tensors[0].dtype), tiles.whole
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:

@@ -68,18 +68,15 @@ def triplet_loss(
 
 
 def hinges(
-    distances: tuple[Tensor, Tensor],
-    labels: tuple[Tensor, Tensor],
-    positives: Tensor,
-    options: TripletOptions,
-    epoch: int | None,
+    distances: tuple[Tensor, Tensor], block: PairBlock, positives: Tensor, options: TripletOptions, epoch: int | None
 ) -> LossOutput:
-    """The hinges of images and of texts, over the number of positive pairs. distances, labels (r, m), positives ()."""
+    """The hinges of images and of texts, over the number of positive pairs. distances (r, m), positives ()."""
     if not positives > 0:
         raise ValueError("triplet_loss: no pair of the batch matches; a triplet needs at least one positive")
     mining: Mining = "sum" if epoch is not None and epoch < options.sum_epochs else options.mining
     positives = positives.to(distances[0].dtype)
     terms, active = {}, torch.zeros_like(positives)
+    labels = block.match_i2t, block.match_t2i
     for name, distance, label in zip(("i2t", "t2i"), distances, labels, strict=True):
         total, number = _direction(distance, label >= 0.5, options.margin, mining)
         terms[name], active = total / positives, active + number
@@ -112,8 +109,7 @@ class TripletLoss(MatchLoss):
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :meth:`MatchLoss.part`."""
-        labels = block.match_i2t, block.match_t2i
-        return hinges(block.distances(self.distance), labels, counts[0], self.options, epoch)
+        return hinges(block.distances(self.distance), block, counts[0], self.options, epoch)
 
 
 GAMMA = 0.5
@@ -175,17 +171,13 @@ def pvse_loss(
     return PVSELoss(options).forward(image, text, match, epoch=epoch)
 
 
-def _kernel(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
-    return (-GAMMA * squared_l2_matrix(x, y)).exp()
-
-
 def _mmd(block: PairBlock, k: int) -> Tensor:
     """() the contribution of a block's rows of the three kernels; rows between images and texts have weight 1/2."""
     own, everything = (block.image, block.text), (block.images, block.texts)
     parts = []
     for side in (0, 1):
         for other in (0, 1):
-            kernel = _kernel(_single(own[side], k), _single(everything[other], k))
+            kernel = (-GAMMA * squared_l2_matrix(_single(own[side], k), _single(everything[other], k))).exp()
             mean = kernel.sum() / (everything[side].n * everything[other].n * k**2)
             parts.append(mean if side == other else -mean)
     return torch.stack(parts).sum()
@@ -193,12 +185,10 @@ def _mmd(block: PairBlock, k: int) -> Tensor:
 
 def _diversities(x: GaussianEmbedding, k: int) -> Tensor:
     """(n,) 1/K^2 || U U^T - I ||_F; its gradient at 0 is 0."""
-    mean = x.mean.to(accumulation_dtype(x.dtype))
-    unit = functional.normalize(mean.unflatten(1, (k, x.d // k)), dim=-1)
+    unit = functional.normalize(x.mean.to(accumulation_dtype(x.dtype)).unflatten(1, (k, x.d // k)), dim=-1)
     cosine = (unit.unsqueeze(1) * unit.unsqueeze(2)).sum(-1)
     others = cosine.masked_fill(torch.eye(k, dtype=torch.bool, device=cosine.device), 0)
-    norm: Tensor = torch.linalg.vector_norm(others, dim=(1, 2))
-    return norm / k**2
+    return torch.linalg.vector_norm(others, dim=(1, 2)) / k**2
 
 
 def _single(x: GaussianEmbedding, k: int) -> GaussianEmbedding:
@@ -316,8 +306,8 @@ class DAALoss(TripletLoss):
 
     def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
         """See :meth:`MatchLoss.part`."""
-        sides = block.distances(self.distance), (block.match_i2t, block.match_t2i)
-        triplet = hinges(*sides, counts[0], self.options, epoch)
-        i2t, t2i = (_disagreement(d, y) for d, y in zip(*sides, strict=True))
+        distances = block.distances(self.distance)
+        triplet = hinges(distances, block, counts[0], self.options, epoch)
+        i2t, t2i = _disagreement(distances[0], block.match_i2t), _disagreement(distances[1], block.match_t2i)
         asp = self.options.asp_weight * (i2t / block.images.n + t2i / block.texts.n)
         return sum_of_terms({**triplet.terms, "asp": asp}, triplet.stats)

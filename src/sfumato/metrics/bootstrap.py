@@ -128,8 +128,7 @@ def on_all(statistic: Statistic, n: int) -> float:
 def average_ranks(x: np.ndarray) -> np.ndarray:
     """Ranks from 0; equal values get the mean of their ranks. x (n,) -> (n,)."""
     _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return (ends - (counts + 1) / 2)[which]
+    return (np.cumsum(counts) - (counts + 1) / 2)[which]
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:

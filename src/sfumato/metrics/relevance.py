@@ -146,9 +146,8 @@ class Relevance:
         counts = self.counts[index]
         indptr = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         within = np.arange(indptr[-1]) - np.repeat(indptr[:-1], counts)
-        indices = self.indices[np.repeat(self.indptr[index], counts) + within]
         outside = None if self.n_outside is None else self.n_outside[index]
-        return Relevance(indptr, indices, self.n_gallery, outside)
+        return Relevance(indptr, self.indices[np.repeat(self.indptr[index], counts) + within], self.n_gallery, outside)
 
     def select_gallery(self, index: np.ndarray) -> "Relevance":
         """Select the gallery items at some distinct positions, renumbered in this order.

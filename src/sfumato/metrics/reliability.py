@@ -223,13 +223,9 @@ class Reliability:
         """
         p, y = (values.astype(np.float64) for values in _arrays("Reliability.of", probability, match))
         return cls(
-            tuple(reliability_curve(p, y, n_bins=n_bins)),
-            expected_calibration_error(p, y),
-            calibration_error_by_chance(p),
-            len(p),
-            float(p.mean()),
-            float(y.mean()),
-        )
+            tuple(reliability_curve(p, y, n_bins=n_bins)), expected_calibration_error(p, y),
+            calibration_error_by_chance(p), len(p), float(p.mean()), float(y.mean()),
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return (

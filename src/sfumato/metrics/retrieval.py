@@ -224,8 +224,7 @@ def per_query_metrics(
     at = {name: _k_of(name) for name in names}
     n, counts, totals, query = relevance.n_queries, relevance.counts, relevance.totals, relevance.query_of_item
     has, found = totals > 0, counts > 0
-    order = np.lexsort((ranks, query))
-    ranks = ranks[order]
+    ranks = ranks[np.lexsort((ranks, query))]
     best = np.where(has, np.inf, np.nan)
     best[found] = ranks[relevance.indptr[:-1][found]]
     if depth is not None:

@@ -69,15 +69,10 @@ def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float
     """One side of a model."""
     section = config.image if side == "image" else config.text
     context = BuildContext(
-        dim=config.dim,
-        variance=config.variance,
-        feature_dropout=config.feature_dropout,
-        token_dropout=token_dropout if encoder_drops else 0.0,
-        cache=cache_folder(),
-        tokenizer=assets.tokenizer,
-        description=assets.encoders.get(side),
-        trained=assets.trained,
-    )
+        dim=config.dim, variance=config.variance, feature_dropout=config.feature_dropout,
+        token_dropout=token_dropout if encoder_drops else 0.0, cache=cache_folder(), tokenizer=assets.tokenizer,
+        description=assets.encoders.get(side), trained=assets.trained,
+    )  # fmt: skip
     processor, encoder = encoder_entry(side, section.kind).build(section, context)
     pooling = ("first" if side == "image" else "last") if config.pooling == "token" else config.pooling
     given = {f.name: dict(config)[f.name] for f in fields(HeadOptions) if f.name in ModelConfig.model_fields}
@@ -166,8 +161,7 @@ def save_state(
                     numbers[f"{i}/{key}"] = value
     detached = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     # A single entry, because the order of several differs between processes, so files of equal runs would differ.
-    metadata = {"state": json.dumps({"about": about, "optimiser": numbers})}
-    write_atomically(path, safetensors_bytes(detached, metadata))
+    write_atomically(path, safetensors_bytes(detached, {"state": json.dumps({"about": about, "optimiser": numbers})}))
 
 
 def load_state(

@@ -10,16 +10,8 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from sfumato.arrays import as_numpy, sigmoid, smallest
+from sfumato.calibration import logits
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
-from sfumato.calibration.logits import (
-    N_NEAREST,
-    N_REFERENCE,
-    ConditionalLogits,
-    NearestItems,
-    PairLogits,
-    Population,
-    ReferenceQueries,
-)
 from sfumato.calibration.query_scores import QueryScores, conformal_radius
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
@@ -61,7 +53,7 @@ class _HeldOut:
         return np.stack([self.hub[first], self.isolation[queries]], axis=1)
 
     def seen_by(
-        self, reference: ReferenceQueries | None, queries: GaussianEmbedding, items: GaussianEmbedding
+        self, reference: logits.ReferenceQueries | None, queries: GaussianEmbedding, items: GaussianEmbedding
     ) -> "_HeldOut":
         """The same with the view of reference queries, if there are any."""
         if reference is None:
@@ -98,8 +90,8 @@ class _Split:
         self,
         images: np.ndarray,
         texts: np.ndarray,
-        population: Population,
-        reference: Mapping[Direction, ReferenceQueries],
+        population: logits.Population,
+        reference: Mapping[Direction, logits.ReferenceQueries],
         seed: int,
     ) -> dict[Direction, _HeldOut]:
         """The chosen images and texts as held-out queries, with galleries of several sizes.
@@ -133,7 +125,7 @@ def calibrate_split(
     split: str,
     max_pairs: int = 4_000_000,
     max_queries: int = 5_000,
-    population: Population = "planted",
+    population: logits.Population = "planted",
     reference: Sides | None = None,
     of_images: np.ndarray | None = None,
     seed: int = 0,
@@ -150,7 +142,7 @@ def calibrate_split(
     images, texts = queries_of(data, of_images)
     pairs = whole.of("i2t", _sample(images, max(1, max_pairs // whole.texts.n), seed))
     d, match = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    base = PairLogits.of_pairs(d, match)
+    base = logits.PairLogits.of_pairs(d, match)
     seen_by = _reference_queries(reference, distance, seed)
     asking = (_sample(images, max_queries, seed), _sample(texts, max_queries, seed))
     queries = whole.queries(*asking, population, seen_by, seed)
@@ -177,13 +169,13 @@ def queries_of(data: PairData, of_images: np.ndarray | None = None) -> tuple[np.
     return np.sort(of_images), texts[(here > 0) & (here == everywhere)]
 
 
-def _reference_queries(reference: Sides | None, distance: str, seed: int) -> dict[Direction, ReferenceQueries]:
+def _reference_queries(reference: Sides | None, distance: str, seed: int) -> dict[Direction, logits.ReferenceQueries]:
     """By direction, if there are enough queries and the distance is not sampled."""
-    found = dict[Direction, ReferenceQueries]()
+    found = dict[Direction, logits.ReferenceQueries]()
     sides: dict[Direction, GaussianEmbedding] = {} if reference is None else {"i2t": reference[0], "t2i": reference[1]}
     for direction, queries in sides.items():
         if queries.n >= _FEWEST_REFERENCE and not get_distance(distance).sampled:
-            found[direction] = ReferenceQueries.of(queries, distance, direction, seed=seed)
+            found[direction] = logits.ReferenceQueries.of(queries, distance, direction, seed=seed)
     return found
 
 
@@ -196,14 +188,17 @@ def _set_sizes(queries: _HeldOut, scores: QueryScores) -> dict[str, float]:
 
 
 def _hits(
-    queries: _HeldOut, logit: Callable[[np.ndarray], np.ndarray], population: Population, of_distances: QueryScores
-) -> tuple[QueryScores, ConditionalLogits]:
+    queries: _HeldOut,
+    logit: Callable[[np.ndarray], np.ndarray],
+    population: logits.Population,
+    of_distances: QueryScores,
+) -> tuple[QueryScores, logits.ConditionalLogits]:
     """The logits of hits given the nearest items, and the scores by them of each half by the fit on the other."""
     halves = [_nearest_items(queries, half, logit, population) for half in (False, True)]
     sizes = [int((queries.half == half).sum()) for half in (False, True)]
     both = zip(halves, sizes, strict=True)
-    of_false, of_true = (ConditionalLogits.fit(items, n_queries=n, population=population) for items, n in both)
-    fitted = ConditionalLogits.fit([*halves[0], *halves[1]], n_queries=sum(sizes), population=population)
+    of_false, of_true = (logits.ConditionalLogits.fit(items, n_queries=n, population=population) for items, n in both)
+    fitted = logits.ConditionalLogits.fit([*halves[0], *halves[1]], n_queries=sum(sizes), population=population)
     pairs = ((of_false, halves[1]), (of_true, halves[0]))
     bare = [(replace(fit, first=None), other) for fit, other in pairs]
     with_first, without = (sum(fit.first_hit_loss(other) for fit, other in chosen) for chosen in (pairs, bare))
@@ -223,13 +218,13 @@ def _hits(
 
 def _nearest(logit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The logits of the nearest items of each query, descending, and their places. logit (q, m) -> (q, k)."""
-    nearest, place = smallest(-logit, N_NEAREST)
+    nearest, place = smallest(-logit, logits.N_NEAREST)
     return -nearest, place
 
 
 def _nearest_items(
-    queries: _HeldOut, half: bool, logit: Callable[[np.ndarray], np.ndarray], population: Population
-) -> list[NearestItems]:
+    queries: _HeldOut, half: bool, logit: Callable[[np.ndarray], np.ndarray], population: logits.Population
+) -> list[logits.NearestItems]:
     """The nearest items of the queries of one half in each of their galleries."""
     found: list[list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]] = [[] for _ in queries.galleries]
     for at, distance, match in queries.numbered():
@@ -242,7 +237,7 @@ def _nearest_items(
             seen = queries.reference(at[0] + rows, columns[place[:, 0]])
             parts.append((nearest, match[rows[:, None], columns[place]], seen))
     return [
-        NearestItems(
+        logits.NearestItems(
             np.concatenate([z for z, _, _ in parts]),
             np.concatenate([y for _, y, _ in parts]),
             int(items.sum()),
@@ -272,9 +267,9 @@ def calibrate_run(
     """
     if split == "train":
         raise UserError("a run cannot be calibrated on the split that it was trained on; give another, such as val")
-    if population not in get_args(Population):
-        raise UserError(f"unknown queries {population!r}; known: {', '.join(get_args(Population))}")
-    run, queries = load_run(folder, device=device), cast(Population, population)
+    if population not in get_args(logits.Population):
+        raise UserError(f"unknown queries {population!r}; known: {', '.join(get_args(logits.Population))}")
+    run, queries = load_run(folder, device=device), cast(logits.Population, population)
     if split == "val" and run.recipe.data.held_out_wordings and "val" not in load_splits(run.recipe.data, Problems()):
         split = WORDINGS  # All images train: their other texts validate.
     of_training = run.training_calibration is not None
@@ -286,17 +281,13 @@ def calibrate_run(
     return calibration
 
 
-def _calibrate_run(run: Run, split: str, population: Population, file: str) -> Calibration:
+def _calibrate_run(run: Run, split: str, population: logits.Population, file: str) -> Calibration:
     """Calibrate a run on a split, and write the file into its folder."""
     prepared = load_split(run.model, run.recipe.data, split)
     calibration = calibrate_split(
-        embed_split(run.model, prepared),
-        prepared.data,
-        run.distance,
-        split=split,
-        population=population,
+        embed_split(run.model, prepared), prepared.data, run.distance, split=split, population=population,
         reference=None if file == TRAINING_CALIBRATION else embed_reference(run.model, run.recipe.data),
-    )
+    )  # fmt: skip
     calibration.save(run.folder / file)
     return calibration
 
@@ -307,9 +298,9 @@ def embed_reference(model: TwoTowers, config: DataConfig, *, split: str = "train
     data = load_splits(config, problems).get(split)
     if data is None:
         return None
-    some = data.keep_images(some_positions(len(data.image_ids), N_REFERENCE, seed))
+    some = data.keep_images(some_positions(len(data.image_ids), logits.N_REFERENCE, seed))
     prepared = prepare_split(model, some, problems, f"reference ({split})")
-    texts = some_positions(len(prepared.data.text_ids), N_REFERENCE, seed)
+    texts = some_positions(len(prepared.data.text_ids), logits.N_REFERENCE, seed)
     return model.image.embed(prepared.images), model.text.embed(prepared.texts, texts)
 
 

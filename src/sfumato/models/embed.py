@@ -337,14 +337,9 @@ def evaluate_model(
     embedded = embedded or embed_for_evaluation(model, data, split, process_group=process_group)
     (ground_truth,) = embedded.ground_truths
     return evaluate_retrieval(
-        embedded.images,
-        embedded.texts,
-        ground_truth.i2t,
-        distance=chosen,
-        text_kinds=embedded.text_kinds,
-        rank=process_group.rank_relevant,
-        uncertainty=options.uncertainty,
-    )
+        embedded.images, embedded.texts, ground_truth.i2t, distance=chosen, text_kinds=embedded.text_kinds,
+        rank=process_group.rank_relevant, uncertainty=options.uncertainty,
+    )  # fmt: skip
 
 
 def write_figures(run: Run, name: str, figures: Mapping[str, Any]) -> Path:

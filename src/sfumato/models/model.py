@@ -45,11 +45,10 @@ class UnfamiliarTexts:
         cls, texts: Sequence[str], pieces: Pieces, *, false_alarms: float = 0.05, seed: int = 0
     ) -> "UnfamiliarTexts":
         """Fit on training texts against as many made-up ones, half of random letters and half pronounceable."""
-        random = np.random.default_rng(seed)
         spelt = [text for text in texts if _WORD.search(text)]
         if len(spelt) < 100:
             raise ValueError(f"UnfamiliarTexts: needs 100 texts with words, got {len(spelt)}")
-        chosen = [spelt[i] for i in random.permutation(len(spelt))[:5000]]
+        chosen = [spelt[i] for i in np.random.default_rng(seed).permutation(len(spelt))[:5000]]
         made_up = nonsense(len(chosen), seed=seed)
         x = np.concatenate([_numbers(chosen, pieces), _numbers(made_up, pieces)])
         y = np.repeat([0.0, 1.0], [len(chosen), len(made_up)])

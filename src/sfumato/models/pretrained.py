@@ -200,12 +200,9 @@ def pcmepp_training(
 
 
 _ANCHORS = (
-    "img_enc.backbone.conv1.weight",
-    "img_enc.backbone.positional_embedding",
-    "img_enc.image_encoder.fc.weight",
-    "txt_enc.backbone.token_embedding.weight",
-    "txt_enc.backbone.positional_embedding",
-)
+    "img_enc.backbone.conv1.weight", "img_enc.backbone.positional_embedding", "img_enc.image_encoder.fc.weight",
+    "txt_enc.backbone.token_embedding.weight", "txt_enc.backbone.positional_embedding",
+)  # fmt: skip
 
 _TRAINING = {
     "image.encoder.": "img_enc.backbone.",
@@ -292,14 +289,9 @@ def load_pretrained(
         layout = build(config, read_checkpoint(folder / WEIGHTS), _finder(tokenizer, folder), name)
     layout.model.load_state_dict(layout.state)
     return Model(
-        model=layout.model.to(device).eval(),
-        distance=layout.distance,
-        logit_scale=layout.logit_scale,
-        logit_bias=layout.logit_bias,
-        source=name,
-        kind=what,
-        sampled_logits=layout.sampled_logits,
-    )
+        model=layout.model.to(device).eval(), distance=layout.distance, logit_scale=layout.logit_scale,
+        logit_bias=layout.logit_bias, source=name, kind=what, sampled_logits=layout.sampled_logits,
+    )  # fmt: skip
 
 
 def download(name: str) -> Path:
@@ -321,8 +313,7 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
     """Read the config.json of a complete model."""
     for needed in (CONFIG, WEIGHTS):
         if not (folder / needed).is_file():
-            index = (folder / "manifest.json").is_file()
-            if index:
+            if (folder / "manifest.json").is_file():
                 raise UserError(f"{where} holds an index or embeddings, not a model; give the folder of the model")
             expected = f"expected a run, or a published model with its {CONFIG} and {WEIGHTS}"
             raise UserError(f"{where}: no {needed} in it; {expected}")

@@ -139,8 +139,7 @@ def check_tensors(tensors: Mapping[str, Any], expected: Shapes, where: str) -> N
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         found = f"{len(wrong)} tensors do not fit the {len(expected)} expected ones: {'; '.join(wrong[:3])}{more}"
-        way = "Check that the file is complete and that the configuration belongs to it"
-        raise UserError(f"{where}: {found}. {way}")
+        raise UserError(f"{where}: {found}. Check that the file is complete and that the configuration belongs to it")
 
 
 def renamed(
@@ -188,16 +187,11 @@ def _submodule(model: DualEncoder, name: str) -> nn.Module | None:
 
 
 _RELEASED = {
-    "embeddings.patch_embedding": "conv1",
-    "embeddings.class_embedding": "class_embedding",
-    "embeddings.position_embedding.weight": "positional_embedding",
-    "embeddings.token_embedding": "token_embedding",
-    "norm_in": "ln_pre",
-    "layer_norm": "ln_",
-    "self_attn.out_proj": "attn.out_proj",
-    "mlp.fc1": "mlp.c_fc",
+    "embeddings.patch_embedding": "conv1", "embeddings.class_embedding": "class_embedding",
+    "embeddings.position_embedding.weight": "positional_embedding", "embeddings.token_embedding": "token_embedding",
+    "norm_in": "ln_pre", "layer_norm": "ln_", "self_attn.out_proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc",
     "mlp.fc2": "mlp.c_proj",
-}
+}  # fmt: skip
 """Name in a transformer here -> name in OpenAI's CLIP, replaced in this order."""
 
 
@@ -259,17 +253,15 @@ class Sizes:
     ) -> clip.ClipImageEncoder:
         """An encoder of images of these sizes with random weights."""
         backbone = self._backbone("clip_vision_model", patch_size=self.patch, image_size=self.size)
-        description = {"backbone": backbone, "pixel_mean": mean, "pixel_std": std}
         config = clip.ClipImageConfig(variance_blocks=variance_blocks, final_norm=final_norm)
-        return clip.clip_image_encoder(config, description=description)
+        return clip.clip_image_encoder(config, description={"backbone": backbone, "pixel_mean": mean, "pixel_std": std})
 
     def text_encoder(self, variance_blocks: int) -> clip.ClipTextEncoder:
         """An encoder of texts of these sizes with random weights."""
         own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
         own |= {"vocab_size": self.vocabulary, "max_position_embeddings": self.context}
-        backbone = self._backbone("clip_text_model", **own)
         config = clip.ClipTextConfig(variance_blocks=variance_blocks)
-        return clip.clip_text_encoder(config, description={"backbone": backbone})
+        return clip.clip_text_encoder(config, description={"backbone": self._backbone("clip_text_model", **own)})
 
 
 class ConfigSection:
@@ -315,14 +307,10 @@ class ConfigSection:
         if not heads or width % heads:
             raise UserError(f"{self.name}: width {width} cannot be divided among {heads} heads")
         return Sizes(
-            width=width,
-            blocks=self.number("layers", 12),
-            heads=heads,
-            inner=int(width * float(self.given.get("mlp_ratio") or 4.0)),
-            quick_gelu=self.quick_gelu,
-            epsilon=float((self.given.get("norm_kwargs") or {}).get("eps", 1e-5)),
-            **own,
-        )
+            width=width, blocks=self.number("layers", 12), heads=heads,
+            inner=int(width * float(self.given.get("mlp_ratio") or 4.0)), quick_gelu=self.quick_gelu,
+            epsilon=float((self.given.get("norm_kwargs") or {}).get("eps", 1e-5)), **own,
+        )  # fmt: skip
 
 
 def embedding_size(config: Mapping[str, Any], where: str) -> int:

@@ -162,10 +162,9 @@ def join_process_group(
     choose_device: "Callable[[int], torch.device]", timeout_minutes: float
 ) -> Iterator[ProcessGroup]:
     """The processes that torchrun has started, or this one alone without torchrun."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
     process_group = alone(device)
-    if size == 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield process_group
         return
     import torch

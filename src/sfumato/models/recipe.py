@@ -25,21 +25,10 @@ from sfumato.files import LAST, MODEL, RECIPE, recipe_folder, write_atomically
 from sfumato.ids import Side
 from sfumato.imports import HOW, import_own, load_plugins
 from sfumato.losses import LOSSES
-from sfumato.models.sections import (
-    AugmentConfig,
-    LossConfig,
-    LossSection,
-    ModelConfig,
-    OptimConfig,
-    Section,
-    TrainConfig,
-    UnknownLossConfig,
-    VarianceStageConfig,
-    loss_config,
-)
+from sfumato.models import sections
 
 
-class Recipe(Section):
+class Recipe(sections.Section):
     """A complete run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
@@ -50,12 +39,12 @@ class Recipe(Section):
     """files (.py, relative to the recipe) or modules that register losses, distances and others of your own; `sfumato
     train` imports them"""
     data: DataConfig = DataConfig()
-    model: ModelConfig = ModelConfig()
-    loss: LossSection = loss_config("pcmepp", LOSSES["pcmepp"].Options).model_validate({})
-    augment: AugmentConfig = AugmentConfig()
-    optim: OptimConfig = OptimConfig()
-    train: TrainConfig = TrainConfig()
-    variance_stage: VarianceStageConfig = VarianceStageConfig()
+    model: sections.ModelConfig = sections.ModelConfig()
+    loss: sections.LossSection = sections.loss_config("pcmepp", LOSSES["pcmepp"].Options).model_validate({})
+    augment: sections.AugmentConfig = sections.AugmentConfig()
+    optim: sections.OptimConfig = sections.OptimConfig()
+    train: sections.TrainConfig = sections.TrainConfig()
+    variance_stage: sections.VarianceStageConfig = sections.VarianceStageConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -64,7 +53,7 @@ class Recipe(Section):
         allowed = isinstance(values, dict) and (values.get("imports") or (info.context or {}).get("of_run"))
         loss = values.get("loss") if allowed else None
         if isinstance(loss, dict) and isinstance(loss.get("name"), str) and loss["name"] not in LOSSES:
-            return values | {"loss": UnknownLossConfig.model_validate(loss)}
+            return values | {"loss": sections.UnknownLossConfig.model_validate(loss)}
         return values
 
     @model_validator(mode="after")
@@ -129,48 +118,29 @@ def is_of_run(path: Path) -> bool:
 
 
 _GONE: tuple[tuple[str, str, Any], ...] = (
-    ("augment.mix_whole", "", False),
-    ("data.held_out_style", "", "fluent3d"),
-    ("data.noise_file", "", ""),
-    ("data.noise_seed", "", 0),
-    ("data.shuffle_buffer", "", 10_000),
-    ("loss.inclusion_scale", "prolip", 1000.0),
-    ("loss.match_weight", "pcme", 2.0),
-    ("loss.match_weight", "pcmepp", 2.0),
-    ("loss.seed", "pcme", 0),
-    ("loss.soft_margin", "daa", False),
-    ("loss.soft_margin", "pvse", False),
-    ("loss.soft_margin", "triplet", False),
-    ("loss.temperature", "daa", 0.02),
-    ("model.image.architecture", "resnet", "resnet-50"),
-    ("model.image.blocks", "clip", None),
-    ("model.image.depths", "resnet", None),
-    ("model.image.in_memory", "clip", False),
-    ("model.image.in_memory", "efficientnet", True),
-    ("model.image.in_memory", "resnet", False),
-    ("model.image.pretrained", "efficientnet", True),
-    ("model.image.variance_start", "", "random"),
-    ("model.image.width", "resnet", 64),
-    ("model.normalize", "", True),
-    ("model.text.blocks", "clip", None),
-    ("model.text.variance_start", "", "random"),
-    ("optim.first_stage_schedule_epochs", "", 0),
-    ("optim.step_factor", "", 0.1),
-    ("train.save_steps", "", 0),
-    ("variance_stage.n_gallery", "", 5000),
-    ("variance_stage.sides", "", "both"),
-    ("variance_stage.whiten", "", True),
+    ("augment.mix_whole", "", False), ("data.held_out_style", "", "fluent3d"), ("data.noise_file", "", ""),
+    ("data.noise_seed", "", 0), ("data.shuffle_buffer", "", 10_000), ("loss.inclusion_scale", "prolip", 1000.0),
+    ("loss.match_weight", "pcme", 2.0), ("loss.match_weight", "pcmepp", 2.0), ("loss.seed", "pcme", 0),
+    ("loss.soft_margin", "daa", False), ("loss.soft_margin", "pvse", False), ("loss.soft_margin", "triplet", False),
+    ("loss.temperature", "daa", 0.02), ("model.image.architecture", "resnet", "resnet-50"),
+    ("model.image.blocks", "clip", None), ("model.image.depths", "resnet", None),
+    ("model.image.in_memory", "clip", False), ("model.image.in_memory", "efficientnet", True),
+    ("model.image.in_memory", "resnet", False), ("model.image.pretrained", "efficientnet", True),
+    ("model.image.variance_start", "", "random"), ("model.image.width", "resnet", 64), ("model.normalize", "", True),
+    ("model.text.blocks", "clip", None), ("model.text.variance_start", "", "random"),
+    ("optim.first_stage_schedule_epochs", "", 0), ("optim.step_factor", "", 0.1), ("train.save_steps", "", 0),
+    ("variance_stage.n_gallery", "", 5000), ("variance_stage.sides", "", "both"), ("variance_stage.whiten", "", True),
     ("variance_stage.without_own", "", False),
-)
+)  # fmt: skip
 """Keys that runs of former versions state, the encoder or loss that had them ("" for all), and their value now."""
 
 
 def without_gone(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a run's recipe without keys whose value is always the same now; changed in place."""
     for key, kind, value in _GONE:
-        *sections, name = key.split(".")
+        *parts, name = key.split(".")
         section: Any = values
-        for one in sections:
+        for one in parts:
             section = section.get(one) if isinstance(section, dict) else None
         if (
             not isinstance(section, dict)
@@ -300,7 +270,7 @@ def _explain(item: Any) -> str:
 
 def _keys(model: type[BaseModel] = Recipe, prefix: str = "") -> set[str]:
     return {prefix + name for name, _ in _fields(model)} | {
-        key for name, sections in _fields(model) for section in sections for key in _keys(section, f"{prefix}{name}.")
+        key for name, parts in _fields(model) for section in parts for key in _keys(section, f"{prefix}{name}.")
     }
 
 
@@ -309,8 +279,8 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, list[type[BaseModel]]
         if field.annotation in _SIDES:
             yield name, [entry.config for entry in ENCODERS[_SIDES[field.annotation]].values()]
             continue
-        if field.annotation is LossConfig:
-            yield name, [loss_config(key, loss.Options) for key, loss in LOSSES.items()]
+        if field.annotation is sections.LossConfig:
+            yield name, [sections.loss_config(key, loss.Options) for key, loss in LOSSES.items()]
             continue
         options = [field.annotation, *get_args(field.annotation)]
         yield name, [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
@@ -346,5 +316,4 @@ def find_recipe(name: str) -> Path:
 
 def recipe_summary(file: Traversable) -> str:
     """The short description of a recipe."""
-    first = file.read_text(encoding="utf-8").splitlines()[0]
-    return first.lstrip("# ").strip()
+    return file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ").strip()

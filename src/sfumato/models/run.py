@@ -97,28 +97,18 @@ def load_run(folder: str | Path, *, device: Device = "cpu") -> Run:
     what = f"{folder / MODEL}: does not fit the model of this recipe"
     build.check_weights(folder / MODEL, recipe.model, assets, what, build.USE_ITS_OWN, "model/")
     model, loss = build.build_model(recipe.model, assets), build.build_loss(recipe, folder / MODEL)
-    unknown = isinstance(loss, build.UnknownLoss)
-    build.load_state(folder / MODEL, {"model": model} | ({} if unknown else {"loss": loss}))
+    build.load_state(folder / MODEL, {"model": model} | ({} if isinstance(loss, build.UnknownLoss) else {"loss": loss}))
     calibration = load_calibration(folder)
     logits = loss.match_logits() or (1.0, 0.0)
     scale, bias = logits if calibration is None else (calibration.logit_scale, calibration.logit_bias)
     words = folder / WORDS
     return Run(
-        model=model.to(device).eval(),
-        distance=loss.distance.name,
-        logit_scale=scale,
-        logit_bias=bias,
-        source=str(folder),
-        kind=recipe.name,
-        calibrated=calibration is not None,
-        calibration=calibration,
+        model=model.to(device).eval(), distance=loss.distance.name, logit_scale=scale, logit_bias=bias,
+        source=str(folder), kind=recipe.name, calibrated=calibration is not None, calibration=calibration,
         unfamiliar=UnfamiliarTexts.load(words) if words.is_file() and piece_counter(model) else None,
-        sampled_logits=build.sampled_logits(loss),
-        folder=folder,
-        recipe=recipe,
-        loss=loss.to(device).eval(),
+        sampled_logits=build.sampled_logits(loss), folder=folder, recipe=recipe, loss=loss.to(device).eval(),
         training_calibration=load_calibration(folder, TRAINING_CALIBRATION),
-    )
+    )  # fmt: skip
 
 
 def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | None:
@@ -305,14 +295,12 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: Device)
         get_distance(str(known["distance"]))
     except (ValidationError, KeyError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": error.args, "msg": "missing"}
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         found = f"{CONFIG} of sfumato {config['sfumato']} does not fit this version, {__version__}"
-        raise UserError(f"{folder}: {found}: {reason}") from error
+        raise UserError(f"{folder}: {found}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     tokenizer = folder / TOKENIZER
     if encoder_entry("text", model_config.text.kind).tokenizer and not tokenizer.is_file():
         raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")
-    own = read_tokenizer(tokenizer) if tokenizer.is_file() else None
-    assets = build.Assets(own, known["encoders"], trained=True)
+    assets = build.Assets(read_tokenizer(tokenizer) if tokenizer.is_file() else None, known["encoders"], trained=True)
     what = f"{folder / WEIGHTS}: does not fit its {CONFIG}"
     build.check_weights(folder / WEIGHTS, model_config, assets, what)
     model = build.build_model(model_config, assets)

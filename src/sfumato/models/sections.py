@@ -301,11 +301,9 @@ class LossConfig(Section):
         if not model.variance and distance.needs_variance:
             needs = f"loss.distance={distance.name!r} needs variances"
             raise ValueError(f"{needs}, but model.variance=false; use csd or squared_l2")
-        beta: float = getattr(self, "beta", 0.0)
-        inclusion: float = getattr(self, "inclusion_weight", 0.0)
-        if not model.variance and beta:
+        if not model.variance and getattr(self, "beta", False):
             raise ValueError("loss.beta must be 0 when model.variance=false: the bottleneck of a point is infinite")
-        if not model.variance and inclusion:
+        if not model.variance and getattr(self, "inclusion_weight", False):
             raise ValueError("loss.inclusion_weight must be 0 when model.variance=false: points have no inclusion")
         if self.name == "daa" and not data.graded:
             raise ValueError("loss.name='daa' learns from graded labels; set data.graded=true")
@@ -363,8 +361,7 @@ def loss_config(name: str, options: type[LossOptions]) -> type[LossConfig]:
     keys["name"] = (Literal[name], name)
     summary = (options.__doc__ or name).partition("\n")[0]
     title = options.__name__.replace("Options", "Config")
-    made = create_model(title, __base__=LossConfig, __doc__=summary, **keys)
-    return _loss_configs.setdefault((name, options), made)
+    return _loss_configs.setdefault((name, options), create_model(title, __base__=LossConfig, __doc__=summary, **keys))
 
 
 def _loss_section(value: Any) -> LossConfig:

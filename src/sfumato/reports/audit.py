@@ -55,8 +55,7 @@ def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
         print_wrapped(found, indent=2)
     else:
         title = f"the most suspicious listed pairs, by distance minus that of the {NEIGHBOURS} closest unlisted items"
-        headings = ["wrong", "image", "text", "closest unlisted text"]
-        print_table(title, headings, rows, left=2, running=(2, 3))
+        print_table(title, ["wrong", "image", "text", "closest unlisted text"], rows, left=2, running=(2, 3))
     first = "closest" if all(row["match_probability"] is None for row in figures["missing"]) else "most probable"
     missing = figures["missing"][:shown]
     rows = [[probability(row["match_probability"]), row["image"], clipped(row["text"])] for row in missing]

@@ -179,24 +179,15 @@ def report_model(
     images, texts = (e.to("cpu") for e in embed_split(retrieval_model.model, prepared))
     report = make_report(
         report_charts.ReportData(
-            model=name,
-            split=split,
-            images=images,
-            texts=texts,
-            relevance=pairs.relevance(),
-            distance=retrieval_model.distance,
-            logits=(retrieval_model.logit_scale, retrieval_model.logit_bias),
-            calibration=retrieval_model.calibration,
-            captions=pairs.texts,
-            image_names=pairs.image_ids,
-            thumbnail=lambda i: thumbnail(pairs.images[i]),
-            text_kinds=pairs.text_kinds,
+            model=name, split=split, images=images, texts=texts, relevance=pairs.relevance(),
+            distance=retrieval_model.distance, logits=(retrieval_model.logit_scale, retrieval_model.logit_bias),
+            calibration=retrieval_model.calibration, captions=pairs.texts, image_names=pairs.image_ids,
+            thumbnail=lambda i: thumbnail(pairs.images[i]), text_kinds=pairs.text_kinds,
             learnt_logits=None if run is None else _learnt_logits(run),
             recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
-            notes=_notes(len(problems), retrieval_model.model.image.processor.reads),
-            version=__version__,
+            notes=_notes(len(problems), retrieval_model.model.image.processor.reads), version=__version__,
         )
-    )
+    )  # fmt: skip
     write_atomically(out, report.html)
     return report
 

@@ -222,9 +222,8 @@ def _judged_pairs(
     for direction in directions:
         right = direction.first_is_right
         has = ~np.isnan(right)
-        name = f"first results, {DIRECTIONS[direction.key]}"
         first, p = direction.distances[has, 0], direction.probabilities[has, 0]
-        sets[direction.key] = (name, first, p, right[has])
+        sets[direction.key] = (f"first results, {DIRECTIONS[direction.key]}", first, p, right[has])
     return sets
 
 
@@ -364,8 +363,7 @@ def _wrong_result(
     chosen = np.array([query])
     distance, context = float(_distances(data, direction, chosen)[0, true]), direction.context[chosen]
     p = data.scorer(direction.key).match_probability(np.array([[distance]]), direction.gallery.n, context)
-    best = _match(float(p[0, 0]), distance)
-    values: dict[str, Any] = {f"true_{key}": value for key, value in best.items()}
+    values: dict[str, Any] = {f"true_{key}": value for key, value in _match(float(p[0, 0]), distance).items()}
     values["rank"] = f"{direction.best_rank(query):,}"
     if direction.key == "t2i":
         return values | {"asked": clipped(data.captions[query]), "found": thumbnails[item], "true": thumbnails[true]}

@@ -35,18 +35,11 @@ ARROWS = {"t2i": "text -> image", "i2t": "image -> text"}
 """The same on a screen."""
 
 WORDS = {
-    "total_variance": "total variance",
-    "log_det": "log volume",
-    "geometric_std": "geometric mean σ",
-    "expected_matches": "expected matches",
-    "match_entropy": "entropy, all items",
-    "top1_mismatch": "first hit mismatch",
-    "margin": "margin to second hit",
-    "nearest_mean": "distance of means",
-    "wrong_gain": "wrong, PRR",
-    "wrong_excess_aurc": "wrong E-AURC",
-    "out_of_gallery": "unanswerable, AUROC",
-}
+    "total_variance": "total variance", "log_det": "log volume", "geometric_std": "geometric mean σ",
+    "expected_matches": "expected matches", "match_entropy": "entropy, all items",
+    "top1_mismatch": "first hit mismatch", "margin": "margin to second hit", "nearest_mean": "distance of means",
+    "wrong_gain": "wrong, PRR", "wrong_excess_aurc": "wrong E-AURC", "out_of_gallery": "unanswerable, AUROC",
+}  # fmt: skip
 """Names of estimators and figures in words; others stand as they are."""
 
 
@@ -117,8 +110,7 @@ def compact_interval(value: Interval | None) -> str:
 
 def in_words(name: str) -> str:
     """The name of an estimator or a figure in words."""
-    plain = str(name).replace("_", " ").replace("auroc", "AUROC").replace("aurc", "AURC")
-    return WORDS.get(name, plain)
+    return WORDS.get(name, str(name).replace("_", " ").replace("auroc", "AUROC").replace("aurc", "AURC"))
 
 
 def short_name(figure: str) -> str:
@@ -177,13 +169,9 @@ def print_table(
             flows = k in running
             own = max(widths[k], widths[k] + width - needed) if flows else widths[k]
             table.add_column(
-                _filled(headings[k], own),
-                justify="left" if k < left or flows else "right",
-                width=None if flows else own,
-                max_width=own if flows else None,
-                no_wrap=not flows,
-                overflow="fold",
-            )
+                _filled(headings[k], own), justify="left" if k < left or flows else "right",
+                width=None if flows else own, max_width=own if flows else None, no_wrap=not flows, overflow="fold",
+            )  # fmt: skip
         for row in rows:
             table.add_row(*(row[k] for k in part))
         console = Console(width=max(width, needed), highlight=False, markup=False)
@@ -246,22 +234,10 @@ _LATEX = r"""\begin{table}
 """
 
 _TEX = {character: f"\\{character}" for character in "%&#_${}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "−": "$-$",
-    "–": "--",
-    "×": r"$\times$",
-    "²": "$^2$",
-    "→": r"$\rightarrow$",
-    "∞": r"$\infty$",
-    "†": r"$\dagger$",
-    "α": r"$\alpha$",
-    "μ": r"$\mu$",
-    "σ": r"$\sigma$",
-    "ζ": r"$\zeta$",
-}
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "−": "$-$",
+    "–": "--", "×": r"$\times$", "²": "$^2$", "→": r"$\rightarrow$", "∞": r"$\infty$", "†": r"$\dagger$",
+    "α": r"$\alpha$", "μ": r"$\mu$", "σ": r"$\sigma$", "ζ": r"$\zeta$",
+}  # fmt: skip
 
 
 def tex(text: str) -> str:
@@ -271,8 +247,7 @@ def tex(text: str) -> str:
 
 def latex(columns: str, head: str, rows: Iterable[Sequence[str]], caption: str) -> str:
     """A table for the package booktabs; head and cells are LaTeX, the caption is plain text."""
-    body = "\n".join(" & ".join(row) + r" \\" for row in rows)
-    return _LATEX % (columns, head, body, tex(caption))
+    return _LATEX % (columns, head, "\n".join(" & ".join(row) + r" \\" for row in rows), tex(caption))
 
 
 def print_search(result: dict[str, Any], *, why: bool = False) -> None:

@@ -90,17 +90,10 @@ class Augmentation:
         for rate, masked, replaced in ((self.config.text_tokens, 0.5, 0.1), (self.config.drop_words, 0.0, 0.0)):
             if rate:
                 ids, mask = augment_token_ids(
-                    ids,
-                    mask,
-                    special=self.words.special,
-                    mask_id=self.words.mask_id,
-                    vocabulary_size=self.words.tokenizer.get_vocab_size(),
-                    forbidden=self.words.forbidden,
-                    rate=rate,
-                    masked=masked,
-                    replaced=replaced,
-                    generator=generator,
-                )
+                    ids, mask, special=self.words.special, mask_id=self.words.mask_id,
+                    vocabulary_size=self.words.tokenizer.get_vocab_size(), forbidden=self.words.forbidden, rate=rate,
+                    masked=masked, replaced=replaced, generator=generator,
+                )  # fmt: skip
         return Inputs(ids, mask)
 
     def plans(self, counts: list[int], size: tuple[int, int], epoch: int, step: int) -> list[MixPlan] | None:

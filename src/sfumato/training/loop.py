@@ -88,9 +88,8 @@ def fit(recipe: Recipe, folder: str | Path, *, on_epoch: saving.OnEpoch | None =
                 line = {"epoch": epoch, **done.means(), **learner.logits()}
                 if val is not None and config.validates(epoch):
                     with learner.averaged():
-                        embedded = embed_split(learner.model, val, group)
                         chosen = learner.loss.distance, config.select, group
-                        evaluation, score = validation.validate(embedded, val, *chosen)
+                        evaluation, score = validation.validate(embed_split(learner.model, val, group), val, *chosen)
                         validation.keep_weights(training, epoch, score)
                     line |= validation.figures_of(evaluation, score)
                 line["seconds"] = time.monotonic() - started
@@ -237,10 +236,9 @@ def what_to_expect(recipe: Recipe, n: int) -> str:
 def load_start(source: str, model: DualEncoder) -> None:
     """Give a new model the weights of the model that its training starts from."""
     if source:
-        what = f"train.start={source}: does not fit the model of this recipe"
         way_out = "; take the section model of that one, or start from new weights: train.start= train.anchor=0"
         begin: Any = load_model(source, trainable=True).model
-        load_tensors(model, begin.state_dict(), what, way_out)
+        load_tensors(model, begin.state_dict(), f"train.start={source}: does not fit the model of this recipe", way_out)
 
 
 def _training_texts(recipe: Recipe, splits: dict[str, PairData]) -> Iterator[str]:
@@ -257,15 +255,10 @@ def _stream(recipe: Recipe, problems: Problems, process_group: ProcessGroup) -> 
     paths = expand_shards(recipe.data.path)
     try:
         return ShardStream(
-            paths,
-            batch_size=max(1, recipe.train.batch_size // process_group.size),
-            seed=recipe.train.seed,
-            samples_per_epoch=recipe.data.samples_per_epoch,
-            rank=process_group.rank,
-            n_processes=process_group.size,
-            problems=problems,
-            max_problem_fraction=recipe.data.max_problem_fraction,
-        )
+            paths, batch_size=max(1, recipe.train.batch_size // process_group.size), seed=recipe.train.seed,
+            samples_per_epoch=recipe.data.samples_per_epoch, rank=process_group.rank, n_processes=process_group.size,
+            problems=problems, max_problem_fraction=recipe.data.max_problem_fraction,
+        )  # fmt: skip
     except ValueError as error:
         given = f"data.samples_per_epoch={recipe.data.samples_per_epoch}, train.batch_size={recipe.train.batch_size}"
         raise UserError(f"{given}: {error}") from error

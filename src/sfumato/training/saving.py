@@ -176,8 +176,7 @@ def _forget_after(path: Path, epoch: int) -> None:
     """Remove log lines of epochs that will be run again, and a truncated last line."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
+    whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
     write_atomically(path, "".join(line for line in whole if json.loads(line)["epoch"] < epoch))
 
 

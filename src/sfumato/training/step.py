@@ -82,8 +82,7 @@ def forward_backward(
         whole = _share(leaves, slice(0, leaves[0].n), match, match.T)
         output = _divided(loss_of_block(loss, whole, epoch=epoch), process_group.size)
     else:
-        block = _share(leaves, own, *device_labels)
-        output = loss_of_block(loss, block, epoch=epoch, gather=process_group.gather_row)
+        output = loss_of_block(loss, _share(leaves, own, *device_labels), epoch=epoch, gather=process_group.gather_row)
     measured = _measured(output, leaves, labels[0], process_group)
     _check_terms(measured)
     scaler.scale(output.total).backward()
@@ -278,8 +277,7 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, factor: float) -> None:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> float:
     """Scale the gradients to a largest norm."""
-    norm = nn.utils.clip_grad_norm_(parameters, largest if largest else math.inf)
-    return float(norm)
+    return float(nn.utils.clip_grad_norm_(parameters, largest if largest else math.inf))
 
 
 class WeightAverage(nn.Module):
@@ -389,15 +387,9 @@ class Learner:
         """Compute the loss of a batch and its gradients, in place of former ones; return the measured quantities."""
         self.optimiser.zero_grad(set_to_none=True)
         return forward_backward(
-            self.model,
-            self.loss,
-            batch,
-            self.process_group,
-            epoch=epoch,
-            precision=self.precision,
-            scaler=self.scaler,
+            self.model, self.loss, batch, self.process_group, epoch=epoch, precision=self.precision, scaler=self.scaler,
             micro_batch=self.config.micro_batch,
-        )
+        )  # fmt: skip
 
     def update(self) -> dict[str, float]:
         """Make one update of the weights by their gradients; return the measured quantities."""

@@ -206,13 +206,10 @@ def _fit_variances(training: Training, calibration: Calibration | None) -> None:
     assert batches is not None  # The recipe was checked for this.
     if training.process_group.main:
         teach_variances(
-            model,
-            (batches.images, batches.texts),
-            batches.sampler.data,
-            recipe.variance_stage,
+            model, (batches.images, batches.texts), batches.sampler.data, recipe.variance_stage,
             logits=None if calibration is None else (calibration.logit_scale, calibration.logit_bias),
             seed=recipe.train.seed,
-        )
+        )  # fmt: skip
     training.process_group.copy_from_main(model)
 
 
@@ -244,8 +241,7 @@ def match_dispersion(
     w = functional.normalize(w, dim=1)
     count = torch.bincount(item, minlength=n_items)
     centre = w.new_zeros(n_items, w.shape[1]).index_add_(0, item, w[partner]) / count.clamp(min=1)[:, None]
-    dispersion = (1 - centre.square().sum(1)).clamp(min=0)
-    return torch.where(count > 0, dispersion, 0), count
+    return torch.where(count > 0, (1 - centre.square().sum(1)).clamp(min=0), 0), count
 
 
 def dispersion_loss(log_var: Tensor, dispersion: Tensor, *, floor: float = 0.02) -> Tensor:
@@ -403,13 +399,11 @@ def fit_variance_stage(
             with torch.no_grad():
                 tokens = tower.encoder(store.batch(chosen).to(device)).float()
             wanted = taught[torch.from_numpy(chosen)].to(device)
-            loss = dispersion_loss(head.log_variance(tokens), wanted, floor=config.floor)
             optimiser.zero_grad(set_to_none=True)
-            loss.backward()
+            dispersion_loss(head.log_variance(tokens), wanted, floor=config.floor).backward()
             clip_gradients(learnt, _LARGEST_GRADIENT)
             optimiser.step()
             advance(1)
     optimiser.zero_grad(set_to_none=True)
     tower.train(training)
-    total_variance = tower.embed(store, index).total_variance
-    return spearman(total_variance.numpy(), taught[torch.from_numpy(index)].numpy())
+    return spearman(tower.embed(store, index).total_variance.numpy(), taught[torch.from_numpy(index)].numpy())
