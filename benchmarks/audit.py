@@ -31,13 +31,7 @@ from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.frozen import cached_features
 from sfumato.encoders.heads import AveragePool
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
-from sfumato.evaluation.pair_scores import (
-    NEIGHBOURS,
-    ListedScores,
-    audit_pairs,
-    wrong_fraction,
-    wrong_probability,
-)
+from sfumato.evaluation.pair_scores import NEIGHBOURS, ListedScores, audit_pairs, wrong_fraction, wrong_probability
 from sfumato.files import cache_folder
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.bootstrap import Interval, Statistic, auroc, auroc_statistic, bootstrap, mean_statistic

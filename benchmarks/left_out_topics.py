@@ -130,11 +130,6 @@ def kept_captions(data: Data, fold: int | None) -> np.ndarray:
     return np.asarray(of_train[np.random.default_rng(0).permutation(len(of_train))[:2000]])
 
 
-def nearness(vectors: np.ndarray, captions: np.ndarray) -> np.ndarray:
-    """As FitsCalibration.nearness, to other captions."""
-    return np.asarray(-np.sort(-(vectors @ captions.T), axis=1)[:, : fits.N_CLOSE].mean(1))
-
-
 def lists_of(data: Data, work: Path, fold: int) -> list[Lists]:
     """The lists of a fold's model."""
     model = load_model(work / f"run-{fold}")
@@ -155,7 +150,7 @@ def lists_of(data: Data, work: Path, fold: int) -> list[Lists]:
         gallery = model.model.image.embed(features(images[own])).tensors()
         image = scorer.pair_logit(get_distance("csd").matrix(queries, gallery), REFERENCE_SIZE)
         sentences, vectors = [data.captions[i][4] for i in asked], data.vectors[asked, 4]
-        prior, near = PACKAGED.query_prior(vectors), nearness(vectors, known)
+        prior, near = PACKAGED.query_prior(vectors), -np.sort(-vectors @ known.T)[:, : fits.N_CLOSE].mean(1)
         for fraction, n in TEXTS:
             has = np.isin(range(len(own)), drawn.sample(range(len(own)), round(fraction * len(own))))
             items = texts_of(data, own, has, n)
@@ -209,15 +204,14 @@ def summary(first: np.ndarray) -> dict[str, float]:
 def refit(data: Data, work: Path, write: bool) -> dict[str, Any]:
     """Cross-fitted figures over folds; with write the constants and the captions of the package."""
     place = Path(fits.__file__).parent
-    if write:
-        kept = kept_captions(data, None)
-        np.save(place / "captions.npy", np.round(kept * 127 / np.abs(kept).max()).astype(np.int8))
     by_fold = [lists_of(data, work, f) for f in range(FOLDS)]
     every = [x for lists in by_fold for x in lists]
     others = ([x for g, lists in enumerate(by_fold) if g != f for x in lists] for f in range(FOLDS))
     own = [first_hits(fit(rest), lists) for rest, lists in zip(others, by_fold, strict=True)]
     result = {"as it is": first_hits(CONSTANTS.hit_bare, every), "fitted on the other folds": own}
     if write:
+        kept = kept_captions(data, None)
+        np.save(place / "captions.npy", np.round(kept * 127 / np.abs(kept).max()).astype(np.int8))
         lengths = (*PACKAGED.lengths[:-1], replace(CONSTANTS, hit_bare=fit(every)))
         found = asdict(replace(PACKAGED, lengths=lengths))
         (place / "fits.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -244,35 +238,25 @@ def coco_with(
     """The same of photographs with n captions, by the others of these."""
     model, column = sfumato.load("small"), {path.name: i for i, path in enumerate(paths)}
     asked, of = [c for some in captions for c in some[n:]], np.repeat(np.arange(len(paths)), 5 - n)
-    yes = fitting(
-        sentence_vectors(asked + apart), sentence_vectors([c for s in captions for c in s]).reshape(len(paths), 5, -1)
-    )
+    theirs = sentence_vectors([c for some in captions for c in some]).reshape(len(paths), 5, -1)
+    yes = fitting(sentence_vectors(asked + apart), theirs)
     yes[np.arange(len(asked)), of] = 1
     assert model.calibration is not None
-    with tempfile.TemporaryDirectory() as temporary:
-        store = GaussianCollection.create(
-            Path(temporary) / "index",
-            d=images.d,
-            calibration=model.calibration,
-            metadata={"calibrated": True, "run": "small"},
-            texts=True,
-        )
-        with store:
-            payloads = [{"captions": "\n".join(some[:n])} if n else {} for some in captions]
-            store.upsert(images, [path.name for path in paths], payloads=payloads)
-            queries = asked + apart
-            answers = store.search(model.embed_texts(queries), 10, about=QueryInfo.of_texts(queries))
+    state, make = {"calibrated": True, "run": "small"}, GaussianCollection.create
+    options: dict[str, Any] = {"d": images.d, "calibration": model.calibration, "metadata": state, "texts": True}
+    with tempfile.TemporaryDirectory() as temporary, make(Path(temporary) / "index", **options) as store:
+        store.upsert(images, [*column], payloads=[{"captions": "\n".join(some[:n])} if n else {} for some in captions])
+        answers = store.search(model.embed_texts(asked + apart), 10, about=QueryInfo.of_texts(asked + apart))
     first = np.array([[a[0].match_probability, yes[q, column[a[0].id]]] for q, a in enumerate(answers)])
-    kinds = [a.verdict.kind if a.verdict else "" for a in answers]
-    number, expected = len(asked), np.array([a.expected_matches for a in answers])
-    result: dict[str, Any] = {}
+    kinds = np.array([a.verdict.kind if a.verdict else "" for a in answers])
+    number, expected, result = len(asked), np.array([a.expected_matches for a in answers]), dict[str, Any]()
     equal = np.r_[np.random.default_rng(0).permutation(number)[:500], number + np.arange(600)[: min(number, 500)]]
     rows_of = {"describes": np.arange(number), "something else": number + np.arange(600), "half of each": equal}
     for name, rows in rows_of.items():
         result[name] = summary(first[rows]) | {
             "expected over true": round(float(expected[rows].sum() / yes[rows].sum()), 3),
-            "few or many": round(float(np.isin(np.array(kinds)[rows], ["few", "many"]).mean()), 3),
-            "nothing": round(float(np.mean(np.array(kinds)[rows] == "nothing")), 3),
+            "few or many": round(float(np.isin(kinds[rows], ["few", "many"]).mean()), 3),
+            "nothing": round(float(np.mean(kinds[rows] == "nothing")), 3),
         }
     return result
 
