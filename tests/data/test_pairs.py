@@ -11,7 +11,8 @@ from support.pairs import captions, many_to_many
 from support.pictures import write_tar
 from support.raising import raises
 
-from sfumato.data.images import FileImage, Problem, Problems, TarArchive, TarImage
+from sfumato.data.coco import TarArchive, TarImage
+from sfumato.data.images import FileImage, Problem, Problems
 from sfumato.data.pairs import PairData, PairSampler, make_pair_data
 from sfumato.data.splits import merge_equal_texts
 from sfumato.errors import UserError

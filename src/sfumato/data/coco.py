@@ -7,14 +7,16 @@ Karpathy's split files and COCO's own look alike from outside.
 
 import os
 import re
+import tarfile
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sfumato.data.images import FileImage, ImageSource, Problems, TarArchive, TarImage
+from sfumato.data.images import FileImage, ImageSource, Problems
 from sfumato.data.manifest import check_fractions, splits_of_items
 from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.errors import UserError
@@ -26,6 +28,50 @@ JsonKind = Literal["karpathy", "coco", "instances", ""]
 
 _NAME = re.compile(r"(?:.*/)?(?:COCO_(?:train|val|test)20\d\d_)?(?=\d{12}(?:\.|$))0*(\d+)(?:\.[A-Za-z0-9]{1,5})?")
 _FILE = re.compile(r"captions_(train|val)(.*)\.json")
+
+
+class TarArchive:
+    """An uncompressed tar file: one scan finds the members, and any thread can then read them by position."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            with tarfile.open(self.path, "r:") as tar:
+                self._members = {os.path.normpath(m.name): (m.offset_data, m.size) for m in tar if m.isfile()}
+        except tarfile.TarError as error:
+            reason = f"not an uncompressed tar file ({error}); unpack it, or pack it without compression"
+            raise ValueError(f"{path}: {reason}") from error
+        self._file: IO[bytes] = self.path.open("rb")
+        self._lock = threading.Lock()
+
+    def __contains__(self, member: str) -> bool:
+        return member in self._members
+
+    def read(self, member: str) -> bytes:
+        """The bytes of a member."""
+        offset, size = self._members[member]
+        with self._lock:
+            self._file.seek(offset)
+            data = self._file.read(size)
+        if len(data) < size:
+            raise OSError(f"{self.path} ends within {member}")
+        return data
+
+
+@dataclass(frozen=True)
+class TarImage:
+    """An image in a tar archive."""
+
+    archive: TarArchive  # the scanned archive
+    member: str  # its name there
+
+    @property
+    def location(self) -> str:
+        """archive!member."""
+        return f"{self.archive.path}!{self.member}"
+
+    def read_bytes(self) -> bytes:
+        return self.archive.read(self.member)
 
 
 def coco_image_id(name: str) -> str:

@@ -10,6 +10,7 @@ scripts/build_emoji.py rebuilds it.
 import json
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, get_args
@@ -17,7 +18,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from sfumato.data.images import ZipImage
 from sfumato.data.pairs import PairData, normal_wording
 from sfumato.data.splits import parse_part
 from sfumato.ids import uniform_hash
@@ -27,6 +27,26 @@ EmojiClasses = Literal["group", "subgroup"]
 
 KINDS = ("name", "tag", "subgroup", "group")
 """Kinds of texts, from the narrowest to the widest."""
+
+
+@dataclass(frozen=True)
+class ZipImage:
+    """An image in an open zip archive."""
+
+    archive: zipfile.ZipFile  # reads of one archive may come from several threads
+    member: str  # its name there
+
+    @property
+    def location(self) -> str:
+        """archive!member."""
+        return f"{self.archive.filename or 'archive'}!{self.member}"
+
+    def read_bytes(self) -> bytes:
+        try:
+            return self.archive.read(self.member)
+        except zipfile.BadZipFile as error:
+            raise OSError(f"{self.location}: {error}") from error
+
 
 _SUBGROUPS = {
     "food-prepared": "prepared food",
