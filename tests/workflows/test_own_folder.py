@@ -61,7 +61,10 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     assert sfumato.json("index", "--data", draw(pictures / "inner", "pink"), "--add", "--out", out)["n"] == 9
     index = load_index(out)
     hits = {hit.id: hit for hit in index.search("yellow", 9)}
-    assert {"holiday/yellow.png", "inner/pink.png"} <= set(hits)
+    assert {
+        hits[f"{folder}/{name}.png"].payload["folder"] == folder
+        for folder, name in (("holiday", "yellow"), ("inner", "pink"))
+    } == {True}
     assert all(index.image_of(hit) is not None for hit in hits.values())
     index.gallery.close()
     status, gone, _ = sfumato("delete", out, "red.png", "holiday/orange.png", "nothing.png", "--json")

@@ -123,6 +123,8 @@ class Item:
         if self.root is None:
             return {**describe_image(data), **self.given}
         own = file_fields(self.root, self.file, data, self.beside, problems.remark, self.shared)
+        if (begin := self.id.removesuffix(self.file)) != self.id and begin:  # The name of a further source.
+            own["folder"] = (begin + own.get("folder", "")).rstrip("/")
         return {**own, **self.given}
 
 
