@@ -18,21 +18,15 @@ FITS = FitsCalibration.packaged()
 
 def evidence(**values):
     """That of a query of three words and six items."""
-    known = {
-        "image": np.full((1, 6), -8.0),
-        "agreement": np.full((1, 6), 0.3),
-        "words": np.zeros((1, 6)),
-        "together": np.zeros((1, 6)),
-        "missing": np.full((1, 6), 3.0),
-        "n_words": np.array([3.0]),
-        "prior": np.array([-5.0]),
-    }
-    return Evidence(**(known | values))
+    each = {"image": -8.0, "agreement": 0.3, "words": 0.0, "together": 0.0, "missing": 3.0}
+    known = {name: np.full((1, 6), value) for name, value in each.items()}
+    return Evidence(**(known | {"n_words": np.array([3.0]), "prior": np.array([-5.0])} | values))
 
 
 def test_constants_survive_json_and_damaged_ones_are_refused():
     values = json.loads(json.dumps(FITS.to_json()))
-    assert FitsCalibration.from_json(values) == FITS
+    assert FitsCalibration.from_json(values) == FITS and len({id(FITS.of(n)) for n in LENGTHS}) == 3
+    assert FITS.of(0) is FITS.of(1) and FITS.of(3) is FITS.of(40)
     turned = json.loads(json.dumps(values))
     turned["lengths"][1]["hit_with"]["slope"] = -0.1
     for damaged in (turned, values | {"prior": [math.nan]}, values | {"lengths": values["lengths"][:2]}):
@@ -91,8 +85,18 @@ def test_a_hit_of_a_better_list_and_nothing():
         assert of_both[0] == pytest.approx(of_both[1])
 
 
-def test_lengths_have_their_own_constants():
-    assert FITS.of(0) is FITS.of(1) and FITS.of(3) is FITS.of(40) and len({id(FITS.of(n)) for n in (1, 2, 3)}) == 3
+def test_what_a_probability_comes_from():
+    texts, listed = np.array([[0.3, 0.3, 0.3, np.nan, np.nan, np.nan]]), np.array([[-3.0, 1.0, 0.5, 0.3, -5.0]])
+    before, near = evidence(agreement=texts, prior=np.array([-9.0])), np.array([0.5])
+    parts = FITS.of(3).why(before, listed, near)
+    changes = (
+        ("image", {"image": before.image + 1}),
+        ("texts", {"words": before.words + 0.5}),
+        ("query", {"prior": before.prior + 1}),
+    )
+    for name, change in (*changes, ("other results", {})):
+        now = FITS.of(3).why(replace(before, **change), listed + np.array([0.5, 0.5, -0.5, 0, 0]) * (not change), near)
+        assert {k for k in parts if not np.allclose(now[k], parts[k])} == {name}
 
 
 def judged(n_queries, each=6, *, shift=0.0, factor=1.0, by_words=0.0, has_texts=True, seed=0):

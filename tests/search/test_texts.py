@@ -201,23 +201,17 @@ def test_queries_without_a_text_go_by_distance_and_the_stores_stay_in_step(made,
 @pytest.mark.parametrize("target", ["fits", "listed"])
 @pytest.mark.parametrize("large", [False, True])
 def test_a_filter_takes_items_away_and_changes_no_probability(made, target, large):
-    collection, texts, dates = (
-        made[0], ("dog", "harbour at night", "a tent", "zebra"), [f"2024-{m + 1:02}" for m in range(12)],
-    )  # fmt: skip
-    if large:
-        collection.n_exact, collection.n_sample = 10, 50
-    every = asked(collection, *texts, k=60, target=target)
+    collection, dates = made[0], [f"2024-{m + 1:02}" for m in range(12)]
+    collection.n_exact, collection.n_sample = (10, 50) if large else (300, 20_000)
+    answers = lambda **how: asked(collection, "dog", "harbour at night", "a tent", "zebra", k=60, target=target, **how)
     for left in (dates, dates[3:4], random.Random(1).sample(dates, 5), dates[::2]):
-        for one, some in zip(
-            every, asked(collection, *texts, k=60, target=target, filter=Filter({"date": left})), strict=True
-        ):
+        for one, some in zip(answers(), answers(filter=Filter({"date": left})), strict=True):
             said = {hit.id: hit.match_probability for hit in one if hit.payload["date"] in left}
             found = {hit.id: hit.match_probability for hit in some if not large or hit.id in said}
-            assert found == pytest.approx({i: said[i] for i in found}, rel=1e-6) and (found or large)
-            if not large:
-                assert list(found) == list(said) and some.expected_matches == pytest.approx(
-                    sum(said.values()), rel=1e-3
-                )
+            assert found == pytest.approx({i: said[i] for i in found}, rel=1e-6) and (
+                large or list(found) == list(said)
+            )
+            assert large or some.expected_matches == pytest.approx(sum(said.values()), rel=1e-3)
             before, nothing = (each.nothing_probability or 0.0 for each in (one, some))
             assert nothing >= before
             if left is dates:
