@@ -89,12 +89,8 @@ def test_what_a_probability_comes_from():
     texts, listed = np.array([[0.3, 0.3, 0.3, np.nan, np.nan, np.nan]]), np.array([[-3.0, 1.0, 0.5, 0.3, -5.0]])
     before, near = evidence(agreement=texts, prior=np.array([-9.0])), np.array([0.5])
     parts = FITS.of(3).why(before, listed, near)
-    changes = (
-        ("image", {"image": before.image + 1}),
-        ("texts", {"words": before.words + 0.5}),
-        ("query", {"prior": before.prior + 1}),
-    )
-    for name, change in (*changes, ("other results", {})):
+    changes = {"image": {"image": before.image + 1}, "texts": {"words": before.words + 0.5}, "other results": {}}
+    for name, change in (changes | {"query": {"prior": before.prior + 1}}).items():
         now = FITS.of(3).why(replace(before, **change), listed + np.array([0.5, 0.5, -0.5, 0, 0]) * (not change), near)
         assert {k for k in parts if not np.allclose(now[k], parts[k])} == {name}
 

@@ -25,7 +25,6 @@ THINGS = ("dog", "snow", "bicycle", "running children", "a red car in the street
 OTHERS = {"anim": {"dog"}, "vehicl": {"bicycl", "car"}}
 """By stem, those of THINGS that say it, too."""
 
-
 says = lambda stems, wanted: not (OTHERS.get(wanted, set()) | {wanted}).isdisjoint(stems)
 
 

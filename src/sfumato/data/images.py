@@ -253,7 +253,7 @@ def _below(
             for item in found:
                 unwanted = why or next((one for one in exclude if fits_pattern(below + item.name, one)), "")
                 if item.name.startswith(".") or item.name.lower() in _HIDDEN:
-                    own.others["hidden"] += not unwanted
+                    own.others.update(["hidden"] * (not unwanted))
                 elif item.is_dir(follow_symlinks=False):
                     yield from _below(folder, f"{below}{item.name}/", problems, endings, exclude, unwanted)
                 elif unwanted:

@@ -235,7 +235,7 @@ class TrainConfig(Section):
     """The training loop."""
 
     epochs: PositiveInt = Field(30, description="number of epochs")
-    batch_size: int = Field(128, ge=2, description="number of pairs in a batch, over all processes")
+    batch_size: int = Field(128, ge=2, description="largest number of pairs in a batch, over all processes")
     seed: int = Field(0, ge=0, description="seed of weights, batches and augmentation")
     threads: int = Field(0, ge=0)
     """number of CPU threads; 0 leaves the choice to torch. A repeated run is bit-equal only with the same number of

@@ -280,8 +280,7 @@ class TextSearch:
         self.logits = [fits.of(len(word_stems(text))) for text in texts]
         self.prior = fits.query_prior(self.vectors)  # (q,)
         self.near = fits.nearness(self.vectors) if model == MODEL else None  # (q,)
-        passing = own.has_texts[self._passing]
-        self._silent = 1 - passing.sum() / max(1, len(passing))  # fraction of those that may be found
+        self._has = own.has_texts[self._passing]  # of those of the sample that may be found
 
     def _accepted(self, uncertainty: np.ndarray, payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
         """Positions of the items that the filter accepts."""
@@ -318,7 +317,8 @@ class TextSearch:
 
         The list of the query is made of the first n_list of them, whether they may be found or not.
         """
-        passing = self._accepted(found.uncertainty, found.payloads)
+        whole = self.sample.whole
+        passing = self._passing if whole else self._accepted(found.uncertainty, found.payloads)
         if not len(passing):
             return Ranked((), found.take([]), 0.0, 1.0)
         logits = self.logits[i]
@@ -326,13 +326,13 @@ class TextSearch:
         pair = logits.of_pairs(known)
         listed = list_features(-np.sort(-pair[:, :n_list], axis=1)[:, :N_NEAR], known.n_words, known.prior)
         logit = self._of_hits(i, items, known, pair, listed)
-        fits, rest, outside = sigmoid(logit), np.empty(0), self.sample.without(found.ids)
-        if not self.sample.whole:
-            others = self._evidence(i, self.own, usual, usual)
+        fits, rest, outside = sigmoid(logit), np.empty(0), np.empty((1, 0), bool)
+        if not whole:
+            outside, others = self.sample.without(found.ids), self._evidence(i, self.own, usual, usual)
             rest = sigmoid(self._of_hits(i, self.own, others, logits.of_pairs(others), listed))
 
         def expected(here: np.ndarray, there: np.ndarray, n: int) -> float:
-            if self.sample.whole:
+            if whole:
                 return float(fits[here].sum())
             return estimated_sums(fits[None, here], rest[None, there], outside[:, there], n)[0]
 
@@ -343,27 +343,25 @@ class TextSearch:
             everything = expected(np.arange(len(fits)), np.arange(len(rest)), self.size)
             gone = max(0.0, 1 - total / max(everything, 1e-12)) ** max(1.0, everything / max(1e-12, 1 - nothing))
             nothing = min(nothing + (1 - nothing) * gone, 1 - float(fits[passing].max()))
-        some, logit = found.take(passing.tolist()), logit[passing]
-        key = -some.distance if by_distance else logit
-        top = _highest(key, some, logit, k, functools.partial(self.own.best_text, self.forms[i].joined))
+        key = -found.distance if by_distance else logit
+        order = _highest(key, found.ids, passing, k)
+        best_text = functools.partial(self.own.best_text, self.forms[i].joined)
+        top = hits_of(found.take(order), sigmoid(logit)[order], best_text)
         if not self.forms[i].without:
-            place = dict(zip(some.ids, passing.tolist(), strict=True))
-            parts = logits.why(known.items([place[hit.id] for hit in top]), listed, self._nearness(i))
+            parts = logits.why(known.items(order), listed, self._nearness(i))
             values = [dict(zip(parts, row, strict=True)) for row in np.stack([*parts.values()], 2)[0].tolist()]
             top = tuple(replace(hit, why=of_hit) for hit, of_hit in zip(top, values, strict=True))
         known_to_model = self.near is not None and self.near[i] >= KNOWN
-        unjudged = 0.0 if known_to_model else self._silent
-        return Ranked(top, some.take([int(some.distance.argmin())]), total, nothing, unjudged)
+        has = self._has if len(self._has) else items.has_texts[passing]
+        unjudged = 0.0 if known_to_model else 1 - float(has.mean())
+        nearest = found.take([int(passing[found.distance[passing].argmin()])])
+        return Ranked(top, nearest, total, nothing, unjudged)
 
 
-def _highest(
-    key: np.ndarray, found: Candidates, logit: np.ndarray, k: int, best: Callable[[Mapping[str, str]], str]
-) -> tuple[Hit, ...]:
-    """The k candidates with the highest keys; those with equal keys by id. key, logit (c,)."""
-    values = key.tolist()
-    top = (-key).argsort(kind="stable")[: with_margin(k)].tolist()
-    order = sorted(top, key=lambda j: (-values[j], found.ids[j]))[:k]
-    return hits_of(found.take(order), sigmoid(logit)[order], best)
+def _highest(key: np.ndarray, ids: Sequence[str], passing: np.ndarray, k: int) -> list[int]:
+    """The k positions with the highest keys among some; those with equal keys by id. key (c,)."""
+    top = passing[(-key[passing]).argsort(kind="stable")[: with_margin(k)]].tolist()
+    return sorted(top, key=lambda j: (-float(key[j]), ids[j]))[:k]
 
 
 def hits_of(
@@ -402,5 +400,5 @@ def _largest(group: Sequence[Hit], rank: int) -> Hit:
     place = max(range(len(group)), key=lambda j: int(sizes[j]) if sizes[j].isdecimal() else 0)
     first, best = group[0], group[place]
     others = tuple(hit.id for hit in group if hit is not best)
-    best = replace(best, distance=first.distance, match_probability=first.match_probability)
-    return replace(best, rank=rank, best_text=best.best_text or first.best_text, duplicates=others)
+    best = replace(best, distance=first.distance, match_probability=first.match_probability, why=first.why)
+    return replace(best, rank=rank, best_text=first.best_text or best.best_text, duplicates=others)

@@ -147,7 +147,7 @@ def delete_items(folder: Path, ids: Sequence[str]) -> tuple[int, list[str]]:
         known, unknown = set(collection.get(list(dict.fromkeys(ids))).ids), list[str]()
         for pattern in [i for i in dict.fromkeys(ids) if i not in known]:
             fit: set[str] = set()
-            if not {*"*?["}.isdisjoint(pattern):
+            if not {*"*?"}.isdisjoint(pattern):  # "photo[1].jpg" is a usual name.
                 fit = {i for records in collection.store.scan() for i in records.ids if fits_pattern(i, pattern)}
             if fit:
                 say(f"{pattern}: {counted(len(fit), 'item')} fit{'s' * (len(fit) == 1)}")

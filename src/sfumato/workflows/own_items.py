@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
+import glob
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sfumato.data.coco import coco_images, json_kind, read_coco_captions, read_karpathy
@@ -60,7 +61,8 @@ class Source:
 
     def excluding(self, patterns: Sequence[str], below: str = "") -> "Source":
         """The same source without what fits these patterns below a part of it, too; "" forgets those before it."""
-        every = [*self.exclude, *(one and below + one for one in patterns)]
+        every = [*self.exclude, *(one and glob.escape(below) + one for one in patterns)]
+        every += [f"{glob.escape(below)}*/{one}" for one in patterns if one and below and "/" not in one]
         forgotten = len(every) - every[::-1].index("") if "" in every else 0
         return replace(self, exclude=list(dict.fromkeys(every[forgotten:])))
 
@@ -138,7 +140,8 @@ def list_items(source: Source, endings: frozenset[str], problems: Problems) -> l
     found, wanted = _listed(source, problems, names_of), list[Item]()
     for item in found:
         path = item.file or item.id.removeprefix(source.begin)
-        if why := next((one for one in source.exclude if fits_pattern(path, one)), ""):
+        every = [path, *map(str, [*PurePosixPath(path).parents][:-1])]
+        if why := next((one for one in source.exclude if any(fits_pattern(p, one) for p in every)), ""):
             problems.excluded[why] += 1
         else:
             wanted.append(item)
@@ -208,9 +211,10 @@ def _manifest_items(
         image = os.path.relpath(os.path.join(source.root, values["image"]), source.root)  # Of an absolute path, too.
         id = plain_id(image if item.id == values["image"] else item.id)
         known, captions, _ = rows.setdefault(id, (image, [], own))
-        captions.extend(text for _, text in item.texts)
-        if image != known:
-            problems.add(item.location, f"id {item.id!r} occurred before, with another image")
+        if image == known:
+            captions.extend(text for _, text in item.texts)
+        else:
+            problems.add(item.location, f"id {id!r} occurred before, with another image")
     above = os.path.commonpath([os.path.dirname(image) for image, *_ in rows.values()] or [""])
     for id, (image, captions, own) in rows.items():
         given = own | ({"captions": "\n".join(captions)} if captions else {})
