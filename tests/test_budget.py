@@ -26,9 +26,9 @@ BUDGET = {
     "papers/tests, lines": 6_437,
     "benchmarks": 5_961,
     "tests, lines": 26_997,
-    "docs, words": 49_867,
+    "docs, words": 49_856,
     "papers, words": 31_881,
-    "CHANGELOG.md, words": 1_158,
+    "CHANGELOG.md, words": 1_162,
 }
 SLACK = 0.03  # A row that is this much above its number, and more than 60, has to be lowered.
 

@@ -15,8 +15,8 @@ by benchmarks/left_out_topics.py.
 
 Verdicts on one's own hits correct the logits of hits (:func:`fit_correction`). A penalty holds the correction at no
 change: with few verdicts the fitted logits stay, with many they follow. Cross-validation over queries chooses the
-penalty. A change must be clearly better than none,
-and of equally good ones the most careful wins; so verdicts seldom do harm.
+penalty. A change must be clearly better than none, and of equally good ones the most careful wins; so verdicts seldom
+do harm.
 """
 
 import functools

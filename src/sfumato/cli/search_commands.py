@@ -285,7 +285,7 @@ def search(
     store: str | None = flag(
         None, "URL of the store, e.g. with search options. Default: the one it was built with.", metavar="URL"
     ),
-    why: bool = flag(False, "Below each result the log odds of its probability, by what they come from.", "--why"),
+    why: bool = flag(False, "Below each result of a text the parts of its probability, in log odds.", "--why"),
     as_json: AsJson = False,
 ) -> None:
     """Search a collection by text, image or item.

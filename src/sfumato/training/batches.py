@@ -76,7 +76,7 @@ class Augmentation:
             seed_key = [int(torch.randint(2**62, (), generator=generator))]
             return store.training_batch(index, seed_key, resized_crop=self.pictures == "resized-crop").to("cpu")
         inputs = store.batch(index).to("cpu")
-        if self.pictures == "none" or not len(index):  # More processes than pairs in a last batch.
+        if self.pictures == "none" or not len(index):  # More processes than pairs.
             return inputs
         change = augment if self.pictures == "style" else crop_and_mirror
         return Inputs(change(inputs.values, generator=generator))
