@@ -241,12 +241,12 @@ def coco_with(
     theirs = sentence_vectors([c for some in captions for c in some]).reshape(len(paths), 5, -1)
     yes = fitting(sentence_vectors(asked + apart), theirs)
     yes[np.arange(len(asked)), of] = 1
-    assert model.calibration is not None
-    state, make = {"calibrated": True, "run": "small"}, GaussianCollection.create
-    options: dict[str, Any] = {"d": images.d, "calibration": model.calibration, "metadata": state, "texts": True}
-    with tempfile.TemporaryDirectory() as temporary, make(Path(temporary) / "index", **options) as store:
+    known, state = model.calibration, {"calibrated": True, "run": "small"}
+    with tempfile.TemporaryDirectory() as folder:
+        store = GaussianCollection.create(f"{folder}/a", d=images.d, calibration=known, metadata=state, texts=True)
         store.upsert(images, [*column], payloads=[{"captions": "\n".join(some[:n])} if n else {} for some in captions])
         answers = store.search(model.embed_texts(asked + apart), 10, about=QueryInfo.of_texts(asked + apart))
+        store.close()
     first = np.array([[a[0].match_probability, yes[q, column[a[0].id]]] for q, a in enumerate(answers)])
     kinds = np.array([a.verdict.kind if a.verdict else "" for a in answers])
     number, expected, result = len(asked), np.array([a.expected_matches for a in answers]), dict[str, Any]()

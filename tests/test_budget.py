@@ -6,11 +6,11 @@ from house import budget
 
 # Lines of code by folder, lines of tests and words of docs; `python scripts/house.py --budget` counts them.
 BUDGET = {
-    "src/sfumato": 941,
+    "src/sfumato": 943,
     "src/sfumato/adapters": 183,
     "src/sfumato/calibration": 1_308,
-    "src/sfumato/cli": 1_136,
-    "src/sfumato/data": 3_239,
+    "src/sfumato/cli": 1_131,
+    "src/sfumato/data": 3_241,
     "src/sfumato/distances": 380,
     "src/sfumato/encoders": 2_739,
     "src/sfumato/evaluation": 2_192,

@@ -146,12 +146,17 @@ def is_gallery(folder: str | Path) -> bool:
     return (Path(folder) / MANIFEST).is_file()
 
 
+def is_model(folder: str | Path) -> bool:
+    """Whether there is a run or an exported model in a folder."""
+    return any((Path(folder) / name).is_file() for name in (RECIPE, CONFIG))
+
+
 def check_gallery(folder: str | Path) -> None:
     """Refuse a folder without a collection. Commands ask before they import torch, which takes seconds."""
     if (Path(folder) / RECIPE).is_file():
         made = as_typed("sfumato", "index", folder, "--split", "test", "--out", f"{folder}-index")
         raise UserError(f"{folder} is a run; make an index of it: {made}")
     if not is_gallery(folder):
-        data = folder if Path(folder).is_dir() else "FOLDER"
+        data = folder if Path(folder).is_dir() and not is_model(folder) else "FOLDER"
         made = as_typed("sfumato", "index", "--data", data, "--out", "my-index")
         raise UserError(f"{folder} holds no collection; make one of a folder of images: {made}")

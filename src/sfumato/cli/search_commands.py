@@ -19,7 +19,7 @@ from sfumato.cli.common import (
     writing,
 )
 from sfumato.errors import UserError, as_typed, counted, need, say
-from sfumato.files import CONFIG, RECIPE, check_gallery
+from sfumato.files import check_gallery, is_model
 from sfumato.serve import check_address
 
 if TYPE_CHECKING:
@@ -135,13 +135,8 @@ def index(
     from sfumato.models.run import load_model, load_run
     from sfumato.workflows.index import check_new, embed_source, embedded_parts, fill_collection, training_note
 
-    nothing = not any((given.data, given.images, given.split, given.texts, given.sync))
-    if (
-        nothing
-        and model
-        and Path(model).is_dir()
-        and not any((Path(model) / name).exists() for name in (RECIPE, CONFIG))
-    ):
+    named = (given.data, given.images, given.split, given.texts, given.sync)
+    if not any(named) and model and Path(model).is_dir() and not is_model(model):
         made = as_typed("sfumato", "index", "--data", model, "--out", out)
         raise UserError(f"{model}: give what to index. To index this folder of images: {made}")
     given.check(out)

@@ -253,11 +253,13 @@ def _below(
             for item in found:
                 unwanted = why or next((one for one in exclude if fits_pattern(below + item.name, one)), "")
                 if item.name.startswith(".") or item.name.lower() in _HIDDEN:
-                    own.others.update(["hidden"] * (not unwanted))
+                    if not unwanted:
+                        own.others["hidden"] += 1
                 elif item.is_dir(follow_symlinks=False):
                     yield from _below(folder, f"{below}{item.name}/", problems, endings, exclude, unwanted)
                 elif unwanted:
-                    own.excluded[unwanted] += os.path.splitext(item.name)[1].lower() in endings
+                    if os.path.splitext(item.name)[1].lower() in endings:
+                        own.excluded[unwanted] += 1
                 elif os.path.isdir(item.path):  # A link; what lies in the folder is listed without it.
                     if not Path(os.path.realpath(item.path)).is_relative_to(os.path.realpath(folder)):
                         own.note(item.path, "a link to a folder elsewhere is not followed; add that folder, too")
