@@ -18,6 +18,7 @@ from support.processes import Started
 from support.raising import raises
 
 FINGERPRINT = 'csd of model "é", centre 1a2b'
+FOLDERS = "", "2019", "2019/may", "2019-b", "20190", "2018/2019"
 made = []
 """Stores of the test that runs; a fixture closes them at its end."""
 AWKWARD = (
@@ -43,7 +44,10 @@ def records(n, dim, seed, *, prefix="item"):
         tuple(f"{prefix}-{i}" for i in range(n)),
         random.standard_normal((n, dim), np.float32) * 3 + 1,
         random.random(n, np.float32),
-        tuple({} if i % 7 == 0 else {"colour": "rgb"[i % 3], "path": f"{seed}/{i}.jpg"} for i in range(n)),
+        tuple(
+            {} if i % 7 == 0 else {"colour": "rgb"[i % 3], "path": f"{seed}/{i}.jpg", "folder": FOLDERS[i % 6]}
+            for i in range(n)
+        ),
     )
 
 
@@ -158,6 +162,7 @@ class StoreBasics:
                 Filter({"colour": ("r", "b", "unheard of")}),
                 Filter({"colour": ("g",), "path": ("8/1.jpg", "8/4.jpg", "8/5.jpg")}),
                 Filter({"colour": ()}),
+                *(Filter({"folder": folders}) for folders in (("2019",), ("2018", "2019/may/"), ("",))),
                 Filter({"absent": ("r",)}),
                 Filter(max_uncertainty=0.4),
                 Filter({"colour": ("g",)}, max_uncertainty=0.7),

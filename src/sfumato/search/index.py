@@ -34,7 +34,7 @@ from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, 
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.screening import Screen
-from sfumato.search.stores.protocol import Filter, Records, beside
+from sfumato.search.stores.protocol import Filter, Records, beside, is_among
 from sfumato.search.texts import TextStore, item_texts
 
 _SAMPLE = 2048
@@ -248,12 +248,10 @@ class GaussianIndex(Gallery):
         fits = np.ones(len(self), bool)
         if filter.max_uncertainty is not None:
             fits &= self._uncertainty.astype(np.float64) <= filter.max_uncertainty
-        for name, values in filter.where.items():
-            wanted, column = frozenset(values), self.payload.get(name, ())
+        for name, values, ranges in filter.conditions():
+            column = self.payload.get(name, ())
+            wanted = {value for value in {*column} if is_among(value, values, ranges)}
             fits &= np.array([value in wanted for value in column]) if column else False
-        for name in filter.ranges:
-            one, column = Filter(ranges={name: filter.ranges[name]}), self.payload.get(name, ())
-            fits &= np.array([one.accepts({name: v}, 0.0) for v in column]) if column else False
         return np.flatnonzero(fits)
 
     @property

@@ -75,7 +75,7 @@ class ItemFilter(Model):
     """Which items a search may find."""
 
     where: Annotated[dict[Short, Annotated[list[Short], Field(max_length=100)]], Field(max_length=16)] = Field(
-        {}, description="by payload field, the allowed values"
+        {}, description="by payload field, the allowed values; a folder stands for those below it, too"
     )
     ranges: Annotated[dict[Short, tuple[Short, Short]], Field(max_length=16)] = Field(
         {}, description='by payload field, [at least, below] in the order of code points; "" is an open end'

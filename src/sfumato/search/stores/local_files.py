@@ -147,13 +147,13 @@ def condition_of(filter: Filter | None) -> tuple[str, list[Any]]:
     if filter is not None and filter.max_uncertainty is not None:
         conditions.append("uncertainty <= ?")
         values.append(filter.max_uncertainty)
-    for name, texts in filter.where.items() if filter is not None else ():
-        conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE key = ? AND atom IN {LIST})")
+    for name, texts, ranges in filter.conditions() if filter is not None else ():
+        within = [f"atom IN {LIST}"]
         values += [name, listed(texts)]
-    for name, (least, below) in filter.ranges.items() if filter is not None else ():
-        within = f"key = ? AND atom {'>=' if least else '>'} ?" + (" AND atom < ?" if below else "")
-        conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE {within})")
-        values += [name, least, below] if below else [name, least]
+        for least, below in ranges:
+            within.append(f"atom {'>=' if least else '>'} ?" + (" AND atom < ?" if below else ""))
+            values += [least, below] if below else [least]
+        conditions.append(f"EXISTS (SELECT 1 FROM json_each(payload) WHERE key = ? AND ({' OR '.join(within)}))")
     return " AND ".join(conditions), values
 
 

@@ -39,14 +39,14 @@ def condition_on(filter: Filter | None) -> str:
         if float(single) > bound:
             single = np.nextafter(single, np.float32(-np.inf))
         conditions.append(f"uncertainty <= {float(single)!r}")
-    for name, values in filter.where.items():
-        # Lite has "in" for fields but not inside JSON. No id is empty.
-        equal = (f"payload[{quoted(name)}] == {quoted(value)}" for value in values)
-        conditions.append(f"({' or '.join(equal) or 'id == ' + quoted('')})")
-    for name, (least, below) in filter.ranges.items():
+    for name, values, ranges in filter.conditions():
         column = f"payload[{quoted(name)}]"
-        above = f"{column} {'>=' if least else '>'} {quoted(least)}"
-        conditions.append(above + (f" and {column} < {quoted(below)}" if below else ""))
+        # Lite has "in" for fields but not inside JSON. No id is empty.
+        fit = [f"{column} == {quoted(value)}" for value in values]
+        for least, below in ranges:
+            above = f"{column} {'>=' if least else '>'} {quoted(least)}"
+            fit.append(f"({above} and {column} < {quoted(below)})" if below else above)
+        conditions.append(f"({' or '.join(fit) or 'id == ' + quoted('')})")
     return " and ".join(conditions)
 
 

@@ -333,13 +333,14 @@ class PgVectorStore(StoreBase):
         if filter is not None and filter.max_uncertainty is not None:
             conditions.append("uncertainty <= %s::float8")
             values.append(filter.max_uncertainty)
-        for name, allowed in filter.where.items() if filter is not None else ():
-            conditions.append("payload ->> %s = ANY(%s::text[])")
+        for name, allowed, ranges in filter.conditions() if filter is not None else ():
+            fit = ["payload ->> %s = ANY(%s::text[])"]
             values += [name, list(allowed)]
-        for name, (least, below) in filter.ranges.items() if filter is not None else ():
-            for sign, end in [(">=" if least else ">", least), *([("<", below)] if below else [])]:
-                conditions.append(f'(payload ->> %s) COLLATE "C" {sign} %s')
-                values += [name, end]
+            for least, below in ranges:
+                ends = [(">=" if least else ">", least), *([("<", below)] if below else [])]
+                fit.append(" AND ".join(f'(payload ->> %s) COLLATE "C" {sign} %s' for sign, _ in ends))
+                values += [part for _, end in ends for part in (name, end)]
+            conditions.append(f"({' OR '.join(fit)})")
         return self._psycopg.sql.SQL("WHERE " + " AND ".join(conditions) if conditions else ""), values
 
     def _prepare_index(self, connection: Any, k: int) -> int:

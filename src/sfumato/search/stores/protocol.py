@@ -94,7 +94,7 @@ class Filter:
 
     Attributes:
         where: by payload field, the values that it may have. All fields must fit; an item without the field is left
-            out.
+            out. A folder stands for those below it, too.
         max_uncertainty: largest total variance of an item; any if None.
         ranges: by payload field, (at least, below) in the order of code points; "" is an open end. All fields must
             fit; an item without the field, or with an empty one, is left out.
@@ -123,10 +123,20 @@ class Filter:
         """
         if self.max_uncertainty is not None and uncertainty > self.max_uncertainty:
             return False
-        return all(payload.get(name) in values for name, values in self.where.items()) and all(
-            (value := payload.get(name, "")) and value >= least and (not below or value < below)
-            for name, (least, below) in self.ranges.items()
-        )
+        return all(is_among(payload.get(name), values, ranges) for name, values, ranges in self.conditions())
+
+    def conditions(self) -> Iterator[tuple[str, Sequence[str], Sequence[tuple[str, str]]]]:
+        """What must all hold: (field, values, ranges), of which :func:`is_among` is true."""
+        for name, values in self.where.items():
+            folders = [value.rstrip("/") for value in values] if name == "folder" else []
+            yield name, folders or values, [(f"{one}/", f"{one}0") for one in folders if one]  # "0" follows "/".
+        yield from ((name, (), [ends]) for name, ends in self.ranges.items())
+
+
+def is_among(value: str | None, values: Sequence[str], ranges: Sequence[tuple[str, str]]) -> bool:
+    """Whether a field has one of these values, or lies in one of the ranges (at least, below)."""
+    within = (value >= least and (not below or value < below) for least, below in ranges) if value else ()
+    return value in values or any(within)
 
 
 _CONDITION = re.compile(r"([^:=<>]+)(:|>=|<=|>|<|=)(.*)", re.DOTALL)

@@ -147,18 +147,16 @@ async function foldersOf(gallery) {
   return folders.get(gallery);
 }
 
-// Of a day to the end of another, and of a folder with those below it. A range: at least, below.
-async function filterOf({ gallery, from, to, folder }) {
+// Of a day to the end of another, and of a folder. A range: at least, below.
+function filterOf({ from, to, folder }) {
   if (!from && !to && !folder) return null;
   const next = to && new Date(Date.parse(`${to}T00:00Z`) + 864e5).toISOString().slice(0, 10);
-  const inside = folder ? [folder, ...[...(await foldersOf(gallery)).keys()].filter((one) => one.startsWith(`${folder}/`))] : [];
-  const ranges = { ...((from || to) && { date: [from ?? "", next ?? ""] }), ...(inside.length > 100 && { folder: [folder, `${folder}0`] }) }; // "0" follows "/"
-  return { ...(inside.length && inside.length <= 100 && { where: { folder: inside } }), ...(Object.keys(ranges).length && { ranges }) };
+  return { ...(folder && { where: { folder: [folder] } }), ...((from || to) && { ranges: { date: [from ?? "", next ?? ""] } }) };
 }
 
 async function answerOf(query, signal) {
   const { gallery, abstain, coverage } = state;
-  const filter = await filterOf(state);
+  const filter = filterOf(state);
   const options = { gallery, duplicates: "fold", max_results: Math.min(wanted, info.limits.max_results), ...(filter ? { filter } : query.kind === native() && { abstain, coverage }) };
   const key = JSON.stringify([options, query]);
   if (!answers.has(key)) {
