@@ -126,7 +126,11 @@ class Filter:
         return all(is_among(payload.get(name), values, ranges) for name, values, ranges in self.conditions())
 
     def conditions(self) -> Iterator[tuple[str, Sequence[str], Sequence[tuple[str, str]]]]:
-        """What must all hold: (field, values, ranges), of which :func:`is_among` is true."""
+        """What must all hold of the payload, for stores that filter in a language of their own.
+
+        Returns:
+            (field, values, ranges); the field has one of the values, or lies in one of the ranges (at least, below).
+        """
         for name, values in self.where.items():
             folders = [value.rstrip("/") for value in values] if name == "folder" else []
             yield name, folders or values, [(f"{one}/", f"{one}0") for one in folders if one]  # "0" follows "/".
