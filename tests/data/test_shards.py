@@ -12,8 +12,9 @@ from support.pictures import write_tar
 from support.raising import raises
 
 from sfumato.data.images import Problems
-from sfumato.data.shards import ShardStream, expand_shards
+from sfumato.data.shards import ShardStream, expand_shards, read_shards
 from sfumato.errors import UserError
+from sfumato.workflows.own_items import list_items, named_source
 
 JPEG = b"\xff\xd8\xff and so on "
 pack = lambda path, members, form=tarfile.USTAR_FORMAT: write_tar(path, members, format=form)
@@ -139,14 +140,12 @@ def test_the_buffer_mixes_and_its_size_is_kept(tmp_path, monkeypatch):
 
 def test_bad_samples_are_noted_once_and_passed_over(tmp_path):
     for reason, members in {
-        "no caption: there is neither .txt nor .json": {"jpg": JPEG},
         "no image: there is only .txt, .cls": {"txt": b"a", "cls": b"a"},
-        "the caption is empty": {"png": b"p", "txt": b" \n"},
         "the caption is not UTF-8": {"png": b"p", "txt": b"\xff\xfe"},
         "the .json cannot be read": {"png": b"p", "json": b"{"},
         "the .json cannot be read: maximum": {"png": b"p", "json": b"[" * 100_000},
         'no string "caption" or "text"': {"png": b"p", "json": b'{"caption": 3}'},
-        'has no string "caption"': {"png": b"p", "json": b"[1]"},
+        'no string "caption" or': {"png": b"p", "json": b"[1]"},
         "the caption is not valid Unicode": {"png": b"p", "json": b'{"caption": "\\ud800"}'},
         ".jpg occurs twice": {"jpg": b"p", "JPG": b"p", "txt": b"a"},
     }.items():
@@ -156,6 +155,20 @@ def test_bad_samples_are_noted_once_and_passed_over(tmp_path):
         source = stream([path], problems=problems, samples_per_epoch=40)
         assert set(numbers(source.batches(0))) == {1, 2, 3}
         assert [p.location for p in problems.items] == [f"{path}!000900"] and reason in problems.items[0].reason
+        assert len(read_shards([path], whole := Problems()).image_ids) == 3
+        assert [*whole.bare] == [f"{path}!000900"] * ("no image" not in reason and "twice" not in reason)
+
+
+def test_samples_without_captions_are_kept_for_an_index_and_leave_a_training_alone(tmp_path, capsys):
+    bare = [("5.jpg", JPEG), ("6.png", b"p"), ("6.txt", b" \n"), ("7.png", b"q"), ("7.json", b"{}")]
+    path, problems = pack(tmp_path / "a.tar", sample(1) + bare + sample(2)), Problems()
+    assert set(numbers(stream([path], problems=problems, samples_per_epoch=40).batches(0))) == {1, 2}
+    assert [p.location for p in problems.notes] == [f"{path}!{k}" for k in (5, 6, 7)] and not problems
+    assert capsys.readouterr().err.count("a.tar!5 has no caption; samples without one are not used") == 1
+    assert read_shards([path], whole := Problems()).texts == ("caption 1", "caption 2") and not whole.remarks
+    assert f"{path}!5 and 2 more: no caption; 2 of 5 images have one and are used" in whole.summary()
+    items = list_items(named_source(str(path)), frozenset(), found := Problems())
+    assert [item.id.rpartition("!")[2] for item in items] == ["000001", "000002", "5", "6", "7"] and found.is_empty
 
 
 def pack_six(path):
@@ -173,7 +186,8 @@ def test_a_damaged_header_or_size_costs_its_sample_and_not_the_rest(tmp_path):
         found, noted = one_pass([tmp_path / "a.tar"])
         assert [int(key) for key in found] == [i for i in range(6) if i != number]
         assert noted[0].reason == f"damaged at byte {place}; the samples there are lost"
-        assert [p.location for p in noted] == [str(tmp_path / "a.tar"), f"{tmp_path / 'a.tar'}!00000{number}"]
+        lost = [] if name.endswith("txt") else [f"{tmp_path / 'a.tar'}!00000{number}"]
+        assert [p.location for p in noted] == [str(tmp_path / "a.tar"), *lost]
     data = bytearray(pack_six(tmp_path / "a.tar"))
     header = data.index(b"000002.jpg")
     data[header + 124 : header + 136] = (-1000).to_bytes(12, "big", signed=True)
@@ -246,15 +260,15 @@ def test_a_stream_without_a_usable_sample_or_with_too_many_bad_ones_stops(tmp_pa
         except UserError as error:
             outcomes.append(str(error).partition(" in ")[0])
     assert outcomes == ["found"] + [f"process {rank} of 3 found no usable sample" for rank in (1, 2)]
-    bad = [(f"x{k}.jpg", JPEG) for k in range(4)]
+    bad = [(f"x{k}.txt", b"no image") for k in range(4)]
     few = pack(tmp_path / "few.tar", bad + [m for i in range(16) for m in sample(i)])
     assert len(list(stream([few], samples_per_epoch=40, max_problem_fraction=0.2).batches(0))) == 10
-    with pytest.raises(UserError, match=r"4 of 20 items are unusable(.|\n)*few\.tar!x0: no caption"):
+    with pytest.raises(UserError, match=r"4 of 20 items are unusable(.|\n)*few\.tar!x0: no image"):
         list(stream([few], samples_per_epoch=40, max_problem_fraction=0.19).batches(0))
     three = pack(tmp_path / "three.tar", bad[:3] + [m for i in range(16) for m in sample(i)])
     assert len(list(stream([three], samples_per_epoch=40, max_problem_fraction=0.01).batches(0))) == 10
     # A long shard is given up within its first pass.
-    many = pack(tmp_path / "many.tar", [m for i in range(3000) for m in (sample(i, 1) if i % 2 else sample(i, 1)[:1])])
+    many = pack(tmp_path / "many.tar", [m for i in range(3000) for m in (sample(i, 1) if i % 2 else sample(i, 1)[1:])])
     source, seen = stream([many], max_problem_fraction=0.2).samples(0), 0
     with pytest.raises(UserError, match="501 of 1001 items are unusable"):
         for _ in source:

@@ -493,6 +493,7 @@ def test_every_bad_entry_is_named_and_the_rest_is_read(coco):
         {139: padded(139), 140: padded(140), 141: padded(9)},
         [(1, 139, "good"), (1, 139, "again"), (2, 139, " "), (3, 7, "no image"), (4, 140, "gone"), (5, 139, 6)],
     )
+    (coco / "val2017" / padded(9)).write_bytes(png())
     loaded = json.loads(path.read_text())
     loaded["images"] += [{"id": "139", "file_name": "x.jpg"}, {"id": 139, "file_name": "x.jpg"}]
     path.write_text(json.dumps(loaded))
@@ -500,11 +501,16 @@ def test_every_bad_entry_is_named_and_the_rest_is_read(coco):
     assert read_coco_captions(coco / "annotations", problems)["val"].text_ids == ("1",)
     said = problems.summary(100)
     for reason in (
-        "images[3]: malformed entry", "images[4]: image 139 occurred before", "annotations[1]: annotation 1 occurred",
-        "annotations[2]: empty caption", "annotations[3]: image 7 is not among", "annotations[5]: malformed entry",
-        f"image {padded(140)} is missing", "image 141: no usable caption",
+        "images[3]: malformed entry", "images[4]: image 139 occurred before", "annotations[1] (kept): annotation 1",
+        "annotations[2] (kept): empty caption", "annotations[3]: image 7 is not among",
+        "annotations[5] (kept): its caption is no text", f"image {padded(140)} is missing",
+        "image 141: no caption; 3 of 4 images have one",
     ):  # fmt: skip
         assert reason in said
+    assert problems.left_out == 5, "images alone, and what names none"
+    path.write_text(json.dumps({"images": loaded["images"][:3:2], "annotations": []}))
+    raises(UserError, "no usable pair", read_coco_captions, path, Problems())
+    assert [item.id for item in list_items(named_source(str(path)), frozenset(), Problems())] == ["139", "141"]
 
 
 def test_each_reader_names_the_other_ones_file_and_an_index_tells_them(coco, tmp_path):
@@ -576,28 +582,30 @@ def test_splits_ids_and_pictures(tmp_path, images):
 def test_every_bad_entry_of_karpathys_file_is_named_and_the_rest_is_read(tmp_path, images):
     bad = [
         "a string", {"split": "train", "sentences": []}, entry(5, "train", (1, "x")),
-        {"filename": "a.jpg", "split": "train"}, entry("a.jpg", "train"),
+        {"filename": "a.jpg", "split": "train", "sentences": "x"},
         {"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x"}]},
         {"filename": "a.jpg", "split": "train", "sentences": [{"sentid": 1, "raw": None}]},
         entry("a.jpg", ["train"], (1, "x")), entry("a.jpg", "train", (1, "x"), filepath=7),
-        entry("gone.jpg", "train", (1, "x")), entry("d.jpg", "train", (1, " ")),
+        entry("gone.jpg", "train", (1, "x")),
     ]  # fmt: skip
+    bare = [entry("d.jpg", "train", (1, " ")), {"filename": "b.jpg", "filepath": "val2014", "split": "train"}]
     good = [entry("a.jpg", "train", (1, "one"), (2, "\n"), (3, "three"))]
     again = [entry("a.jpg", "test", (4, "x")), entry("c.jpg", "train", (3, "taken"), (5, "five"))]
     problems = Problems()
-    path = coco_write(tmp_path, bad + good + again)
+    path = coco_write(tmp_path, bad + good + again + bare)
     splits = read_karpathy(path, images, problems)
     assert list(splits) == ["train"] and splits["train"].image_ids == ("a.jpg", "c.jpg")
     assert splits["train"].texts == ("one", "three", "five")
     found = [(p.location.removeprefix(f"{path}:"), p.reason) for p in problems.items]
-    assert [place.split()[0] for place, _ in found] == [f"images[{k}]" for k in range(14)]
+    assert [place for place, _ in found] == [f"images[{k}]" for k in (*range(9), 10)]
     expected = [
-        *("expected an object", "filename is None", "filename is 5", "sentences is missing", "sentences is missing"),
+        *("expected an object", "filename is None", "filename is 5", "sentences is of type str"),
         *("a sentence lacks sentid", "a sentence lacks", "split is of type list", "filepath is of type int"),
-        *("image gone.jpg is missing from", "empty caption", "empty caption", "image a.jpg occurred before"),
-        "this sentid occurred before",
+        *("image gone.jpg is missing from", "image a.jpg occurred before"),
     ]
-    assert [e in reason for e, (_, reason) in zip(expected, found, strict=True)] == [True] * 14, found
+    assert [e in reason for e, (_, reason) in zip(expected, found, strict=True)] == [True] * 10, found
+    told = ["empty caption", "this sentid occurred before; it is left out", "empty caption"]
+    assert [p.reason for p in problems.remarks] == told and [*problems.bare] == ["d.jpg", "b.jpg"]
 
 
 def test_missing_files_archives_that_are_none_and_json_of_another_layout(tmp_path):

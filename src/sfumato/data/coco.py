@@ -147,7 +147,7 @@ class CocoOptions(BaseModel):
 def coco_captions(
     path: str | Path, problems: Problems | None = None
 ) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
-    """Read a captions file of COCO; malformed entries are recorded, or an error without a place for them.
+    """Read a captions file of COCO; malformed entries are recorded, captions of known images as remarks.
 
     Returns (file name of each image by its number, (annotation id, image number, caption) of each caption).
     """
@@ -174,14 +174,16 @@ def coco_captions(
     for number, entry in enumerate(loaded["annotations"]):
         at = f"{path}:annotations[{number}]"
         numbers = isinstance(entry, dict) and _is_number(entry.get("id")) and _is_number(entry.get("image_id"))
-        if not numbers or not isinstance(entry.get("caption"), str) or not is_text(entry["caption"]):
+        if not numbers:
             problems.add(at, "malformed entry: expected an object with the numbers id and image_id, and a caption")
         elif str(entry["image_id"]) not in files:
             problems.add(at, f"image {entry['image_id']} is not among the images of the file")
+        elif not isinstance(entry.get("caption"), str) or not is_text(entry["caption"]):
+            problems.remark(at, "its caption is no text, and is left out")
         elif str(entry["id"]) in seen:
-            problems.add(at, f"annotation {entry['id']} occurred before")
+            problems.remark(at, f"annotation {entry['id']} occurred before; its caption is left out")
         elif not (text := " ".join(entry["caption"].split())):
-            problems.add(at, "empty caption")
+            problems.remark(at, "empty caption")
         else:
             seen.add(str(entry["id"]))
             captions.append((str(entry["id"]), str(entry["image_id"]), text))
@@ -209,7 +211,7 @@ def read_coco_captions(
 
     Args:
         path: one file; or a folder with captions_train*.json and captions_val*.json, or one of them.
-        problems: receives missing images, empty captions, repeated ids and malformed entries.
+        problems: receives missing images, images without captions, repeated ids and malformed entries.
         images: folder or uncompressed tar file of the images. They may lie in it or in its folders train2014, val2014,
             train2017 and val2017, under the names of either year. If None: the folder of the file, or the folder above
             it if that one is named annotations.
@@ -265,12 +267,10 @@ def _items(
     for identity, image, text in captions:
         texts.setdefault(image, []).append((identity, text))
     for image, name in files.items():
-        if image not in texts:
-            problems.add(f"{file} image {image}", "no usable caption")
-        elif (source := find_image(images, archive, "", name)) is None:
+        if (source := find_image(images, archive, "", name)) is None:
             problems.add(f"{file} image {image}", f"image {name} is missing from {images}")
         else:
-            yield SourceItem(image, source, tuple(texts[image]), split, f"{file} image {image}")
+            yield SourceItem(image, source, tuple(texts.get(image, ())), split, f"{file} image {image}")
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _entry(location: str, entry: Any) -> KarpathyEntry:
     split = {"restval": "train"}.get(split, split) if isinstance(split, str) else ""
     if mistake := _mistake(entry):
         return KarpathyEntry(location, split=split, mistake=mistake)
-    sentences = tuple((str(sentence["sentid"]), sentence["raw"]) for sentence in entry["sentences"])
+    sentences = tuple((str(sentence["sentid"]), sentence["raw"]) for sentence in entry.get("sentences", ()))
     return KarpathyEntry(location, entry["filename"], split, entry.get("filepath") or "", sentences)
 
 
@@ -312,7 +312,7 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
         path: the JSON file.
         images: folder or uncompressed tar file of the images; either in COCO's subfolders (``filepath``) or in one
             folder. COCO's names of 2014 and 2017 stand for each other.
-        problems: receives missing images, empty captions, repeated ids and malformed entries.
+        problems: receives missing images, images without captions, repeated ids and malformed entries.
 
     Returns:
         "train" (with "restval"), "val", "test": image ids are file names, text ids are sentence ids. Entries without a
@@ -343,9 +343,13 @@ def _karpathy_items(
             problems.add(entry.location, f"image {entry.filename} occurred before")
         elif (source := find_image(images, archive, entry.folder, entry.filename)) is None:
             problems.add(entry.location, f"image {entry.filename} is missing from {images}")
-        elif captions := _usable_sentences(entry, seen_texts, problems):
+        else:
             seen_images.add(entry.filename)
-            yield SourceItem(entry.filename, source, captions, entry.split)
+            if captions := _usable_sentences(entry, seen_texts, problems):
+                problems.captioned += 1
+                yield SourceItem(entry.filename, source, captions, entry.split)
+            else:
+                problems.bare[entry.filename] = entry.location, source
 
 
 def _mistake(entry: Any) -> str:
@@ -357,9 +361,9 @@ def _mistake(entry: Any) -> str:
     for key in ("split", "filepath"):
         if not isinstance(entry.get(key), str | None):
             return f"{key} is of type {type(entry[key]).__name__}, expected a string"
-    sentences = entry.get("sentences")
-    if not isinstance(sentences, list) or not sentences:
-        return "sentences is missing, empty or not a list"
+    sentences = entry.get("sentences", [])
+    if not isinstance(sentences, list):
+        return f"sentences is of type {type(sentences).__name__}, expected a list"
     for sentence in sentences:
         if not isinstance(sentence, dict) or not isinstance(sentence.get("raw"), str) or "sentid" not in sentence:
             return "a sentence lacks sentid, or the string raw"
@@ -372,9 +376,9 @@ def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) 
     for identity, raw in entry.sentences:
         text = " ".join(raw.split())
         if not text:
-            problems.add(f"{entry.location} sentence {identity}", "empty caption")
+            problems.remark(f"{entry.location} sentence {identity}", "empty caption")
         elif identity in seen:
-            problems.add(f"{entry.location} sentence {identity}", "this sentid occurred before")
+            problems.remark(f"{entry.location} sentence {identity}", "this sentid occurred before; it is left out")
         else:
             seen.add(identity)
             usable.append((identity, text))

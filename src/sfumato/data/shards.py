@@ -18,7 +18,7 @@ import numpy as np
 
 from sfumato.data.images import MemoryImage, Problems
 from sfumato.data.pairs import PairData, make_pair_data
-from sfumato.errors import UserError
+from sfumato.errors import UserError, say
 from sfumato.ids import natural_key
 
 SHARD_IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
@@ -41,7 +41,8 @@ class ShardSample:
 
     key: str  # "path/of/shard.tar!key", different for every sample
     image: bytes  # the bytes of the file, not decoded
-    text: str  # the caption, not empty
+    text: str  # the caption; "" where there is none
+    fault: str = ""  # why there is none
 
 
 def expand_shards(spec: str) -> list[str]:
@@ -143,15 +144,18 @@ def _sample(file: IO[bytes], location: str, group: _Group) -> ShardSample:
 
     if (image := next((ending for ending in SHARD_IMAGE_ENDINGS if ending in members), None)) is None:
         raise ValueError(f"no image: there is only .{', .'.join(members)}")
-    if "txt" in members:
-        text = _decoded(read(members["txt"]))
-    elif "json" in members:
-        text = _caption_of_json(read(members["json"]))
-    else:
-        raise ValueError("no caption: there is neither .txt nor .json")
-    if not text.strip():
-        raise ValueError("the caption is empty")
-    return ShardSample(location, read(members[image]), text.strip())
+    text, fault = "", _NO_CAPTION
+    try:
+        if "txt" in members:
+            text = _decoded(read(members["txt"])).strip()
+        elif "json" in members:
+            text = _caption_of_json(read(members["json"])).strip()
+    except ValueError as error:
+        fault = str(error)
+    return ShardSample(location, read(members[image]), text, "" if text else fault)
+
+
+_NO_CAPTION = "no caption"
 
 
 def _decoded(data: bytes) -> str:
@@ -166,9 +170,9 @@ def _caption_of_json(data: bytes) -> str:
         values = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the .json cannot be read: {error}") from error
-    text = (values.get("caption") or values.get("text")) if isinstance(values, dict) else None
+    text = (values.get("caption") or values.get("text") or "") if isinstance(values, dict) else None
     if not isinstance(text, str):
-        raise ValueError('no caption: the .json has no string "caption" or "text"')
+        raise ValueError('the .json has no string "caption" or "text"')
     try:
         text.encode()  # JSON can contain lone surrogates, which no tokenizer accepts.
     except UnicodeEncodeError as error:
@@ -304,8 +308,16 @@ class ShardStream:
             first = (self.rank + epoch - position) % self.n_processes
             mine = slice(None) if by_shard else slice(first, None, self.n_processes)
             for sample in read_shard(self.shards[position], mine, self.skip):
-                self._usable += 1
-                yield sample
+                if sample.text:
+                    self._usable += 1
+                    yield sample
+                elif sample.fault != _NO_CAPTION:
+                    self.skip(sample.key, sample.fault)
+                elif (noted := (sample.key, sample.fault)) not in self._noted:
+                    self._noted.add(noted)
+                    self.problems.note(*noted)
+                    if len(self.problems.notes) == 1:
+                        say(f"{sample.key} has no caption; samples without one are not used, and end in problems.jsonl")
 
 
 def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:
@@ -313,7 +325,7 @@ def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:
 
     Args:
         shards: local tar files, see :func:`~sfumato.data.shards.expand_shards`.
-        problems: receives what cannot be used.
+        problems: receives what cannot be used, and images without captions.
 
     Returns:
         The split; ids are "path/of/shard.tar!key".
@@ -324,10 +336,15 @@ def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:
         for sample in read_shard(str(shard), slice(None), problems.add):
             digest = hashlib.sha256(sample.image).digest()
             images.setdefault(digest, MemoryImage(sample.key, sample.image))
-            if sample.text not in captions.setdefault(digest, []):
+            if sample.fault not in ("", _NO_CAPTION):
+                problems.remark(sample.key, sample.fault)
+            if sample.text not in captions.setdefault(digest, []) and sample.text:
                 captions[digest].append(sample.text)
-    sources = list(images.values())
-    return make_pair_data([source.location for source in sources], sources, [captions[digest] for digest in images])
+    sources = [image for digest, image in images.items() if captions[digest]]
+    bare = [image for digest, image in images.items() if not captions[digest]]
+    problems.bare |= {image.location: (image.location, image) for image in bare}
+    problems.captioned += len(sources)
+    return make_pair_data([source.location for source in sources], sources, [*filter(None, captions.values())])
 
 
 def _shuffled(samples: Iterator[ShardSample], size: int, random: np.random.Generator) -> Iterator[ShardSample]:

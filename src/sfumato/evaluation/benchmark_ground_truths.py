@@ -130,8 +130,8 @@ def read_karpathy_ground_truth(
     images: list[str] = []
     pairs: list[tuple[str, str]] = []
     for entry in karpathy_entries(path):
-        if entry.mistake and entry.split in (split, ""):
-            raise UserError(f"{entry.location}: malformed entry: {entry.mistake}")
+        if (mistake := entry.mistake or "no sentences" * (not entry.sentences)) and entry.split in (split, ""):
+            raise UserError(f"{entry.location}: malformed entry: {mistake}")
         if entry.split != split:
             continue
         image = coco_image_id(entry.filename) if coco_ids else entry.filename

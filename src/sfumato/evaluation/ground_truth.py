@@ -253,7 +253,7 @@ def _read_pairs(path: Path) -> _Ids:
 def _of_coco(path: Path) -> _Ids:
     problems = Problems()
     files, captions = coco_captions(path, problems)
-    if problems:
+    if not problems.is_empty:
         raise UserError(f"{path}: some entries cannot be used:\n{problems.summary()}")
     pairs = [(image, text) for text, image, _ in captions]
     return list(files), [text for _, text in pairs], pairs

@@ -152,19 +152,22 @@ def _listed(source: Source, problems: Problems, names_of: Callable[[Path], Mappi
     """The images of a source that is no folder."""
     if source.kind == "manifest":
         return list(_manifest_items(source, problems, names_of))
-    if source.kind in ("karpathy", "coco", "datasets"):
+    splits: dict[str, PairData] = {}
+    try:
         if source.kind == "datasets":
             splits = read_dataset(source.path, problems)
         elif source.kind == "coco":
             splits = read_coco_captions(source.path, problems, images=source.root)
-        else:
+        elif source.kind == "karpathy":
             splits = read_karpathy(source.path, source.root, problems)
-        more = make_pair_data(
-            [*problems.bare], [image for _, image in problems.bare.values()], [[]] * len(problems.bare)
-        )
-        problems.bare.clear()
-        return [item for data in (*splits.values(), more) for item in _data_items(source, data)]
-    return _data_items(source, read_shards(expand_shards(source.path), problems))
+        else:
+            splits = {"": read_shards(expand_shards(source.path), problems)}
+    except UserError:  # No image has a caption.
+        if not problems.bare:
+            raise
+    more = make_pair_data([*problems.bare], [image for _, image in problems.bare.values()], [[]] * len(problems.bare))
+    problems.bare.clear()
+    return [item for data in (*splits.values(), more) for item in _data_items(source, data)]
 
 
 def some_items(items: list[Item], source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
