@@ -263,13 +263,16 @@ def test_a_synchronisation_deletes_only_what_is_gone(sfumato, tmp_path):
 def test_manifests_archives_and_folders_are_added_also_to_a_gallery_of_memory(sfumato, tmp_path):
     folder, out = draw(tmp_path / "photos", *COLOURS), tmp_path / "mine"
     rows = [{"image": "red.png", "captions": ["a tulip"], "id": "one", "place": "Delft"}, {"image": "blue.png"}]
+    rows += [{"image": "green.png", "id": "one"}, {"image": "green.png", "id": "one", "caption": "grass"}]
     (folder / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"captions": "no image"}\n')
     made = sfumato.json("index", "--data", folder / "list.jsonl", "--out", out)
-    assert made["n"] == 2 and made["problems"] == 1
+    assert made["n"] == 3 and made["problems"] == 2
     kept = ids(out)
+    assert kept.keys() == {"one", "blue.png", "one-2"} and kept["one-2"]["captions"] == "grass", "an id of its own"
+    assert sfumato.json("index", "--sync", "--out", out)["unchanged"] == 3
     assert (kept["one"]["captions"], kept["one"]["place"], kept["one"]["_file"]) == ("a tulip", "Delft", "red.png")
     shard = write_tar(tmp_path / "shard.tar", {"k.png": (folder / "green.png").read_bytes(), "k.txt": b"a frog"})
-    assert sfumato.json("index", "--data", shard, "--add", "--out", out)["n"] == 3
+    assert sfumato.json("index", "--data", shard, "--add", "--out", out)["n"] == 4
     (found,) = sfumato.json("search", out, "frog", "-k", 1)
     assert found["hits"][0]["captions"] == "a frog"
     with load_index(out) as index:

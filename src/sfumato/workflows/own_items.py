@@ -4,6 +4,7 @@ import contextlib
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -209,15 +210,17 @@ def _manifest_items(
 ) -> Iterator[Item]:
     """The rows of a manifest; rows of one image are joined, and columns that are texts become fields."""
     rows: dict[str, tuple[str, list[str], dict[str, str]]] = {}
+    ids: dict[tuple[str, str], str] = {}  # that of each image, different from those of others
     for item, values in manifest_items(Path(source.path), Path(source.root), problems, captioned=False):
         own = {k: v for k, v in values.items() if k and k[0] != "_" and isinstance(v, str) and v and k not in COLUMNS}
         image = os.path.relpath(os.path.join(source.root, values["image"]), source.root)  # Of an absolute path, too.
         id = plain_id(image if item.id == values["image"] else item.id)
-        known, captions, _ = rows.setdefault(id, (image, [], own))
-        if image == known:
-            captions.extend(text for _, text in item.texts)
-        else:
-            problems.add(item.location, f"id {id!r} occurred before, with another image")
+        if (id, image) not in ids:
+            ids[id, image] = new = next(n for k in itertools.count(1) if (n := id + f"-{k}" * (k > 1)) not in rows)
+            rows[new] = image, [], own
+            if new != id:
+                problems.remark(item.location, f"the id {id!r} is that of {rows[id][0]}; {image} has the id {new!r}")
+        rows[ids[id, image]][1].extend(text for _, text in item.texts)
     above = os.path.commonpath([os.path.dirname(image) for image, *_ in rows.values()] or [""])
     for id, (image, captions, own) in rows.items():
         given = own | ({"captions": "\n".join(captions)} if captions else {})
