@@ -4,7 +4,9 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from PIL import Image
 from support.pictures import write_tar
@@ -12,13 +14,14 @@ from support.scripts import ROOT
 from support.tiny_models import tiny_clip
 from support.words import folded
 
-from sfumato import GaussianCollection, load, load_index
+from sfumato import GaussianCollection, GaussianEmbedding, load, load_index
 from sfumato.models import run
 from sfumato.models.run import PACKAGED, SMALL
 from sfumato.search.answer import SearchOptions
 from sfumato.search.folder import is_unfinished
 from sfumato.search.stores.protocol import filter_of
 from sfumato.workflows import own_folder
+from sfumato.workflows.index import calibrate_by_captions
 
 COLOURS = ("red", "green", "blue", "white", "black")
 
@@ -323,4 +326,25 @@ def test_a_clip_is_taken_where_one_is_cached(sfumato, tmp_path, monkeypatch):
     assert (made["n"], made["model"]) == (5, str(clip))
     (found,) = sfumato.json("search", tmp_path / "mine", "strawberry jam", "-k", 5)
     assert found["hits"][0]["id"] == "red.png" and found["target"] == "fits"
-    assert not found["calibrated"] and found["hits"][0]["match_probability"] is None
+    assert not found["calibrated"] and found["hits"][0]["match_probability"] is None and "100 images" in found["note"]
+
+
+def test_captions_of_a_hundred_images_calibrate_a_model_that_is_not(tmp_path):
+    random = np.random.default_rng(0)
+    means = random.normal(size=(400, 8)).astype(np.float32)
+
+    def embed(texts):
+        noise = random.normal(size=(len(texts), 8)).astype(np.float32)
+        return GaussianEmbedding.point(means[[int(text.split()[1]) for text in texts]] + noise)
+
+    model, metadata = SimpleNamespace(embed_texts=embed, source="a CLIP"), {"calibrated": False}
+    made = GaussianCollection.create(tmp_path / "c", d=8, distance="squared_l2", metadata=metadata)
+    for n, told in ((99, "99 images with captions here"), (300, "600 captions of 300 of these images")):
+        captions = [f"one {i}\nanother {i}" for i in range(n)]
+        made.upsert(GaussianEmbedding.point(means[:n]), [*map(str, range(n))], {"captions": captions})
+        assert told in calibrate_by_captions(made, model) and made.calibrated == (n == 300)
+    with made, GaussianCollection.open(tmp_path / "c") as again:
+        for one in (made, again):  # The standard error of the fraction is .03; texts that are drawn are others.
+            first = [a[0] for a in one.search(embed([f"new {i}" for i in range(300)]), 1)]
+            right = np.mean([hit.id == str(i) for i, hit in enumerate(first)])
+            assert 0.2 < right < 0.9 and abs(np.mean([hit.match_probability for hit in first]) - right) < 0.08

@@ -197,6 +197,15 @@ class GaussianCollection(Gallery):
         """
         self.metadata = change_metadata(self.folder, values if callable(values) else lambda now: values)
 
+    def calibrate(self, calibration: Calibration) -> None:
+        """Give the hits probabilities, those of a calibration of its model on other data than the training.
+
+        Args:
+            calibration: for the distance of the collection.
+        """
+        self.metadata = change_metadata(self.folder, lambda now: {"calibrated": True}, calibration)
+        self._scorer = Scorer(calibration.logit_scale, calibration.logit_bias, calibration, self._scorer.direction)
+
     def close(self) -> None:
         """Close the store."""
         self.store.close()

@@ -5,7 +5,7 @@
     FOLDER/unfinished.txt    what to do, while the collection is being filled
 
 The files are written once, and forced to disk before the manifest is renamed into place. Later only the metadata
-change: the manifest is replaced, so readers see the old or the new one, even after a crash.
+change, and a calibration may come: the manifest is replaced, so readers see the old or the new one, even after a crash.
 """
 
 import contextlib
@@ -64,14 +64,24 @@ def write_settings(
     sync_folder(folder.parent)
 
 
-def change_metadata(folder: Path, changes: Callable[[dict[str, Any]], Mapping[str, Any]]) -> dict[str, Any]:
-    """Replace values of the metadata, computed from what others left there; returns all of them."""
+def change_metadata(
+    folder: Path, changes: Callable[[dict[str, Any]], Mapping[str, Any]], calibration: Calibration | None = None
+) -> dict[str, Any]:
+    """Replace values of the metadata, computed from what others left there; returns all of them.
+
+    A new calibration gets a data folder of its own beside the one that readers may just be reading.
+    """
     try:
         with FileLock(folder / _LOCK, blocking=False):  # The system drops the lock of a process that dies.
             manifest = _read_manifest(folder)
             metadata: dict[str, Any] = manifest["about"]["about"]
             metadata |= json.loads(json.dumps(dict(changes(metadata)), allow_nan=False))
-            _write_manifest(folder, manifest)
+            if calibration is None:
+                _write_manifest(folder, manifest)
+            else:
+                logits = {name: getattr(calibration, name) for name in ("logit_scale", "logit_bias")}
+                centre = load_file(folder / manifest["data"] / _CENTRE)["centre"]
+                write_settings(folder, manifest["about"] | logits, centre, calibration)
     except Timeout as error:
         raise BlockingIOError(f"cannot save to {folder}: another process is saving there; wait for it") from error
     return metadata

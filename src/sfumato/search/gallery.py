@@ -57,6 +57,15 @@ SAME = 0.09
 _WORDS: "WeakKeyDictionary[Gallery, tuple[int, Counter[str]]]" = WeakKeyDictionary()
 
 
+FEWEST_CAPTIONED = 100
+"""Number of images whose captions calibrate a model that is not."""
+
+NO_PROBABILITIES = (
+    f"hits have no probabilities, because the model is not calibrated; captions of {FEWEST_CAPTIONED} images calibrate"
+    " it at sfumato index, as pairs of yours do at sfumato adopt"
+)
+
+
 class Gallery(ABC):
     """A gallery of items; subclasses implement the abstract members."""
 
@@ -102,7 +111,9 @@ class Gallery(ABC):
 
     @property
     def note(self) -> str:
-        """What a mix of training images and others means for the probabilities; empty without a mix."""
+        """Why there are no probabilities, or what a mix of training images and others means for them; else empty."""
+        if not self.calibrated:
+            return NO_PROBABILITIES
         n, n_trained = self.size, self.metadata.get("trained") or 0
         if not 0 < n_trained < n:
             return ""

@@ -18,7 +18,8 @@ import numpy as np
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.emoji import emoji_names
 from sfumato.data.feature_tables import vectors_of
-from sfumato.data.images import DIGEST, FileImage, Problems
+from sfumato.data.images import DIGEST, FileImage, MemoryImage, Problems
+from sfumato.data.pairs import PairData
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, counted, first_line, need, progress_bar, say
@@ -26,16 +27,19 @@ from sfumato.files import RECIPE
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids, fits_pattern, plain_id
 from sfumato.models import embed, run
-from sfumato.models.calibrate import describe_calibration
+from sfumato.models.calibrate import calibrate_split, describe_calibration, some_positions
 from sfumato.models.embed import embedding_steps, encode_each, load_splits
 from sfumato.models.model import Model, model_digest
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.exact import gallery_centre, lifted_dim
 from sfumato.search.folder import check_empty, is_collection
-from sfumato.search.gallery import Gallery
+from sfumato.search.gallery import FEWEST_CAPTIONED, NO_PROBABILITIES, Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.searcher import open_gallery
 from sfumato.search.stores.protocol import own_or_anchored, scheme
+
+_MOST_CAPTIONED = 1_000
+"""Largest number of images whose captions calibrate a model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +257,29 @@ def keep_trained(collection: GaussianCollection, model: Model) -> None:
     if known := run.trained_digests(Path(model.source)):
         payloads = (payload for records in collection.store.scan() for payload in records.payloads)
         collection.keep({"trained": sum(payload.get(DIGEST) in known for payload in payloads)})
+
+
+def calibrate_by_captions(collection: GaussianCollection, model: Model) -> str:
+    """Fit the probabilities of a model that has none on captions of the collection's own images; returns a note."""
+    if collection.calibrated:
+        return training_note(collection)
+    scanned = (zip(records.ids, records.payloads, strict=True) for records in collection.store.scan())
+    lines = {i: payload.get("captions", "").split("\n") for pairs in scanned for i, payload in pairs}
+    captions = {i: [*filter(str.strip, lines[i])] for i in sorted(lines) if any(map(str.strip, lines[i]))}
+    if len(captions) < FEWEST_CAPTIONED:
+        return f"Note: {NO_PROBABILITIES} ({counted(len(captions), 'image')} with captions here)"
+    found = collection.get([[*captions][j] for j in some_positions(len(captions), _MOST_CAPTIONED, 0)])
+    texts = {text: j for j, text in enumerate(dict.fromkeys(text for i in found.ids for text in captions[i]))}
+    pairs = np.array([(n, texts[text]) for n, i in enumerate(found.ids) for text in captions[i]])
+    images, numbers = tuple(MemoryImage(i, b"") for i in found.ids), tuple(map(str, texts.values()))
+    data = PairData(found.ids, images, numbers, tuple(texts), ("caption",) * len(texts), pairs)
+    try:
+        sides = found.embeddings, model.embed_texts([*texts])
+        collection.calibrate(calibrate_split(sides, data, collection.distance, split="captions"))
+    except ValueError as error:
+        return f"the captions of {len(images):,} images do not calibrate {model.source}: {error}"
+    fitted = f"The probabilities were fitted on {len(texts):,} captions of {len(images):,} of these images"
+    return " ".join(filter(None, (f"{fitted}.", training_note(collection))))
 
 
 def training_note(gallery: Gallery) -> str:

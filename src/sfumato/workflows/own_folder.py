@@ -31,7 +31,14 @@ from sfumato.search.folder import is_collection
 from sfumato.search.searcher import open_gallery
 from sfumato.search.stores.protocol import own_or_anchored
 from sfumato.search.texts import item_texts
-from sfumato.workflows.index import GalleryPart, check_same, create_collection, keep_trained, source_of, training_note
+from sfumato.workflows.index import (
+    GalleryPart,
+    calibrate_by_captions,
+    check_same,
+    create_collection,
+    keep_trained,
+    source_of,
+)
 from sfumato.workflows.own_items import Item, Source, list_items, named_source, some_items, sources_of
 
 STAT = "_stat"
@@ -373,4 +380,4 @@ def _finish(collection: GaussianCollection, model: Model, done: Filled) -> None:
     collection.optimise()
     collection.keep({"run": source_of(model)})
     keep_trained(collection, model)
-    done.store, done.note = collection.store.url, training_note(collection)
+    done.store, done.note = collection.store.url, calibrate_by_captions(collection, model)
