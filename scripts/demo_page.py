@@ -136,8 +136,8 @@ def half(vectors: Array) -> str:
 def page_data(searcher: Searcher, items: Sequence[Emoji], queries: Sequence[str]) -> dict[str, Any]:
     """What the page searches with: vectors, words, and the constants of the probabilities. No answer is in it."""
     collection, scorer = searcher.gallery, searcher.gallery.scorer
-    if collection.distance != "squared_l2" or scorer.calibration is None or scorer.calibration.knots is not None:
-        raise UserError("the demo page needs a model with squared_l2 and a Platt calibration, as that of sfumato demo")
+    if collection.distance != "squared_l2" or scorer.calibration is None:
+        raise UserError("the demo page needs a model with squared_l2 and a calibration, as that of sfumato demo")
     assert isinstance(collection, GaussianCollection) and collection.texts is not None
     ids, payloads = [one.id for one in items], [one.payload for one in items]
     stored = collection.get(ids)

@@ -156,8 +156,6 @@ class Calibration(PairLogits):
     Attributes:
         logit_scale, logit_bias: of the Platt probability sigmoid(logit_bias - logit_scale * distance).
         match_fraction: fraction of matches among the pairs of the fit.
-        knots: of an isotonic fit of an earlier version, (distance, logit) by ascending distance; the logit is linear
-            between them, and falls with slope -logit_scale outside of them. None is Platt.
         i2t, t2i: probabilities of hits and guarantees for the queries of either direction; None if there were no
             held-out queries.
         metadata: JSON values that were given to the fit.
@@ -169,9 +167,8 @@ class Calibration(PairLogits):
 
     def __repr__(self) -> str:
         queries = [f"{name}: {len(found.scores.closest_match)} queries" for name, found in self.directions.items()]
-        method = "platt" if self.knots is None else "isotonic"
         logit = f"logit {self.logit_bias:.4g} - {self.logit_scale:.4g} * distance"
-        return f"Calibration({', '.join([method, logit, *queries])})"
+        return f"Calibration({', '.join([logit, *queries])})"
 
     @classmethod
     def fit(
@@ -248,7 +245,6 @@ class Calibration(PairLogits):
             "logit_scale": self.logit_scale,
             "logit_bias": self.logit_bias,
             "share_of_matches": self.match_fraction,
-            "knots": None if self.knots is None else [list(knot) for knot in self.knots],
             "about": self.metadata,
             "conditional": {d: fit.conditional.to_json() for d, fit in either.items() if fit.conditional is not None},
             "hits": {d: fit.hits.to_json() for d, fit in either.items() if fit.hits is not None},
@@ -276,14 +272,17 @@ class Calibration(PairLogits):
                 what = "update sfumato" if later else "calibrate the run again, and build its indices again"
                 wrote = "a later" if later else "an earlier"
                 raise ValueError(f"version {version} is of {wrote} sfumato, this one reads {_VERSION}; {what}")
-            scale, bias, knots = float(values["logit_scale"]), float(values["logit_bias"]), values["knots"]
+            scale, bias = float(values["logit_scale"]), float(values["logit_bias"])
             if not (scale > 0 and math.isfinite(scale) and math.isfinite(bias)):
                 raise ValueError(
                     f"logit_scale must be positive and finite and logit_bias finite, got {scale} and {bias}"
                 )
-            knots = None if knots is None else tuple((float(x), float(y)) for x, y in knots)
+            if values.get("knots"):
+                raise ValueError(
+                    "an isotonic fit of an earlier sfumato; calibrate the run again: sfumato calibrate RUN"
+                )
             reference = values["reference"]
-            pairs = PairLogits(scale, bias, float(values["share_of_matches"]), knots)
+            pairs = PairLogits(scale, bias, float(values["share_of_matches"]))
             directions: dict[str, Any] = {
                 d: DirectionCalibration(
                     pairs,
@@ -418,9 +417,7 @@ class Scorer:
     def pair_logit(self, distance: Array, n_gallery: int) -> Array:
         """Logit that a random pair at these distances is listed. distance (..., c) -> (..., c)."""
         shift = self.prior_shift(n_gallery)
-        if self.calibration is None or self.calibration.knots is None:
-            return match_logit(distance, self.logit_scale, self.logit_bias + shift)
-        return self.calibration.logit(distance) + shift
+        return match_logit(distance, self.logit_scale, self.logit_bias + shift)
 
     def radius(self, coverage: float) -> float:
         """Radius of the set that contains a match with a given probability."""

@@ -118,10 +118,6 @@ def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) ->
     return scale, bias
 
 
-Knots = tuple[tuple[float, float], ...]
-"""(distance, logit) by ascending distance, falling logits: of an isotonic fit of an earlier version."""
-
-
 def log_odds(p: float) -> float:
     """Logarithm of the odds of a probability."""
     return math.log(p) - math.log1p(-p)
@@ -134,7 +130,6 @@ class PairLogits:
     logit_scale: float
     logit_bias: float
     match_fraction: float  # fraction of matches among the pairs of the fit
-    knots: Knots | None = None
 
     @classmethod
     def of_pairs(cls, distance: Array, match: Array) -> "PairLogits":
@@ -152,12 +147,7 @@ class PairLogits:
         """Logarithm of the odds of :meth:`probability`, strictly falling with the distance. Returns (...)."""
         shift = 0.0 if match_fraction is None else self.shift(match_fraction)
         d = as_numpy(distance, "distance", "Calibration").astype(np.float64)
-        if self.knots is None:
-            return like(match_logit(d, self.logit_scale, self.logit_bias + shift), distance)
-        # Linear between the knots, and falling with a constant slope outside of them.
-        x, y = (np.array(values) for values in zip(*self.knots, strict=True))
-        inside = d.clip(x[0], x[-1])
-        return like(np.interp(inside, x, y) - self.logit_scale * (d - inside) + shift, distance)
+        return like(match_logit(d, self.logit_scale, self.logit_bias + shift), distance)
 
     def probability(self, distance: Array, *, match_fraction: float | None = None) -> Array:
         """Probability that a random pair at this distance matches. Returns (...)."""
