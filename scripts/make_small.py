@@ -24,7 +24,7 @@ from sfumato.files import CONFIG, RECIPE, WEIGHTS, read_json, write_json
 from sfumato.ids import Side
 from sfumato.models.model import model_digest
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe, save_recipe
-from sfumato.models.run import HEADS, PACKAGED, SMALL, load_model
+from sfumato.models.run import GRAPHS, PACKAGED, SMALL, load_model
 from sfumato.training.loop import fit
 from sfumato.workflows.export import export_run
 
@@ -74,9 +74,9 @@ def write(recipe: Recipe, run: Path) -> None:
         save_file(half, weights, {"format": "pt"})
         config = read_json(exported / CONFIG)
         write_json(exported / CONFIG, {**config, "digest": model_digest(load_model(exported, trainable=True).model)})
-        for side, name in HEADS.items():
+        for side, name in GRAPHS.items():
             write_head(exported / name, side)
-        for name in (CONFIG, WEIGHTS, *HEADS.values(), "calibration.json", "calibration.safetensors"):
+        for name in (CONFIG, WEIGHTS, *GRAPHS.values(), "calibration.json", "calibration.safetensors"):
             shutil.copy(exported / name, PACKAGED / SMALL / name)
 
 

@@ -17,6 +17,8 @@ from support.raising import raises
 from support.toy import make_toy
 
 import sfumato
+from sfumato import load
+from sfumato.workflows.export import export_run
 
 ABSENT = 'raise ModuleNotFoundError("No module named {0!r}", name="{0}")\n'
 WATCH = """import atexit, sys
@@ -86,6 +88,18 @@ def test_the_whole_road(shell):
     process = shell.start("scores.py", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "TORCH" not in printed, printed
+
+
+def test_an_exported_run_answers_as_the_run_does(shell, toy):
+    folder = shell.folder
+    export_run(toy / "run", folder / "exported", graphs=True)
+    shell("index", "exported", "--images", "pictures", "--out", "of-graphs")
+    found, expected = (
+        json.loads(shell("search", "of-graphs", "a red circle", "-k", "3", "--json"))[0]["hits"],
+        load(toy / "run").index(folder / "pictures").search("a red circle", k=3),
+    )
+    assert [hit["id"] for hit in found] == [hit.id for hit in expected]
+    np.testing.assert_allclose([hit["distance"] for hit in found], [hit.distance for hit in expected], rtol=1e-4)
 
 
 def test_the_service(shell):

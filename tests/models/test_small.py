@@ -40,7 +40,7 @@ from sfumato.models.embed import embed_folder, embedding_steps, encode_each
 from sfumato.models.model import Model, UnfamiliarTexts, model_digest, nonsense
 from sfumato.models.pretrained_tensors import read_checkpoint
 from sfumato.models.recipe import Recipe, save_recipe
-from sfumato.models.run import HEADS, PACKAGED, SMALL, WORDS, load_model, load_run, save_assets
+from sfumato.models.run import GRAPHS, PACKAGED, SMALL, WORDS, load_model, load_run, save_assets
 from sfumato.search.answer import QueryInfo
 from sfumato.workflows.export import export_run
 
@@ -68,7 +68,7 @@ def test_images_and_texts_are_embedded_as_by_torch(both):
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected))
 
 
-@pytest.mark.parametrize("side", HEADS)
+@pytest.mark.parametrize("side", GRAPHS)
 def test_a_head_averages_the_tokens_that_are_there(both, side):
     graph, module = (getattr(one.model, side) for one in both)
     channels, random = module.encoder.channels, np.random.default_rng(0)
@@ -81,7 +81,7 @@ def test_a_head_averages_the_tokens_that_are_there(both, side):
     assert (graph.normalize, graph.has_offset) == (module.normalize, module.has_offset)
 
 
-@pytest.mark.parametrize(("side", "name"), HEADS.items())
+@pytest.mark.parametrize(("side", "name"), GRAPHS.items())
 def test_the_graphs_are_those_of_the_script(side, name, tmp_path):
     weights = PACKAGED / SMALL / "model.safetensors"
     (tmp_path / weights.name).write_bytes(weights.read_bytes())

@@ -11,6 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn.functional import cross_entropy, normalize
 
 from sfumato.encoders.clip import ARCHITECTURES
+from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer, save_state
+from sfumato.models.recipe import check_recipe, save_recipe
+from sfumato.models.run import save_assets
 
 WORDS = ["red", "green", "blue", "dark", "light", "square", "circle", "wide", "tall", "small"]
 
@@ -85,6 +88,18 @@ def architecture_of(folder):
     path.write_text(json.dumps(json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]))
     open_clip.add_model_config(path)
     return path.stem
+
+
+def made_by_hand(folder, model):
+    recipe = check_recipe({"name": "by-hand", "loss": model.pop("loss", {"name": "pcmepp"}), "model": model}, "test")
+    folder.mkdir()
+    torch.manual_seed(0)
+    tokenizer = fresh_tokenizer(recipe.model, ["a red circle", "some bar in blue"] * 3)
+    made = build_model(recipe.model, Assets(tokenizer))
+    save_recipe(recipe, folder / "recipe.toml")
+    save_state(folder / "model.safetensors", {"model": made, "loss": build_loss(recipe)}, None, {})
+    save_assets(folder, tokenizer, made)
+    return folder
 
 
 def import_open_clip():

@@ -18,15 +18,13 @@ from safetensors.torch import load_file, save_file
 from support.hub import ANN, BOB, Hub, Repository
 from support.processes import Started, command
 from support.raising import raises
-from support.tiny_models import WORDS, taught_clip, tiny_architecture, tiny_clip, two_colours
+from support.tiny_models import WORDS, made_by_hand, taught_clip, tiny_architecture, tiny_clip, two_colours
 from support.words import folded, too_wide
 
 import sfumato.workflows.adopt as adopting
 from sfumato import Calibration, adopt
 from sfumato.errors import UserError
-from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer, save_state
-from sfumato.models.recipe import check_recipe, save_recipe
-from sfumato.models.run import load_model, load_run, save_assets
+from sfumato.models.run import load_model, load_run
 from sfumato.search.searcher import open_gallery
 from sfumato.workflows.adopt import ADOPTED, METHODS, adopt_encoders
 from sfumato.workflows.export import export_run, without_folders
@@ -68,18 +66,6 @@ def test_round_trip(toy, run, tmp_path, monkeypatch, capsys):
     exec(re.search(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)[1], {})
     values = [float(x) for x in re.findall(r"\d\.\d+(?:e-?\d+)?", capsys.readouterr().out)]
     assert len(values) == 2 and all(0 <= value <= 1 for value in values)
-
-
-def made_by_hand(folder: Path, model: dict) -> Path:
-    recipe = check_recipe({"name": "by-hand", "model": model}, "test")
-    folder.mkdir()
-    torch.manual_seed(0)
-    tokenizer = fresh_tokenizer(recipe.model, ["a red circle", "some bar in blue"] * 3)
-    made = build_model(recipe.model, Assets(tokenizer))
-    save_recipe(recipe, folder / "recipe.toml")
-    save_state(folder / "model.safetensors", {"model": made, "loss": build_loss(recipe)}, None, {})
-    save_assets(folder, tokenizer, made)
-    return folder
 
 
 @pytest.mark.parametrize("variance_token", [False, True])

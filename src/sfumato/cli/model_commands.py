@@ -17,6 +17,7 @@ from sfumato.cli.common import (
     writing,
 )
 from sfumato.errors import UserError, as_typed, counted, first_process, say
+from sfumato.files import CONFIG, read_json
 
 
 @command()
@@ -218,6 +219,9 @@ def export(
     run: Path = word(..., "Folder of a run.", "RUN"),
     out: Path = word(..., "Folder to write: new, or empty.", "OUT"),
     license: str = flag("", "Licence for the model card, as the hub writes it, e.g. apache-2.0. Default: unknown."),
+    onnx: bool = flag(
+        False, "Write ONNX graphs, for searching without torch. They are compared with torch (extra onnx).", "--onnx"
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Export a run's model in the layout of the Hugging Face hub.
@@ -228,9 +232,13 @@ def export(
 
     check_out_folder(out)
     with writing(out):
-        written = export_run(run, out, license=license)
+        written = export_run(run, out, license=license, graphs=onnx)
+    difference = read_json(written / CONFIG).get("largest_difference")
     size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
-    print_result({"out": str(written), "bytes": size}, as_json, f"exported {size / 1e6:.1f} MB: {written}")
+    line = f"exported {size / 1e6:.1f} MB: {written}"
+    if difference is not None:
+        line += f"; the graphs differ from torch by {difference:.1g} of the largest number at most"
+    print_result({"out": str(written), "bytes": size, "largest_difference": difference}, as_json, line)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,14 @@ from sfumato.encoders.package_weights import (
     shared_minilm,
     white_image,
 )
-from sfumato.encoders.processors import CLEANINGS, ImageFileProcessor, PixelProcessor, TextProcessor
+from sfumato.encoders.processors import (
+    CLEANINGS,
+    EmbeddingProcessor,
+    ImageFileProcessor,
+    PixelProcessor,
+    TextProcessor,
+    TokenProcessor,
+)
 from sfumato.errors import UserError, first_line
 from sfumato.files import read_json
 from sfumato.gaussian import GaussianEmbedding
@@ -134,16 +141,25 @@ def text_backbone(
 class OnnxTower(BaseTower):
     """A tower whose network is an ONNX graph: one input of values, perhaps a mask, and the output mean or an embedding.
 
-    With an output log_var the embeddings are Gaussians; without it they are points, of unit length. ``pixels`` are the
-    mean and deviation with which a graph of images expects its input, in [0, 1]. The graph is read when it is needed.
+    With an output log_var the embeddings are Gaussians; without it they are points, which are made of unit length
+    unless the graph is of a model of ours, whose ``dim`` is given. ``pixels`` are the mean and deviation with which a
+    graph of images expects its input, in [0, 1]. The graph is read when it is needed.
     """
 
     normalize = True
 
     def __init__(
-        self, processor: Processor, graph: Path, *, pixels: tuple[Any, Any] | None = None, threads: int = 0
+        self,
+        processor: Processor,
+        graph: Path,
+        *,
+        pixels: tuple[Any, Any] | None = None,
+        threads: int = 0,
+        dim: int = 0,
+        has_offset: bool = False,
     ) -> None:
-        self.processor, self._graph, self._threads = processor, graph, threads
+        self.processor, self._graph, self._threads, self._known_dim = processor, graph, threads, dim
+        self.has_offset = has_offset
         self._pixels = pixels and [np.asarray(values, np.float32).reshape(3, 1, 1) for values in pixels]
 
     @cached_property
@@ -166,6 +182,8 @@ class OnnxTower(BaseTower):
     @cached_property
     def dim(self) -> int:  # type: ignore[override]
         """d of the embeddings; a graph that does not say it embeds something."""
+        if self._known_dim:
+            return self._known_dim
         (shape,) = (one.shape for one in self._session.get_outputs() if one.name == self._outputs[0])
         probe = white_image() if isinstance(self.processor, PixelProcessor) else "a"
         known = shape and isinstance(shape[-1], int)
@@ -191,7 +209,7 @@ class OnnxTower(BaseTower):
         )
         if log_var:
             return GaussianEmbedding(mean, log_var[0])
-        return GaussianEmbedding.point(mean / np.linalg.norm(mean, axis=1, keepdims=True))
+        return GaussianEmbedding.point(mean if self._known_dim else mean / np.linalg.norm(mean, axis=1, keepdims=True))
 
 
 _EMBEDDINGS = ("mean", "image_embeds", "text_embeds", "embedding", "pooler_output")
@@ -207,7 +225,7 @@ _NUMBERS = {
 class EncodedTexts(TextProcessor):
     """Texts as ids of a tokenizer that cuts and pads them itself."""
 
-    def __init__(self, tokenizer: Tokenizer, clean: Callable[[str], str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, clean: Callable[[str], str] = str) -> None:
         self.tokenizer, self.clean = tokenizer, clean
 
     def stack(self, values: Sequence[str]) -> PixelStore:
@@ -218,6 +236,25 @@ class EncodedTexts(TextProcessor):
     def pieces(self, words: Sequence[str]) -> list[int]:
         """The number of subword pieces of each word."""
         return [sum(one.attention_mask) for one in self.tokenizer.encode_batch(list(words), add_special_tokens=False)]
+
+
+_KINDS = (PixelProcessor, ImageFileProcessor, EmbeddingProcessor, TokenProcessor, EncodedTexts)
+_DESCRIBED: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
+_OPTIONS = ("size", "fit", "channels", "max_tokens")
+"""Processors that a description makes again without torch, and their options."""
+
+
+def describe_processor(processor: Processor, where: str) -> dict[str, Any]:
+    """JSON values from which :func:`described_processor` makes a processor again."""
+    if (kind := type(processor).__name__) not in _DESCRIBED:
+        raise UserError(f"{where}, reads {processor.reads or 'its items'} with torch ({kind}), and cannot do without")
+    return {"processor": kind, **{key: value for key, value in vars(processor).items() if key in _OPTIONS}}
+
+
+def described_processor(given: dict[str, Any], tokenizer: Callable[[], Tokenizer]) -> Processor:
+    """The processor of a description."""
+    kind, options = _DESCRIBED[given["processor"]], {key: given[key] for key in _OPTIONS if key in given}
+    return kind(tokenizer(), **options) if issubclass(kind, TextProcessor) else kind(**options)
 
 
 _LAYOUTS = (
@@ -236,7 +273,7 @@ def foreign_towers(folder: Path) -> TwoTowers | None:
     tokens = (folder / place / name for name in ("tokenizer.json", "tokenizer_config.json"))
     files = [folder / settings, folder / "config.json", *tokens]
     try:
-        size, fit, *pixels = _prepared(read_json(files[0]))
+        size, fit, *pixels = prepared_images(read_json(files[0]))
         tokenizer, clean = _tokenizer(Tokenizer.from_file(str(files[2])), read_json(files[1]), read_json(files[3]))
         image = OnnxTower(ImageFileProcessor(size, fit=fit), folder / graphs[0], pixels=(pixels[0], pixels[1]))
     except Exception as error:  # The tokenizer's library raises no narrower class.
@@ -248,7 +285,7 @@ def foreign_towers(folder: Path) -> TwoTowers | None:
     return TwoTowers(image, OnnxTower(EncodedTexts(tokenizer, clean), folder / graphs[1]), _digest([*own, *files]))
 
 
-def _prepared(given: dict[str, Any]) -> tuple[int, Fit, Any, Any]:
+def prepared_images(given: dict[str, Any]) -> tuple[int, Fit, Any, Any]:
     """How images become pixels: (side, fit, mean, deviation)."""
     of_open_clip = "mean" in given
     size, resampling = given["size"], given.get("interpolation", given.get("resample", 3))

@@ -351,7 +351,7 @@ class UncTokenImageEncoder(_UncTokenEncoder):
     def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """Token features without a mask."""
         embedded = self.encoder.embeddings(self.encoder.pixels(inputs.values))
-        unc = self.variance_token.expand(len(embedded), 1, -1)
+        unc = self.variance_token.expand(embedded.shape[0], 1, -1)
         tokens = self.encoder.tokens(torch.cat([unc, embedded], 1), None).mean
         unc, mean = tokens[:, :1], tokens[:, 1:]
         return TokenFeatures(self.encoder.norm_out(mean) if self.released else mean, None, unc)
@@ -378,7 +378,7 @@ class UncTokenTextEncoder(_UncTokenEncoder):
             mask = None
         extra = [token for token in (self.variance_token, self.class_token) if token is not None]
         embedded = self.encoder.embeddings(inputs.values)
-        embedded = torch.cat([embedded, *(token.expand(len(embedded), 1, -1) for token in extra)], 1)
+        embedded = torch.cat([embedded, *(token.expand(embedded.shape[0], 1, -1) for token in extra)], 1)
         visible = _attention(mask, len(extra), self.causal)
         tokens = self.encoder.tokens(embedded, None, causal=self.causal and mask is None, attention=visible).mean
         text, unc, last = tokens[:, : -len(extra)], tokens[:, -len(extra), None], tokens[:, -1:]

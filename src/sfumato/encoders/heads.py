@@ -85,7 +85,7 @@ class LastToken(Pooling):
         if mask is None:
             return features[:, -1]
         last = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), -1).amax(1)
-        return features[torch.arange(len(features), device=features.device), last]
+        return features[torch.arange(features.shape[0], device=features.device), last]
 
 
 class GPO(Pooling):
@@ -362,7 +362,7 @@ class GaussianHead(nn.Module):
             mean = functional.normalize(mean, dim=-1)
         mean = mean.flatten(1)
         if self.offset is not None:
-            root, none = (self.offset(tokens.mean, tokens.mask) / 2).exp(), mean.new_zeros(len(mean), 1)
+            root, none = (self.offset(tokens.mean, tokens.mask) / 2).exp(), mean.new_zeros(mean.shape[0], 1)
             mean = torch.cat([mean, *((root, none) if self._side == "image" else (none, root))], dim=1)
         if self.log_var is None:
             return GaussianEmbedding.point(mean)

@@ -162,7 +162,11 @@ class SmallTextEncoder(Encoder):
         mask = torch.ones_like(inputs.values, dtype=torch.bool) if inputs.mask is None else inputs.mask
         embedded = self.embedding(inputs.values[mask])
         # The convolution as one product for present tokens only: most texts are much shorter than the longest.
-        around = functional.pad(padded(embedded, mask), (0, 0, 1, 1)).unfold(1, 3, 1)[mask]  # (k, w, 3)
+        wide = functional.pad(padded(embedded, mask), (0, 0, 1, 1))
+        if torch.onnx.is_in_onnx_export():  # ONNX has no unfold.
+            around = torch.stack([wide[:, :-2], wide[:, 1:-1], wide[:, 2:]], -1)[mask]
+        else:
+            around = wide.unfold(1, 3, 1)[mask]  # (k, w, 3)
         context = functional.linear(around.flatten(1), self.neighbours.weight.flatten(1), self.neighbours.bias)
         features = self.dropout(self.norm(embedded + functional.gelu(context)))
         return TokenFeatures(padded(features, mask), inputs.mask)

@@ -15,6 +15,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union, get_args
 
@@ -24,7 +25,7 @@ from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
-from sfumato.encoders.backbones import OnnxTower, foreign_towers
+from sfumato.encoders.backbones import OnnxTower, described_processor, foreign_towers
 from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, frozen_processor
 from sfumato.encoders.package_weights import is_joint, where_weights_are
@@ -216,8 +217,8 @@ def default_model() -> tuple[str, str]:
     return CLIP, f"using {CLIP}, {how}. {finds} {ways}"
 
 
-HEADS: dict[Side, str] = {"image": "image_head.onnx", "text": "text_head.onnx"}
-"""Graphs of a model whose towers need no torch; :attr:`WEIGHTS` beside them holds their numbers."""
+GRAPHS: dict[Side, str] = {"image": "image.onnx", "text": "text.onnx"}
+"""Graphs of a model that needs no torch, from what its processors give to mean and log variance."""
 
 
 def load_model(
@@ -230,7 +231,7 @@ def load_model(
     folder = PACKAGED / SMALL if str(source) == SMALL else Path(source)
     if (folder / RECIPE).is_file():
         return load_run(folder, device=device)
-    if not trainable and all((folder / name).is_file() for name in (CONFIG, *HEADS.values())):
+    if not trainable and all((folder / name).is_file() for name in (CONFIG, *GRAPHS.values())):
         return _of_graphs(folder, str(source))
     if not (trainable or (folder / WEIGHTS).is_file()) and (towers := foreign_towers(folder)) is not None:
         kind = "CLIP or SigLIP as it is, by ONNX graphs"
@@ -250,11 +251,17 @@ def load_model(
 
 
 def _of_graphs(folder: Path, source: str) -> Model:
-    """A model of frozen encoders whose heads are ONNX graphs."""
-    config = _read_json(folder / CONFIG)
+    """A model of ONNX graphs, of all layers or of those above frozen encoders of the package."""
+    config, towers = _read_json(folder / CONFIG), dict[str, OnnxTower]()
     kinds = {"image": FrozenImageConfig, "text": FrozenTextConfig}
-    processors = {side: frozen_processor(kinds[side](**config["model"][side]), cache_folder()) for side in HEADS}
-    towers = {side: OnnxTower(processors[side], folder / graph, threads=1) for side, graph in HEADS.items()}
+    for side, graph in GRAPHS.items():
+        if described := config.get("processors", {}).get(side):
+            processor: Any = described_processor(described, partial(read_tokenizer, folder / TOKENIZER))
+        else:
+            processor = frozen_processor(kinds[side](**config["model"][side]), cache_folder())
+        dim, offset = config["model"]["dim"], config["model"]["item_offset"]
+        options = {"dim": dim + 2 * offset, "has_offset": offset, "threads": 0 if described else 1}
+        towers[side] = OnnxTower(processor, folder / graph, **options)
     return _of_config(TwoTowers(**towers, digest=config["digest"]), config, folder, source)
 
 

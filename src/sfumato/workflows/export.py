@@ -24,32 +24,35 @@ from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.errors import UserError
 from sfumato.files import CONFIG, ENCODER, WEIGHTS, is_unused, new_folder, read_json, write_atomically, write_json
 from sfumato.models.calibrate import describe_calibration
+from sfumato.models.model import model_digest
 from sfumato.models.pretrained import CALIBRATION, ENCODER_FILES, TOKENIZER
 from sfumato.models.run import Run, load_assets, load_run
 from sfumato.models.sections import ModelConfig
 from sfumato.workflows.adopt import ADOPTED
+from sfumato.workflows.export_graphs import check_graphs, write_graphs
 
 CARD = "README.md"
 
 
-def export_run(run_folder: str | Path, out_folder: str | Path, *, license: str = "") -> Path:
+def export_run(run_folder: str | Path, out_folder: str | Path, *, license: str = "", graphs: bool = False) -> Path:
     """Write a run's model as a folder that can be published or uploaded to a hub.
 
-    A frozen backbone is in it if it comes from a folder; others are loaded by their name. It is written completely or
-    not at all.
+    A frozen backbone is in it if it comes from a folder; others are loaded by their name. With ``graphs`` its weights
+    are ONNX graphs, which need no torch; config.json has their largest difference from torch. It is written completely
+    or not at all.
     """
     out = Path(out_folder)
     if not is_unused(out):
         raise UserError(f"{out} exists already; give a new or empty folder, or remove it")
     run = load_run(run_folder)
     with new_folder(out) as temporary:
-        _write(run, temporary, license=license)
+        _write(run, temporary, license=license, graphs=graphs)
     return out
 
 
-def _write(run: Run, folder: Path, *, license: str) -> None:
+def _write(run: Run, folder: Path, *, license: str, graphs: bool) -> None:
     """Write the files of a run's model into an empty folder."""
-    assets, own = load_assets(run.folder, run.recipe), _local_encoder(run.recipe.model)
+    assets, own = load_assets(run.folder, run.recipe), None if graphs else _local_encoder(run.recipe.model)
     config = {
         "sfumato": __version__,
         "name": run.recipe.name,
@@ -61,16 +64,21 @@ def _write(run: Run, folder: Path, *, license: str) -> None:
         "calibrated": run.calibrated,
         **({} if run.sampled_logits is None else {"sampled_logits": list(run.sampled_logits)}),
     }
-    weights = {key: value.detach().cpu().contiguous() for key, value in run.model.state_dict().items()}
-    write_atomically(folder / WEIGHTS, safetensors_bytes(weights, {"format": "pt"}))
+    if graphs:
+        config |= {"digest": model_digest(run.model), "processors": write_graphs(run, folder)}
+    else:
+        weights = {key: value.detach().cpu().contiguous() for key, value in run.model.state_dict().items()}
+        write_atomically(folder / WEIGHTS, safetensors_bytes(weights, {"format": "pt"}))
     if assets.tokenizer is not None:
         write_atomically(folder / TOKENIZER, (run.folder / TOKENIZER).read_bytes())
     if run.calibration is not None:
         run.calibration.save(folder / CALIBRATION)
     if own is not None:
         _copy_encoder(own, folder / ENCODER)
-    write_atomically(folder / CARD, model_card(run, license=license, own_encoder=own is not None))
+    write_atomically(folder / CARD, model_card(run, license=license, own_encoder=own is not None, graphs=graphs))
     write_json(folder / CONFIG, config)
+    if graphs:
+        write_json(folder / CONFIG, config | {"largest_difference": check_graphs(run.model, folder)})
     folder.chmod(run.folder.stat().st_mode & 0o777)
 
 
@@ -106,8 +114,8 @@ _BASE_MODEL = re.compile(r"(?:hf-hub:)?([\w.-]+/[\w.-]+)")
 _WAYS = {"i2t": "image to text", "t2i": "text to image"}
 
 
-def model_card(run: Run, *, license: str = "", own_encoder: bool = False) -> str:
-    """The model card of a run; own_encoder: its frozen model is beside it."""
+def model_card(run: Run, *, license: str = "", own_encoder: bool = False, graphs: bool = False) -> str:
+    """The model card of a run; own_encoder: its frozen model is beside it; graphs: it needs no torch."""
     model, evaluations, bases = run.recipe.model, _evaluations(run.folder), _base_models(run.recipe.model)
     sides = (model.image, model.text)
     pictures = not (model.image.reads_embeddings or model.text.reads_embeddings or model.image.reads_regions)
@@ -119,14 +127,14 @@ def model_card(run: Run, *, license: str = "", own_encoder: bool = False) -> str
         "recipe": run.recipe,
         "model": model,
         "encoders": [_encoder(side) for side in sides],
-        "frozen": _shown_once(side.frozen_backbone for side in sides),
+        "frozen": _shown_once(side.frozen_backbone for side in sides if not (graphs and side.extras)),
         "own_encoder": own_encoder,
         "adopted": (run.folder / ADOPTED).is_file(),
         "data": _data(run),
         "distance": run.loss.distance.name,
         "license": license,
         "below": f"; the base model{'s have their' if len(bases) > 1 else ' has its'} own" if bases else "",
-        "package": _package(model),
+        "package": "sfumato" if graphs else _package(model),
         "text": text,
         "image": image,
         "pictures": pictures,
