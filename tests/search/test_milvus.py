@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import time
+import types
 import urllib.request
 import uuid
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -36,6 +38,7 @@ from support.stores_contract import (
     write_at_random,
 )
 
+from sfumato import errors
 from sfumato.errors import UserError
 from sfumato.search.stores import milvus, milvus_place
 from sfumato.search.stores import protocol as stores
@@ -173,12 +176,29 @@ def test_others_find_a_write_at_once_and_optimise_waits_for_the_index(milvus_ser
 
     monkeypatch.setattr(store._client, "list_persistent_segments", list_segments)
     assert (store._without_index(), store._without_index()) == (1, 0)
-    left = iter([9, 8, 8, 8, 8])
+
+
+def test_a_server_is_waited_for_while_its_index_grows_and_not_for_what_it_never_builds(embedded, monkeypatch, capsys):
+    store, pending, looks = create_store(embedded(**HNSW), 3), {"pending_index_rows": 8}, [9, *[8] * 9]
+    segment = types.SimpleNamespace(segment_id=1, num_rows=5674, index_name="")
+    server = {"describe_index": pending, "list_loaded_segments": [segment], "list_persistent_segments": [segment]}
+    monkeypatch.setattr(store, "_call", lambda method, asked=None: server.get(method))
+    assert store._without_index() == 5674
+    store._options["index"] = "FLAT"
+    assert store._without_index() == 0, "every vector is compared"
+    left = iter([])
     monkeypatch.setattr(store, "_without_index", lambda: next(left))
-    monkeypatch.setattr(store, "_call", lambda method: None)
     monkeypatch.setattr(store, "_seconds", lambda method: 0.3)
-    with pytest.warns(UserWarning, match="the server has 8 items without an index, as 0 seconds before"):
-        store.optimise()
+    monkeypatch.setattr(errors, "_PLAIN_SECONDS", 0.1)
+    for loaded, told in ((9, True), (0.1, True), (0.1, False)):
+        left = iter(looks)
+        monkeypatch.setattr(milvus, "_LOADED", loaded)
+        pending["pending_index_rows"] = 8 * told
+        with warnings.catch_warnings(record=True) as warned:
+            store.optimise()
+        said = "the server has 8 items without an index, as 0 seconds before"
+        assert [said in str(one.message) for one in warned] == [True] * told and next(left) == 8
+    assert "waiting for the server's index: 1 of 9" in capsys.readouterr().err
 
 
 def test_larger_batches_and_what_is_left_out_before_there_is_an_index(embedded, monkeypatch):

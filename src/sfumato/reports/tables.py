@@ -270,6 +270,8 @@ def print_search(result: dict[str, Any], *, why: bool = False) -> None:
         _print_above_and_below(result["hits"], why)
     else:
         _print_hits(result["hits"], "" if fits else result["distance"], calibrated)
+    if why and result["hits"] and not any(hit.get("why") for hit in result["hits"]):
+        print("  no parts of a probability here: --why is of a text, without --without and --target listed")
     if not result["hits"] and not (result["verdict"] or "").startswith(("No item", "The gallery is empty")):
         print("  no item reaches this probability")
     if result["hidden"]:

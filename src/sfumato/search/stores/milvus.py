@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.errors import UserError, refuse_newer
+from sfumato.errors import UserError, progress_bar, refuse_newer
 from sfumato.search.stores import milvus_place
 from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
 
@@ -51,6 +51,9 @@ _LEAST_INDEXED = 1024
 
 _LOOK = 0.2
 """Seconds between two looks at what a server has indexed."""
+
+_LOADED = 15
+"""Seconds within which a server has loaded an index that it has built."""
 
 _LONG = "flush", "load_collection"
 """Methods that wait for the server's own work."""
@@ -264,22 +267,32 @@ class MilvusStore(StoreBase):
     def optimise(self) -> None:
         """Write the log into segments, and wait for a server's index while it grows; Lite builds it afterwards."""
         self._call("flush")
-        last, since = -1, time.monotonic()
-        while self.waits_for_index and (left := self._without_index()):
-            if left != last:
-                last, since = left, time.monotonic()
-            elif (waited := time.monotonic() - since) > self._seconds("flush"):
-                warnings.warn(
-                    f"store {self.url}: the server has {left:,} items without an index, as {waited:.0f} seconds before;"
-                    " searches are slower until it has indexed them; look at its log, or wait longer by"
-                    " ?call_timeout=SECONDS",
-                    stacklevel=2,
-                )
-                return
-            time.sleep(_LOOK)
+        left, since = self._without_index() if self.waits_for_index else 0, time.monotonic()
+        with progress_bar("waiting for the server's index", left) as advance:
+            while left:
+                time.sleep(_LOOK)
+                last, left = left, self._without_index()
+                advance(last - left)
+                since = since if left == last else time.monotonic()
+                waited = time.monotonic() - since
+                if (
+                    waited > _LOADED
+                    and not self._call("describe_index", {"index_name": "vector"})["pending_index_rows"]
+                ):
+                    return  # The server builds none for these.
+                if waited > self._seconds("describe_index"):
+                    warnings.warn(
+                        f"store {self.url}: the server has {left:,} items without an index, as {waited:.0f} seconds"
+                        " before; searches are slower until it has indexed them; look at its log, or wait longer by"
+                        " ?call_timeout=SECONDS",
+                        stacklevel=2,
+                    )
+                    return
 
     def _without_index(self) -> int:
         """Number of written items that a server does not search by an index yet; 0 for Lite, which does not say."""
+        if self._index == "FLAT":  # A server builds none: every vector is compared.
+            return 0
         if (loaded := self._call("list_loaded_segments")) is None:
             return 0
         ready = {segment.segment_id for segment in loaded if segment.index_name}
