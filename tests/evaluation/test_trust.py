@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import comb
 
 import numpy as np
@@ -294,7 +294,7 @@ ONE = judgements.Judgement("a dog", "x y.jpg", 1, "ann", "2025-01-01T10:00:00+00
 )  # fmt: skip
 def test_a_bad_line_is_named_by_its_number(tmp_path, wrong, said):
     judgements.write_judgements(path := tmp_path / "a.jsonl", [ONE])
-    path.write_text(path.read_text() + "\n" + json.dumps(vars(ONE) | wrong) + "\n")
+    path.write_text(path.read_text() + "\n" + json.dumps(asdict(ONE) | wrong) + "\n")
     with pytest.raises(UserError, match="line 3: .*correct the line") as error:
         judgements.read_judgements(path)
     assert said in str(error.value)
@@ -308,6 +308,11 @@ def test_the_latest_verdict_of_one_judge_counts_and_files_and_qrels_come_back(tm
     judgements.write_judgements(tmp_path / "a.jsonl", all_of_them)
     assert judgements.read_judgements(tmp_path / "a.jsonl") == all_of_them
     assert json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])["judge"] == "ann"
+    file = judgements.JudgementFile(tmp_path / "b.jsonl")
+    assert file.read() == [] and file.change(lambda kept: [*kept, ONE]) == ([], [ONE])
+    assert file.read() is file.read() and judgements.read_judgements(file.path) == [ONE], "read once"
+    judgements.write_judgements(file.path, all_of_them)  # By another program.
+    assert file.change(lambda kept: kept[1:]) == (all_of_them, all_of_them[1:]) and file.read() == all_of_them[1:]
     later = replace(ONE, yes=0, when="2025-01-01T09:30:00-01:00")  # 10:30 in UTC.
     other = replace(ONE, yes=0, judge="bob", when="2024-01-01T00:00:00")
     assert judgements.merged([later], [ONE]) == judgements.merged([ONE, later]) == [later]

@@ -307,6 +307,7 @@ def test_the_summary_is_that_of_the_library(judged):
         judged.file, [*read_judgements(judged.file), Judgement("q", "i", 1, "a", "2025-01-01", "x", 0.5, 1.0, "listed")]
     )
     told = judged.get("/v1/judgements").json()
+    assert judged.get("/v1/judgements?figures=false").json() == told | dict.fromkeys(list(told)[3:-1])
     own = [one for one in read_judgements(judged.file) if one.probability is not None and one.target == "fits"]
     figures = judged_figures([ShownHit(*one.pair, 1, one.probability) for one in own], own)
     assert (told["n"], told["queries"], told["judges"]) == (73, 4, 1)

@@ -56,6 +56,7 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     (same,) = (hit for hit in folded["hits"] if hit.get("duplicates"))
     assert {same["id"], *same["duplicates"]} == {"red.png", "inner/red.png"} and len(folded["hits"]) == 5
     assert "  +1 nearly the same" in sfumato("search", out, "red")[1]
+    assert "no parts of a probability here" in sfumato("search", out, "--id", "red.png", "--why")[1]
     Image.new("RGB", (400, 300), "red").save(pictures / "inner" / "red.png")  # The larger stands for both.
     sfumato.json("index", "--data", pictures / "inner", "--add", "--out", out)
     (larger,) = (hit for hit in sfumato.json("search", out, "red")[0]["hits"] if hit.get("duplicates"))

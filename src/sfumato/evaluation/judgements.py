@@ -8,13 +8,16 @@ Verdicts are kept as JSON lines, with who judged, when, and why the hit was show
 read, have neither; there queries and items are percent-encoded, so that no second file is needed.
 """
 
+import contextlib
 import hashlib
 import json
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -63,6 +66,14 @@ class Judgement:
         found = datetime.fromisoformat(self.when)
         return found if found.tzinfo else found.replace(tzinfo=UTC)
 
+    @cached_property
+    def line(self) -> str:
+        """As it stands in a file."""
+        return json.dumps({name: getattr(self, name) for name in _NAMES}, ensure_ascii=False) + "\n"
+
+
+_NAMES = [field.name for field in fields(Judgement)]
+
 
 def now() -> str:
     """The time of a verdict that is given now."""
@@ -72,11 +83,10 @@ def now() -> str:
 def _checked(values: Any) -> Judgement:
     if not isinstance(values, dict):
         raise ValueError(f"got {type(values).__name__}, expected an object")
-    names = [field.name for field in fields(Judgement)]
     if missing := [name for name in ("query", "id", "yes", "judge", "when", "why") if name not in values]:
         raise ValueError(f"{missing[0]!r} is missing")
-    if unknown := sorted(set(values) - set(names)):
-        raise ValueError(f"unknown field {unknown[0]!r}; known: {', '.join(names)}")
+    if unknown := sorted(values.keys() - _NAMES):
+        raise ValueError(f"unknown field {unknown[0]!r}; known: {', '.join(_NAMES)}")
     found = Judgement(**values)
     for name in ("query", "id", "judge", "when", "why", "target"):
         if not isinstance(text := getattr(found, name), str) or not text.strip():
@@ -119,21 +129,44 @@ def read_judgements(path: str | Path) -> list[Judgement]:
 
 def write_judgements(path: str | Path, judgements: Iterable[Judgement]) -> None:
     """Write verdicts as JSON lines. A reader sees the old or the new file."""
-    write_atomically(path, "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in judgements))
+    write_atomically(path, "".join(one.line for one in judgements))
 
 
-def change_judgements(
-    path: str | Path, change: Callable[[list[Judgement]], Iterable[Judgement]]
-) -> tuple[list[Judgement], list[Judgement]]:
-    """Replace the verdicts of a file, none if it does not exist yet; others who change it wait. Returns (old, new)."""
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
-    with FileLock(path.with_name(f".{path.name}.lock")):
-        before = read_judgements(path) if path.exists() else []
-        after = list(change(before))
-        write_judgements(path, after)
-    return before, after
+class JudgementFile:
+    """A file of verdicts, none if it does not exist yet. It is kept in memory, and read again if others change it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._kept: list[Judgement] = []
+        self._seen: tuple[int, ...] = ()  # what the file was when it was read
+        self._lock = threading.RLock()
+
+    def read(self) -> list[Judgement]:
+        """The verdicts."""
+        with self._lock:
+            if (there := self._now()) != self._seen:
+                self._kept, self._seen = read_judgements(self.path) if there else [], there
+            return self._kept
+
+    def change(
+        self, change: Callable[[list[Judgement]], Iterable[Judgement]]
+    ) -> tuple[list[Judgement], list[Judgement]]:
+        """Replace the verdicts; others who change them wait. Returns (old, new)."""
+        path = self.path
+        if not path.parent.is_dir():
+            raise UserError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
+        with self._lock, FileLock(path.with_name(f".{path.name}.lock")):
+            before = self.read()
+            after = list(change(before))
+            write_judgements(path, after)
+            self._kept, self._seen = after, self._now()
+        return before, after
+
+    def _now(self) -> tuple[int, ...]:
+        with contextlib.suppress(FileNotFoundError):
+            there = self.path.stat()
+            return there.st_ino, there.st_size, there.st_mtime_ns
+        return ()
 
 
 def merged(*files: Iterable[Judgement]) -> list[Judgement]:

@@ -338,11 +338,12 @@ def _add_judgements(app: FastAPI, judging: Judging) -> None:
         ] = "summary",
         query: Annotated[str | None, Parameter(max_length=2000, description="text whose verdicts to list")] = None,
         judge: Annotated[str, Parameter(max_length=100, description="whose verdicts to list")] = WEB,
+        figures: Annotated[bool, Parameter(description="whether to compute the figures; else they are null")] = True,
     ) -> Response:
         """What people's verdicts say about the hits, and those of a judge on one query."""
         if format == "qrels":
             return PlainTextResponse(await judging.qrels())
-        return _json(await judging.summary(query, judge))
+        return _json(await judging.summary(query, judge, measured=figures))
 
     tagged = {**tagged, "responses": problems(404, 409, 413, 415, 422, 503, 504)}
 

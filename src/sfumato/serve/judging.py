@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
@@ -11,14 +11,14 @@ from pydantic import ConfigDict, Field, model_validator
 from sfumato.calibration.fits import N_FOLDS
 from sfumato.errors import UserError, counted
 from sfumato.evaluation.judgements import (
+    JudgedFigures,
     Judgement,
+    JudgementFile,
     ShownHit,
-    change_judgements,
     judged_figures,
     merged,
     now,
     qrels_of,
-    read_judgements,
 )
 from sfumato.search.answer import Target
 from sfumato.serve.problems import WORD, Model, Refusal, busy, wrong
@@ -106,7 +106,10 @@ class JudgementsResponse(Model):
 
 
 class JudgementsSummary(Model):
-    """What the verdicts say. The figures are of hits beside which a probability stood, and null without such hits."""
+    """What the verdicts say. The figures are of hits beside which a probability stood; null without such hits.
+
+    Of more than 20,000 hits a random part is taken.
+    """
 
     n: int = Field(description="verdicts, of all judges")
     judges: int = Field(description="number of judges")
@@ -124,11 +127,12 @@ class Judging:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._lock = asyncio.Lock()  # Else those who wait for the file would hold all threads.
+        self._file = JudgementFile(service.settings.judgements or "")
 
     async def keep(self, wanted: JudgementsRequest) -> JudgementsResponse:
         """Keep verdicts, all or none, and take others back. When it returns, they survive the death of the process."""
 
-        def keep(path: Path, served: ServedGallery) -> JudgementsResponse:
+        def keep(served: ServedGallery) -> JudgementsResponse:
             _check_ids(served, wanted)
             own = {(one.query, one.id): one for one in wanted.judgements}
             new = [
@@ -139,8 +143,8 @@ class Judging:
                 for one in own.values()
                 if one.yes is not None
             ]  # fmt: skip
-            before, after = change_judgements(
-                path, lambda kept: [*(one for one in kept if one.judge != wanted.judge or one.pair not in own), *new]
+            before, after = self._file.change(
+                lambda kept: [*(one for one in kept if one.judge != wanted.judge or one.pair not in own), *new]
             )
             for one in new:
                 if one.probability is not None:
@@ -151,34 +155,33 @@ class Judging:
         kept = await self._run(keep)
         return kept.model_copy(update={"used": await self._use()}) if wanted.use else kept
 
-    async def summary(self, query: str | None, judge: str) -> JudgementsSummary:
+    async def summary(self, query: str | None, judge: str, *, measured: bool = True) -> JudgementsSummary:
         """What the verdicts say, and those of a judge on a query."""
 
-        def read(path: Path, served: ServedGallery) -> JudgementsSummary:
-            own = merged(_of_target(path, _target(served)))
-            given = {one.id: bool(one.yes) for one in own if one.query == query and one.judge == judge}
-            shown = {one.pair: ShownHit(*one.pair, 0, one.probability) for one in own if one.probability is not None}
-            figures = judged_figures(list(shown.values()), own) if shown else None
-            measured = "precision", "said", "calibration_error", "calibration_error_by_chance"
+        def read(served: ServedGallery) -> JudgementsSummary:
+            own = self._verdicts(served)
+            given = merged(one for one in own if (one.query, one.judge) == (query, judge))
+            figures = _figures(merged(own)) if measured else None
+            names = "precision", "said", "calibration_error", "calibration_error_by_chance"
             return JudgementsSummary(
                 n=len(own),
                 judges=len({one.judge for one in own}),
                 queries=len({one.query for one in own}),
-                given=given,
-                **{name: getattr(figures, name, None) for name in measured},
+                given={one.id: bool(one.yes) for one in given},
+                **{name: getattr(figures, name, None) for name in names},
             )
 
         return await self._run(read)
 
     async def qrels(self) -> str:
         """The verdicts as TREC qrels."""
-        return await self._run(lambda path, served: qrels_of(_of_target(path, _target(served))))
+        return await self._run(lambda served: qrels_of(self._verdicts(served)))
 
     async def _use(self) -> JudgementsUsed:
         """Refine the probabilities by all verdicts; searches use the result at once."""
 
-        def refined(path: Path, served: ServedGallery) -> JudgementsUsed:
-            verdicts = _of_target(path, _target(served))
+        def refined(served: ServedGallery) -> JudgementsUsed:
+            verdicts = self._verdicts(served)
             if not verdicts:
                 raise Refusal(422, "There are no verdicts to use yet; judge some results first")
             try:
@@ -193,15 +196,18 @@ class Judging:
 
         return await self._run(refined)
 
-    async def _run(self, work: Callable[[Path, ServedGallery], Done]) -> Done:
+    def _verdicts(self, served: ServedGallery) -> list[Judgement]:
+        return [one for one in self._file.read() if one.target == _target(served)]
+
+    async def _run(self, work: Callable[[ServedGallery], Done]) -> Done:
         """Run work on the file of verdicts and the gallery, in a thread."""
-        path, served = self.service.settings.judgements, self.service.sources.gallery("images")
-        if path is None:
+        served = self.service.sources.gallery("images")
+        if self.service.settings.judgements is None:
             reason = "it was started without --judgements; start it with --judgements FILE"
             raise Refusal(409, f"This service keeps no verdicts: {reason}", code="no-judgements")
         async with self._lock:
             try:
-                return await self.service.threads.run(work, path, served)
+                return await self.service.threads.run(work, served)
             except (UserError, OSError) as error:
                 _LOG.error("verdicts could not be read or written: %s", error)
                 detail = "The file of verdicts cannot be read or written; the log of the service has the reason"
@@ -213,8 +219,15 @@ def _target(served: ServedGallery) -> Target:
     return "listed" if served.gallery.texts is None else "fits"
 
 
-def _of_target(path: Path, target: Target) -> list[Judgement]:
-    return [one for one in read_judgements(path) if one.target == target] if path.exists() else []
+_MOST_HITS = 20_000
+"""Hits that figures are of."""
+
+
+def _figures(own: list[Judgement]) -> JudgedFigures | None:
+    """What verdicts say about the hits beside which a probability stood."""
+    shown = {one.pair: ShownHit(*one.pair, 0, one.probability) for one in own if one.probability is not None}
+    some = {pair: shown[pair] for pair in random.Random(0).sample([*shown], min(_MOST_HITS, len(shown)))}
+    return judged_figures([*some.values()], [one for one in own if one.pair in some]) if some else None
 
 
 def _check_ids(served: ServedGallery, wanted: JudgementsRequest) -> None:

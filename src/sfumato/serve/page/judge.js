@@ -42,7 +42,7 @@ export function judging(section, { query, hits }, used) {
   use.onclick = () => then(async () => used((await json("v1/judgements", { method: "POST", body: { use: true } })).used.text));
   section.querySelector(".grid").before(line);
   then(async () => {
-    const told = await json(`v1/judgements?${new URLSearchParams({ query, judge: me() })}`);
+    const told = await json(`v1/judgements?${new URLSearchParams({ query, judge: me(), figures: false })}`);
     [n, given] = [told.n, new Map(Object.entries(told.given))];
     show();
   });
