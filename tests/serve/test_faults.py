@@ -23,7 +23,7 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from support import serving
 from support.photographs import halves, heic, saved
 from support.raising import raises
@@ -73,10 +73,14 @@ def test_pictures_that_are_stored_or_shown():
     file, place = io.BytesIO(), Image.Exif()
     place[0x010E] = "where I live"
     place[0x0112] = 6
-    Image.new("RGB", (30, 20), "red").save(file, "JPEG", exif=place)
-    assert b"where I live" in file.getvalue()
+    Image.new("RGB", (30, 20), "red").save(file, "JPEG", exif=place, comment=b"where I live")
+    assert file.getvalue().count(b"where I live") == 2 and shown(file.getvalue(), None)[1] == b""
     _, kept = stored(file.getvalue())
-    assert b"where I live" not in kept and Image.open(io.BytesIO(kept)).size == (20, 30)
+    copies = kept, shown(file.getvalue(), 16)[1], shown(file.getvalue(), None, copied=True)[1]
+    assert all(copy and b"where I live" not in copy for copy in copies) and Image.open(io.BytesIO(kept)).size == (
+        20,
+        30,
+    )
     assert stored(serving.picture(format="WEBP"))[1].startswith(b"\x89PNG")
     told, copy = shown(serving.picture(format="BMP"), None)
     assert told == {"type": "image/png"} and copy.startswith(b"\x89PNG")
@@ -146,8 +150,14 @@ def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_
     assert {p.parent.parent for p in tmp_path.rglob("*") if p.is_file() and len(p.name) == 32} == {tmp_path / "uploads"}
     folder, gallery = tmp_path / "pictures", sources.galleries["images"].gallery
     (folder / "not-an-item.png").write_bytes(serving.picture())
-    with serving.served(replace(sources, galleries={"images": ServedGallery(gallery, FolderImages(folder))})) as client:
-        assert client.get("/v1/pictures/000.png").status_code == 200
+    small = replace(sources, galleries={"images": ServedGallery(gallery, FolderImages(folder))})
+    private = PngImagePlugin.PngInfo()
+    private.add_text("Description", "where I live")
+    Image.new("RGB", (9, 9)).save(folder / "000.png", pnginfo=private)
+    with serving.served(small, no_metadata=True) as client:
+        assert b"where I live" not in client.get("/v1/pictures/000.png").content
+    with serving.served(small) as client:
+        assert client.get("/v1/pictures/000.png").content == (folder / "000.png").read_bytes()
         serving.problem(client.get("/v1/pictures/not-an-item.png"), 404)
         serving.problem(client.get("/v1/pictures/001.png"), 404)  # An item whose file has gone.
 

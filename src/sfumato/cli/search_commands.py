@@ -326,6 +326,9 @@ def serve(
     ),
     no_key: bool = flag(False, "Listen to a network without a key; requires --allowed-host as well.", "--no-key"),
     read_only: bool = flag(False, "Refuse every write, with any key.", "--read-only"),
+    no_metadata: bool = flag(
+        False, "Give originals out as copies without position (GPS), camera and other metadata.", "--no-metadata"
+    ),
     allowed_host: list[str] | None = flag(
         None, "Host name that clients may use besides this machine's own; repeatable."
     ),
@@ -359,7 +362,7 @@ def serve(
             read_judgements(judgements)  # Before a model is loaded.
     settings = Settings(
         **parse_limits(limits or []), keys=keys, reading_keys=reading_keys, read_only=read_only,
-        hosts=server.hosts_of(host, allowed_host or []), judgements=judgements,
+        no_metadata=no_metadata, hosts=server.hosts_of(host, allowed_host or []), judgements=judgements,
     )  # fmt: skip
     server.check_host(host, settings, no_key)
     if images:

@@ -87,11 +87,11 @@ def stored(data: bytes) -> Message:
     return {"fields": {**describe_image(data), PIXELS: str(n_pixels(data))}}, _encoded(Image.fromarray(pixels), format)
 
 
-def shown(data: bytes, size: int | None) -> Message:
-    """Convert a stored image for a browser."""
+def shown(data: bytes, size: int | None, copied: bool = False) -> Message:
+    """Convert a stored image for a browser; without a size it is as it is, unless it must be copied."""
     with opened_image(data) as image:
         kind = str(image.format)
-        if size is None and kind in _SHOWN:
+        if size is None and kind in _SHOWN and not copied:
             return {"type": _SHOWN[kind]}, b""
         if size is not None:
             image.draft(None, (2 * size, 2 * size))
@@ -161,6 +161,7 @@ def _drafted(data: bytes, side: int) -> bytes:
 
 def _encoded(image: Image.Image, format: str) -> bytes:
     file = io.BytesIO()
+    image.info.pop("comment", None)  # Of metadata this one is written again unasked.
     image.save(file, format, quality=90)
     return file.getvalue()
 

@@ -101,7 +101,8 @@ class Service:
 
         data = await self.threads.run(read)
         try:
-            answer, smaller = await self.embedder.decoders.run(Task("shown", {"size": size}, message_of), data)
+            options = {"size": size, "copied": self.settings.no_metadata}
+            answer, smaller = await self.embedder.decoders.run(Task("shown", options, message_of), data)
         except ValueError as error:
             raise Refusal(404, f"The image of this item can no longer be shown: it {error}") from error
         return smaller or data, str(answer["type"])

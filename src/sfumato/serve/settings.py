@@ -81,6 +81,7 @@ class Settings(Capacity):
     keys: tuple[str, ...] = field(default=(), repr=False)  # they permit everything
     reading_keys: tuple[str, ...] = field(default=(), repr=False)  # everything but writes; without keys none is needed
     read_only: bool = False  # refuse every write, with any key
+    no_metadata: bool = False  # give no image file out as it is, but copies
     judgements: Path | None = None  # file of people's verdicts; they cannot be given without
     hosts: tuple[str, ...] = ()  # accepted names in the Host header; any if empty
 
