@@ -46,6 +46,9 @@ def test_more_evidence_is_more_probable(n_words):
     ):
         pair = of.of_pairs(changed)[0]
         assert (np.diff(pair) > 0).all(), "a closer image, a closer text, a word of the name"
+    bare = replace(base, agreement=np.full((1, 6), np.nan))
+    gain = of.of_pairs(replace(bare, words=0 * steps + 1, together=0 * steps + 1)) - of.of_pairs(bare)
+    assert (gain > (3 if n_words < 3 else 1)).all(), "two words of a folder's name say as much as one"
     every = replace(base, words=steps * 0 + 1, together=steps * 0 + 1, missing=steps * 0)
     assert (of.of_pairs(every) > of.of_pairs(base) + 1).all(), "all words, or none"
 

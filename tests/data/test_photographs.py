@@ -106,7 +106,7 @@ def test_the_fields_and_the_name_of_a_file(tmp_path):
     assert fields_of(tmp_path, "Italy 2019/100CANON/sunset_beach.jpg", data, problems) == {
         "captions": "a beach\ntwo people\nA market by the river\nWith Ada\nEvening", "title": "Market",
         "tags": "market\nriver\nAda", "date": "2019-05-04T10:11:00", "place": "Zürich, Switzerland",
-        "name": "Italy sunset beach", "folder": "Italy 2019/100CANON",
+        "name": "Italy 2019 sunset beach", "folder": "Italy 2019/100CANON",
     }  # fmt: skip
     assert not problems.left_out
     assert fields_of(tmp_path, "IMG_1234.jpg", jpeg(), problems) == {}
@@ -118,7 +118,8 @@ def test_the_fields_and_the_name_of_a_file(tmp_path):
     for path, name in (
         ("BeachSunset2019.jpg", "Beach Sunset"), ("dog in the snow (2).jpg", "dog in the snow"), ("猫.jpg", "猫"),
         ("Rome/Rome-Forum_03.jpg", "Rome Forum"), ("train2017/data/home/train.jpg", "train"),
-        ("Train Trip/val/images/cat.jpg", "Train Trip cat"),
+        ("Train Trip/val/images/cat.jpg", "Train Trip cat"), ("dog1.jpg", "dog"), ("2018-06 Rome/3.jpg", "2018 Rome"),
+        ("Christmas 2019.jpg", "Christmas 2019"), ("2019-06-01 fountain.jpg", "fountain"),
     ):  # fmt: skip
         assert file_fields(tmp_path, path, b"", (), Problems().remark)["name"] == name
     assert file_fields(tmp_path, "a dog/garden/cat.jpg", b"", (), Problems().remark, 1)["name"] == "garden cat"

@@ -56,6 +56,9 @@ def test_a_folder_is_indexed_searched_grows_and_shrinks(sfumato, tmp_path, pictu
     (same,) = (hit for hit in folded["hits"] if hit.get("duplicates"))
     assert {same["id"], *same["duplicates"]} == {"red.png", "inner/red.png"} and len(folded["hits"]) == 5
     assert "  +1 nearly the same" in sfumato("search", out, "red")[1]
+    for n, said in ((25, None), (40, None), (150, "The model reads only the beginning of this text")):
+        (found,) = sfumato.json("search", out, " ".join(["red"] * n))
+        assert (found["warning"] or "None").startswith(str(said)), n
     assert "no parts of a probability here" in sfumato("search", out, "--id", "red.png", "--why")[1]
     Image.new("RGB", (400, 300), "red").save(pictures / "inner" / "red.png")  # The larger stands for both.
     sfumato.json("index", "--data", pictures / "inner", "--add", "--out", out)

@@ -120,8 +120,10 @@ class FitsLogits:
         """(q, c) logits that the query fits the item, whatever else there is."""
         image, features = evidence.image.astype(np.float64), evidence.features()
         with_texts = self.pair_with.of(image, features)
-        # An item without texts may have the words of its name or place: they count less, and none is missed.
-        names = _NAMES * self.pair_with.weights[1] * features[..., 1]
+        # An item without texts may have the words of its name or place: they count less, and none is missed. In the fit
+        # of two words nearly all that they say is that they stand together.
+        words, together = (self.pair_with.weights[k] * features[..., k] for k in (1, 2))
+        names = _NAMES * np.maximum(words, (words + together) / 2)
         without = self.pair_without.of(image, features[..., -2:]) + names
         return np.where(evidence.has_texts, with_texts, without)
 

@@ -84,6 +84,8 @@ _COMPANY = re.compile(
 )
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _CHUNK = re.compile(r"[^\W_]+")
+_YEAR = re.compile("(?:19|20)[0-9][0-9]")
+_DATED = re.compile(r"(?<!\d)(?:19|20)\d\d[-_. ]?\d[-_. \d]*")
 _PARTS = re.compile(r"(?<=[^\W\dA-Z_])(?=[A-Z])")
 _CAMERA_FOLDER = re.compile(r"\d{3}[A-Z_\d]{5}")
 _NO_WORDS = frozenset(
@@ -172,7 +174,8 @@ def file_fields(
     folders = [
         one for one in PurePosixPath(folder).parts[shared:] if one.casefold().rstrip("0123456789") not in _STORAGE
     ]
-    words = " ".join(_words([*folders, unicodedata.normalize("NFC", below.stem)]))
+    stem = _DATED.sub(" ", unicodedata.normalize("NFC", below.stem))
+    words = " ".join(_words([*folders, stem]))
     return _fields(found) | _kept({"name": words, "folder": "" if folder == "." else folder})
 
 
@@ -324,12 +327,14 @@ def _camera(make: str, model: str) -> str:
 
 
 def _words(names: Iterable[str]) -> list[str]:
-    """The words of names of files and folders: no numbers, no abbreviations of cameras, no hashes."""
+    """The words of names of files and folders: no numbers but years, no abbreviations of cameras, no hashes."""
     words: dict[str, str] = {}
     for name in names:
         if _CAMERA_FOLDER.fullmatch(name):
             continue
         for chunk in _CHUNK.findall(_UUID.sub(" ", name)):
+            if _YEAR.fullmatch(chunk):
+                words.setdefault(chunk, chunk)
             bare = chunk.strip("0123456789")
             if bare.isalpha() and bare.casefold() not in _NO_WORDS:
                 for word in _PARTS.split(bare):
@@ -340,7 +345,7 @@ def _words(names: Iterable[str]) -> list[str]:
 
 def _is_long(text: str) -> bool:
     """Whether letters beside digits are a word, unlike those of 2088394eb4 and 533ceeddfc."""
-    return len(text) > 3 and not set(text.casefold()) <= set("abcdef")
+    return len(text) > 2 and not set(text.casefold()) <= set("abcdef")
 
 
 def _is_word(text: str) -> bool:

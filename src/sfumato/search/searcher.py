@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, Union, overload
 import numpy as np
 from PIL import Image
 
-from sfumato.arrays import is_tensor
+from sfumato.arrays import as_numpy, is_tensor
 from sfumato.data.images import Images, ImageSource, MemoryImage
 from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
 from sfumato.errors import UserError
@@ -331,9 +331,24 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | 
     if script := strange_script(query.joined, counter) if counter else None:
         note = f"The text encoder knows hardly any words in {script} script: the results are guesses. Write the query"
         return None, f"{note} in English, or index with a multilingual model: sfumato index {_MULTILINGUAL}"
+    if any(_is_cut(text, model) for text in query.parts):
+        return None, "The model reads only the beginning of this text: shorten it, or give its end as --also (also=)"
     if counter and all(n == 1 for n in counter(words_of(query.text))):
         return None, None  # The model knows all words.
     return spelling(query.text, gallery.words, known_words(model)), None
+
+
+_READ = 25
+"""Words of a text that every model reads."""
+
+
+def _is_cut(text: str, model: TwoTowers) -> bool:
+    """Whether a model passes over the end of a text: its last word changes nothing."""
+    words = text.split()
+    if len(words) <= _READ:
+        return False
+    mean = as_numpy(model.embed_texts([text, " ".join(words[:-1])]).mean)
+    return bool((mean[0] == mean[1]).all())
 
 
 _UNWANTED = 0.5
