@@ -63,6 +63,9 @@ def test_a_pillow_image_of_any_mode_is_read_as_its_file_and_turned_upright(model
     path = tmp_path / ("x.tiff" if mode in ("CMYK", "F") else "x.png")
     image.save(path)
     assert equal(model.embed_images([image]), model.embed_images([path]))
+    if mode == "L":
+        one = np.asarray(image)
+        assert equal(model.embed_images([one[..., None]]), model.embed_images([one])), "one channel"
     if mode == "RGB":
         exif = Image.Exif()
         exif[0x0112] = 6

@@ -23,7 +23,7 @@ model that reads features, a path or the bytes of a .npy file, or an array of fl
 _LOSSLESS_PNG = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
 
 
-_CHANNELS = (3, 4)
+_CHANNELS = (1, 3, 4)
 
 
 FLOATS = (np.float16, np.float32, np.float64)
@@ -59,9 +59,10 @@ def _source(image: ImageInput, name: str, who: str, features: str) -> ImageSourc
         expected = "a path, the bytes of a file, a Pillow image or an array of uint8"
         raise TypeError(f"{who}: {name} is a {type(image).__name__}; expected {expected}")
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in _CHANNELS)):
-        form = "(h, w), (h, w, 3) or (h, w, 4) in uint8 from 0 to 255"
+        form = "(h, w), (h, w, 1), (h, w, 3) or (h, w, 4) in uint8 from 0 to 255"
         raise ValueError(f"{who}: {name} has pixels of shape {array.shape} in {array.dtype}; expected {form}")
-    return _Encoded(name, lambda: _pillow_file(Image.fromarray(array)))
+    pixels = array[..., 0] if array.shape[2:] == (1,) else array
+    return _Encoded(name, lambda: _pillow_file(Image.fromarray(pixels)))
 
 
 class _Encoded:
