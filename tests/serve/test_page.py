@@ -778,3 +778,7 @@ def test_thumbs_keys_and_undo(judged, visit):
     yes.click()
     expect(line).to_contain_text("The file of verdicts cannot be read or written")
     expect(yes).to_have_attribute("aria-pressed", "false")
+    page.goto(f"/?q={text}&q2={text}")
+    for half in (page.locator(".half").first, page.locator(".half").last):
+        expect(half).to_have_text("Below 50%")
+        assert half.evaluate("(one) => one.clientWidth > 48 && one.clientHeight < 60"), "not one letter a line"
