@@ -199,7 +199,7 @@ def _recipe_keys() -> int:
     from pydantic import BaseModel
 
     from sfumato.data.sources import SOURCES
-    from sfumato.encoders.towers import ENCODERS
+    from sfumato.encoders.registry import ENCODERS
     from sfumato.losses import LOSSES
     from sfumato.models.recipe import Recipe
 

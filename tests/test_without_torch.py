@@ -130,6 +130,22 @@ def test_the_service(shell):
     assert "TORCH WAS LOADED" not in (shell.folder / "log.txt").read_text()
 
 
+def test_arrays_are_adopted_searched_calibrated_and_evaluated(shell):
+    rng, folder = np.random.default_rng(0), shell.folder
+    images = rng.standard_normal((300, 8)).astype(np.float32)
+    np.save(folder / "of-images.npy", images)
+    np.save(folder / "of-texts.npy", texts := images + 0.5 * rng.standard_normal((300, 8)).astype(np.float32))
+    np.save(folder / "query.npy", texts[7])
+    shell("adopt", "--images", "of-images.npy", "--texts", "of-texts.npy", "--out", "adopted")
+    shell("index", "adopted", "--split", "all", "--out", "of-arrays")
+    found = json.loads(shell("search", "of-arrays", "query.npy", "-k", "3", "--json"))[0]["hits"]
+    assert found[0]["id"] == "7" and 0 < found[0]["match_probability"] <= 1
+    assert "t2i" in json.loads(shell("calibrate", "adopted", "--json"))
+    result = json.loads(shell("evaluate", "run", "adopted", "--json"))
+    assert result["t2i"]["recall@1"] > 0.5 and (folder / "adopted" / "evaluation-test-squared_l2.json").is_file()
+    assert "emoji-demo" in shell("recipes")
+
+
 def test_files_are_evaluated_and_runs_of_other_engines_scored(shell):
     folder, rng = shell.folder, np.random.default_rng(0)
     images = rng.standard_normal((60, 8)).astype(np.float32)

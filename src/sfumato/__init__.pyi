@@ -19,9 +19,9 @@ from .distances import csd_matrix as csd_matrix
 from .distances import get_distance as get_distance
 from .distances import register_distance as register_distance
 from .encoders.heads import GaussianHead as GaussianHead
-from .encoders.towers import ENCODERS as ENCODERS
+from .encoders.registry import ENCODERS as ENCODERS
+from .encoders.registry import register_encoder as register_encoder
 from .encoders.towers import DualEncoder as DualEncoder
-from .encoders.towers import register_encoder as register_encoder
 from .evaluation.embedded_input import read_ground_truths as read_ground_truths
 from .evaluation.estimators import ESTIMATORS as ESTIMATORS
 from .evaluation.estimators import Estimator as Estimator

@@ -23,8 +23,8 @@ from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.joint import joint_backbone
 from sfumato.encoders.package_weights import is_open_clip
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor
+from sfumato.encoders.registry import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.encoders.scratch import Encoder, SmallImageConfig, SmallTextConfig
-from sfumato.encoders.towers import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.errors import UserError
 from sfumato.models.build import Assets, build_model, fresh_tokenizer
 from sfumato.models.embed import evaluate_run

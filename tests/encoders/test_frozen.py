@@ -17,14 +17,16 @@ from sfumato.encoders import package_weights
 from sfumato.encoders.backbones import SideBySide, image_backbone, text_backbone
 from sfumato.encoders.convolutional import efficientnet_lite
 from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore
-from sfumato.encoders.feature_rows import (
+from sfumato.encoders.feature_rows import FeatureInput, build_embeddings
+from sfumato.encoders.frozen import (
     EmbeddingImageConfig,
     EmbeddingTextConfig,
-    FeatureInput,
-    build_embeddings,
+    FeatureCache,
+    FrozenImageConfig,
+    FrozenTextConfig,
+    cached_features,
     described_by,
 )
-from sfumato.encoders.frozen import FeatureCache, FrozenImageConfig, FrozenTextConfig, cached_features
 from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.encoders.joint import TransformersNetwork
 from sfumato.encoders.package_weights import WEIGHTS, MiniLM, package_folder

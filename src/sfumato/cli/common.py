@@ -186,11 +186,9 @@ def problems_suffix(problems: Any) -> str:
 
 
 if TYPE_CHECKING:
-    import torch
-
     from sfumato.data.sources import DataConfig
     from sfumato.models.model import Model
-    from sfumato.models.run import Run
+    from sfumato.models.run import Device, Run
 
 
 @dataclass(frozen=True)
@@ -206,10 +204,10 @@ class OnData:
     data: str | None = flag(None, "Recipe (path or name) that names the data. Default: the run's.", metavar="RECIPE")
     split: Split = "test"
 
-    def open(self, purpose: str, *, split: str = "", device: "torch.device | None" = None) -> "ModelOnData":
+    def open(self, purpose: str, *, split: str = "", device: "Device" = "auto") -> "ModelOnData":
         """Load the model and find its data; with a split, that one instead of the flag's."""
         from sfumato.models.recipe import find_recipe, load_recipe
-        from sfumato.models.run import choose_device, load_model, load_run
+        from sfumato.models.run import load_model, load_run
 
         if self.data is None and not is_run(self.model):
             found = f"{self.model} is not a run folder (no {RECIPE} in it)"
@@ -221,7 +219,6 @@ class OnData:
             if wrong := [override for override in overrides if not override.startswith("data.")]:
                 raise UserError(f"{wrong[0]!r} does not change the data of {self.model}; give data.KEY=VALUE")
             moved = load_recipe(Path(self.model) / RECIPE, overrides).data
-        device = device or choose_device()
         if not is_run(self.model):
             assert config is not None
             model = load_model(self.model, device=device)

@@ -1,6 +1,7 @@
 """The commands that measure: the group `evaluate`, trust, audit, report and table."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -123,7 +124,9 @@ def run(*, on: OnData, benchmark: BenchmarkFlags, measured: MeasureFlags, as_jso
     from sfumato.models.run import choose_device
 
     truths, options = benchmark.read(on.split), measured.options()
-    with join_process_group(partial(choose_device, "auto"), TIMEOUT_MINUTES) as group:
+    several = "WORLD_SIZE" in os.environ  # A single process chooses when the model turns out to need torch.
+    device_of = partial(choose_device, "auto") if several else lambda _: "auto"
+    with join_process_group(device_of, TIMEOUT_MINUTES) as group:
         opened = on.open("evaluate it on", device=group.device)
         split = opened.split
         opened = replace(opened, split=_split_of_fold(opened, split))
@@ -390,13 +393,12 @@ def table(
     The runs of a row may differ in their seed alone; --group KEYS gives each value its row. Runs that were not
     evaluated on this split are evaluated first.
     """
-    from sfumato.models.run import choose_device
     from sfumato.reports.evaluation import runs_latex, runs_table
     from sfumato.reports.tables import tex
     from sfumato.workflows.table import METRICS, table_of_runs
 
     keys, columns = parse_names(group), parse_names(metrics) or METRICS
-    rows = table_of_runs(runs, keys, columns, split=split, device=choose_device())
+    rows = table_of_runs(runs, keys, columns, split=split, device="auto")
     if as_json:
         return print(json.dumps([row.to_json(keys) for row in rows], ensure_ascii=False))
     if latex:

@@ -128,7 +128,6 @@ def calibrate(
     for indices of the training images; it is fitted again with the default split, and alone with --split wordings.
     """
     from sfumato.models.calibrate import calibrate_run, describe_calibration
-    from sfumato.models.run import choose_device
     from sfumato.reports.calibration import print_calibration, print_refined
     from sfumato.search.folder import is_collection
     from sfumato.workflows.judgements import refine_index
@@ -146,7 +145,7 @@ def calibrate(
         return print(json.dumps(asdict(refined))) if as_json else print_refined(refined, run)
     if is_collection(run):
         raise UserError(f"{run} is a collection; refine its probabilities with --judgements FILE")
-    fitted = calibrate_run(run, split, population=queries, device=choose_device())
+    fitted = calibrate_run(run, split, population=queries, device="auto")
     result = describe_calibration(fitted)
     if as_json:
         return print(json.dumps(result))

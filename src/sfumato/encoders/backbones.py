@@ -7,9 +7,10 @@ any model of transformers.
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -210,6 +211,30 @@ class OnnxTower(BaseTower):
         if log_var:
             return GaussianEmbedding(mean, log_var[0])
         return GaussianEmbedding.point(mean if self._known_dim else mean / np.linalg.norm(mean, axis=1, keepdims=True))
+
+
+class PointTower(BaseTower):
+    """A tower without weights: the mean of an item's features, at unit length, as the heads of torch compute it."""
+
+    variances, normalize = False, True
+
+    def __init__(self, processor: Processor, dim: int) -> None:
+        self.processor, self.dim, self.head = processor, dim, _PointHead(dim)
+
+    def batch(self, inputs: Inputs) -> GaussianEmbedding:
+        values, mask = inputs.values, inputs.mask
+        mean = values.mean(1) if mask is None else means_of_tokens(values, mask)
+        return GaussianEmbedding.point(mean / np.linalg.norm(mean, axis=1, keepdims=True).clip(1e-12))
+
+
+@dataclass(frozen=True)
+class _PointHead:
+    """What a digest knows of a head of torch without weights."""
+
+    named: ClassVar[str] = "GaussianHead"
+    dim: int
+    covariance: str = "ellipsoidal"
+    normalize: bool = True
 
 
 _EMBEDDINGS = ("mean", "image_embeds", "text_embeds", "embedding", "pooler_output")

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from sfumato.data.feature_tables import EmbeddingRow
-from sfumato.data.pairs import PairData
 from sfumato.data.transforms import drop_regions
 from sfumato.encoders import encoder_protocol as protocol
 from sfumato.encoders.heads import TokenFeatures
@@ -284,27 +282,6 @@ def build_regions(config: RegionImageConfig, context: protocol.BuildContext) -> 
     )  # fmt: skip
 
 
-class EmbeddingImageConfig(protocol.ImageEncoderConfig):
-    """Embeddings of images that another model has made (data.source=embeddings)."""
-
-    from_pixels: ClassVar[bool] = False
-    needs_description: ClassVar[bool] = True
-    reads_embeddings: ClassVar[bool] = True
-
-    kind: Literal["embeddings"] = "embeddings"
-    whiten: protocol.Whiten = None
-
-
-class EmbeddingTextConfig(protocol.TextEncoderConfig):
-    """Embeddings of texts that another model has made (data.source=embeddings)."""
-
-    needs_description: ClassVar[bool] = True
-    reads_embeddings: ClassVar[bool] = True
-
-    kind: Literal["embeddings"] = "embeddings"
-    whiten: protocol.Whiten = None
-
-
 class EmbeddingInput(FeatureInput):
     """The encoder of embeddings: one token each, whitened and with dropout, without trained parameters."""
 
@@ -312,13 +289,6 @@ class EmbeddingInput(FeatureInput):
     def description(self) -> dict[str, Any]:
         """The number of channels of the data."""
         return {"channels": self._received}
-
-
-def described_by(data: PairData) -> dict[str, dict[str, int]]:
-    """What data say about the encoders that read them."""
-    rows = {"image": data.images[:1], "text": data.text_rows[:1]}
-    found = [(side, row) for side, first in rows.items() for row in first if isinstance(row, EmbeddingRow)]
-    return {side: {"channels": row.table.channels} for side, row in found}
 
 
 def build_embeddings(

@@ -16,7 +16,9 @@ import filelock
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from sfumato.data.feature_tables import EmbeddingRow
 from sfumato.data.image_decoding import check_image
+from sfumato.data.pairs import PairData
 from sfumato.encoders import backbones
 from sfumato.encoders import encoder_protocol as protocol
 from sfumato.encoders.package_weights import Precision, is_open_clip
@@ -86,6 +88,34 @@ class FrozenTextConfig(_FrozenConfig, protocol.TextEncoderConfig):
     projected: bool = Field(False, description="as model.image.projected; other keys than backbone have no effect")
     precision: ComputesIn = "float32"
     whiten: protocol.Whiten = None
+
+
+class EmbeddingImageConfig(protocol.ImageEncoderConfig):
+    """Embeddings of images that another model has made (data.source=embeddings)."""
+
+    from_pixels: ClassVar[bool] = False
+    needs_description: ClassVar[bool] = True
+    reads_embeddings: ClassVar[bool] = True
+
+    kind: Literal["embeddings"] = "embeddings"
+    whiten: protocol.Whiten = None
+
+
+class EmbeddingTextConfig(protocol.TextEncoderConfig):
+    """Embeddings of texts that another model has made (data.source=embeddings)."""
+
+    needs_description: ClassVar[bool] = True
+    reads_embeddings: ClassVar[bool] = True
+
+    kind: Literal["embeddings"] = "embeddings"
+    whiten: protocol.Whiten = None
+
+
+def described_by(data: PairData) -> dict[str, dict[str, int]]:
+    """What data say about the encoders that read them."""
+    rows = {"image": data.images[:1], "text": data.text_rows[:1]}
+    found = [(side, row) for side, first in rows.items() for row in first if isinstance(row, EmbeddingRow)]
+    return {side: {"channels": row.table.channels} for side, row in found}
 
 
 class FrozenProcessor(protocol.Processor):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from sfumato.encoders.encoder_protocol import BuildContext
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.encoders.towers import DualEncoder, Tower, encoder_entry
+from sfumato.encoders.registry import encoder_entry
+from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError, first_line
 from sfumato.files import cache_folder, write_atomically
 from sfumato.ids import Side
@@ -28,7 +29,7 @@ from sfumato.losses.pcme import SIGMOIDS, PCMELoss
 from sfumato.losses.tiles import MatchingLogits
 from sfumato.matching import SampledLogits
 from sfumato.models.recipe import Recipe
-from sfumato.models.sections import AugmentConfig, ModelConfig, UnknownLossConfig
+from sfumato.models.sections import AugmentConfig, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def unknown_loss(recipe: Recipe) -> UserError:
 
 def build_loss(recipe: Recipe, trained: Path | None = None) -> MatchLoss:
     """Build the loss of a recipe, with initial logits; of a trained model its code may be missing."""
-    if isinstance(recipe.loss, UnknownLossConfig):
+    if recipe.loss.name not in LOSSES:
         if trained is None:
             raise unknown_loss(recipe)
         return UnknownLoss(recipe, trained)
@@ -125,6 +126,15 @@ def sampled_logits(loss: MatchLoss) -> SampledLogits | None:
     factor = SIGMOIDS[loss.options.sigmoid]
     scale, bias = factor * loss.logits.logit_scale.item(), factor * loss.logits.logit_bias.item()
     return SampledLogits(scale, bias, loss.options.n_samples)
+
+
+def load_towers(path: Path, recipe: Recipe, assets: Assets, device: torch.device) -> tuple[DualEncoder, MatchLoss]:
+    """The model and the loss of a run in evaluation mode, with their weights in a file."""
+    what = f"{path}: does not fit the model of this recipe"
+    check_weights(path, recipe.model, assets, what, USE_ITS_OWN, "model/")
+    model, loss = build_model(recipe.model, assets), build_loss(recipe, path)
+    load_state(path, {"model": model} | ({} if isinstance(loss, UnknownLoss) else {"loss": loss}))
+    return model.to(device).eval(), loss.to(device).eval()
 
 
 def check_weights(

@@ -299,15 +299,13 @@ def model_digest(model: TwoTowers) -> str:
     """The SHA-256 of a model's weights and of its processor and head settings, independent of its path and device."""
     if model.digest:
         return model.digest
-    import torch
-
     towers: Any = model
     digest = hashlib.sha256()
-    for key, value in sorted(towers.state_dict().items()):
+    for key, value in sorted(getattr(towers, "state_dict", dict)().items()):
         digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(value.detach().cpu().numpy().tobytes())
     for part in (towers.image.processor, towers.image.head, towers.text.processor, towers.text.head):
-        digest.update(type(part).__name__.encode())
+        digest.update(getattr(part, "named", type(part).__name__).encode())
         known = {"backbone": part.backbone.fingerprint} if isinstance(part, FrozenProcessor) else vars(part)
         for key, value in sorted(known.items()):
             if key.startswith("_") or key in ("training", "workers"):

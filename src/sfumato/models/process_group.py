@@ -159,10 +159,10 @@ def alone(device: Any = "cpu") -> ProcessGroup:
 
 @contextmanager
 def join_process_group(
-    choose_device: "Callable[[int], torch.device]", timeout_minutes: float
+    choose_device: "Callable[[int], torch.device | str]", timeout_minutes: float
 ) -> Iterator[ProcessGroup]:
     """The processes that torchrun has started, or this one alone without torchrun."""
-    device = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device: Any = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
     process_group = alone(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield process_group

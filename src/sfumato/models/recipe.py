@@ -19,12 +19,11 @@ from pydantic import BaseModel, Field, ValidationError, ValidationInfo, model_va
 from sfumato.data.feature_tables import resolved_table
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
-from sfumato.encoders.towers import ENCODERS
+from sfumato.encoders.registry import ENCODERS
 from sfumato.errors import UserError
 from sfumato.files import LAST, MODEL, RECIPE, recipe_folder, write_atomically
 from sfumato.ids import Side
 from sfumato.imports import HOW, import_own, load_plugins
-from sfumato.losses import LOSSES
 from sfumato.models import sections
 
 
@@ -39,8 +38,8 @@ class Recipe(sections.Section):
     """files (.py, relative to the recipe) or modules that register losses, distances and others of your own; `sfumato
     train` imports them"""
     data: DataConfig = DataConfig()
-    model: sections.ModelConfig = sections.ModelConfig()
-    loss: sections.LossSection = sections.loss_config("pcmepp", LOSSES["pcmepp"].Options).model_validate({})
+    model: sections.ModelConfig = Field(default_factory=sections.ModelConfig)
+    loss: sections.LossSection = Field({"name": "pcmepp"}, validate_default=True)
     augment: sections.AugmentConfig = sections.AugmentConfig()
     optim: sections.OptimConfig = sections.OptimConfig()
     train: sections.TrainConfig = sections.TrainConfig()
@@ -49,11 +48,14 @@ class Recipe(sections.Section):
     @model_validator(mode="before")
     @classmethod
     def _unknown_loss(cls, values: Any, info: ValidationInfo) -> Any:
-        """The recipe of a run is read without the code of its loss."""
-        allowed = isinstance(values, dict) and (values.get("imports") or (info.context or {}).get("of_run"))
-        loss = values.get("loss") if allowed else None
-        if isinstance(loss, dict) and isinstance(loss.get("name"), str) and loss["name"] not in LOSSES:
-            return values | {"loss": sections.UnknownLossConfig.model_validate(loss)}
+        """The recipe of a run is read without the code of its loss; that of a frozen model without any loss."""
+        of_run = bool((info.context or {}).get("of_run"))
+        loss = values.get("loss") if isinstance(values, dict) and (values.get("imports") or of_run) else None
+        if isinstance(loss, dict) and isinstance(loss.get("name"), str):
+            model = values.get("model")
+            frozen = of_run and isinstance(model, dict) and model.get("identity") is True
+            if frozen or loss["name"] not in sections.losses():
+                return values | {"loss": sections.UnknownLossConfig.model_validate(loss)}
         return values
 
     @model_validator(mode="after")
@@ -70,7 +72,7 @@ class Recipe(sections.Section):
 def frozen_sections(channels: int, side: Mapping[str, Any]) -> dict[str, Any]:
     """The sections of a model whose means are the features of its encoders; both sides have the same section."""
     means = {"dim": channels, "pooling": "average", "identity": True, "variance": False}
-    return {"model": means | {"image": side, "text": side}, "loss": {"name": "infonce"}}
+    return {"model": means | {"image": side, "text": side}, "loss": {"name": "infonce", "distance": "squared_l2"}}
 
 
 _SIDES: dict[Any, Side] = {ImageEncoderConfig: "image", TextEncoderConfig: "text"}
@@ -246,7 +248,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(item: Any) -> str:
     # The location has the name of a loss ("pcmepp"), which is a tag of a union and no key of the file.
     path = [str(part) for part in item["loc"]]
-    shown = ".".join(part for i, part in enumerate(path) if not (part in LOSSES and i > 0))
+    of_loss = sections.losses() if path[:1] == ["loss"] else {}
+    shown = ".".join(part for i, part in enumerate(path) if not (part in of_loss and i > 0))
     if item["type"] == "extra_forbidden":
         known = _keys()
         near = difflib.get_close_matches(shown, known, n=1, cutoff=0.5) or difflib.get_close_matches(
@@ -280,7 +283,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, list[type[BaseModel]]
             yield name, [entry.config for entry in ENCODERS[_SIDES[field.annotation]].values()]
             continue
         if field.annotation is sections.LossConfig:
-            yield name, [sections.loss_config(key, loss.Options) for key, loss in LOSSES.items()]
+            yield name, [sections.loss_config(key, loss.Options) for key, loss in sections.losses().items()]
             continue
         options = [field.annotation, *get_args(field.annotation)]
         yield name, [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]

@@ -25,10 +25,11 @@ from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
-from sfumato.encoders.backbones import OnnxTower, described_processor, foreign_towers
+from sfumato.encoders.backbones import OnnxTower, PointTower, described_processor, foreign_towers
 from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, frozen_processor
 from sfumato.encoders.package_weights import is_joint, where_weights_are
+from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, as_typed, first_line, need
 from sfumato.files import CONFIG, ENCODER, MODEL, RECIPE, WEIGHTS, cache_folder, write_atomically, write_json
 from sfumato.ids import Side
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     import torch
 
     from sfumato.encoders.towers import DualEncoder
-    from sfumato.losses.base import MatchLoss
     from sfumato.models.build import Assets
     from sfumato.models.recipe import Recipe
     from sfumato.models.sections import ModelConfig
@@ -73,43 +73,53 @@ ENCODERS, NOISE, WORDS, TRAINED = "encoders.json", "noise.npy", "words.json", "t
 class Run(Model):
     """A trained or adopted model with its run folder; :func:`load_run` makes one."""
 
-    model: "DualEncoder"
+    model: Any  # a DualEncoder of torch; other towers where the means are the embeddings of the data as they are
     folder: Path
     recipe: "Recipe"  # resolved
-    loss: "MatchLoss"  # with its learnt logits
+    loss: Any = None  # a MatchLoss with its learnt logits; None where nothing is learnt
     training_calibration: Calibration | None = None  # of texts that training left out, in a gallery with its images
 
 
-def load_run(folder: str | Path, *, device: Device = "cpu") -> Run:
-    """The best weights of a run, in evaluation mode."""
+def load_run(folder: str | Path, *, device: Device = "cpu", trainable: bool = False) -> Run:
+    """The best weights of a run, in evaluation mode. Without weights it needs no torch, unless ``trainable``."""
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
         command = as_typed("sfumato", "train", "RECIPE", "--out", folder)
         raise UserError(f"{folder} is not a run folder (no {RECIPE} in it); make one with `{command}`")
-    with need("train", f"{folder}: the models of runs need torch"):
-        from sfumato.models import build
-        from sfumato.models.recipe import load_recipe
-    recipe, device = load_recipe(folder / RECIPE), _device(device)
+    from sfumato.models.recipe import load_recipe
+
+    with need("train", needs := f"{folder}: the models of trained runs need torch"):
+        recipe = load_recipe(folder / RECIPE)
     if not (folder / MODEL).is_file():
         found = "Its training has not finished an epoch, or the folder was copied incompletely"
         raise UserError(f"{folder} has no weights. {found}; run the same `sfumato train` again, or copy it again")
     recipe = recipe.model_copy(update={"model": with_own_encoder(recipe.model, folder)})
-    assets = load_assets(folder, recipe)
-    what = f"{folder / MODEL}: does not fit the model of this recipe"
-    build.check_weights(folder / MODEL, recipe.model, assets, what, build.USE_ITS_OWN, "model/")
-    model, loss = build.build_model(recipe.model, assets), build.build_loss(recipe, folder / MODEL)
-    build.load_state(folder / MODEL, {"model": model} | ({} if isinstance(loss, build.UnknownLoss) else {"loss": loss}))
-    calibration = load_calibration(folder)
-    logits = loss.match_logits() or (1.0, 0.0)
+    if (model := None if trainable else _points(folder, recipe.model)) is not None:
+        logits, learnt = (5.0, 0.0), dict[str, Any](distance=recipe.loss.distance)
+    else:
+        with need("train", needs):
+            from sfumato.models import build
+        model, loss = build.load_towers(folder / MODEL, recipe, load_assets(folder, recipe), _device(device))
+        logits = loss.match_logits() or (1.0, 0.0)
+        learnt = {"distance": loss.distance.name, "loss": loss, "sampled_logits": build.sampled_logits(loss)}
+    calibration, words = load_calibration(folder), folder / WORDS
     scale, bias = logits if calibration is None else (calibration.logit_scale, calibration.logit_bias)
-    words = folder / WORDS
     return Run(
-        model=model.to(device).eval(), distance=loss.distance.name, logit_scale=scale, logit_bias=bias,
-        source=str(folder), kind=recipe.name, calibrated=calibration is not None, calibration=calibration,
+        model=model, logit_scale=scale, logit_bias=bias, source=str(folder), kind=recipe.name,
+        calibrated=calibration is not None, calibration=calibration, folder=folder, recipe=recipe,
         unfamiliar=UnfamiliarTexts.load(words) if words.is_file() and piece_counter(model) else None,
-        sampled_logits=build.sampled_logits(loss), folder=folder, recipe=recipe, loss=loss.to(device).eval(),
-        training_calibration=load_calibration(folder, TRAINING_CALIBRATION),
+        training_calibration=load_calibration(folder, TRAINING_CALIBRATION), **learnt,
     )  # fmt: skip
+
+
+def _points(folder: Path, model: "ModelConfig") -> TwoTowers | None:
+    """The towers of a model whose means are embeddings of files as they are; None for other models."""
+    as_they_are = all(side.kind == "embeddings" and dict(side)["whiten"] is None for side in (model.image, model.text))
+    if not (as_they_are and model.identity) or model.variance or model.item_offset:
+        return None
+    described = _read_json(folder / ENCODERS)
+    image, text = (PointTower(EmbeddingProcessor(described[side]["channels"]), model.dim) for side in get_args(Side))
+    return TwoTowers(image, text)
 
 
 def load_calibration(folder: Path, name: str = CALIBRATION) -> Calibration | None:
@@ -146,7 +156,7 @@ def save_assets(folder: Path, tokenizer: Tokenizer | None, model: "DualEncoder")
 
 def load_assets(folder: Path, recipe: "Recipe") -> "Assets":
     """The tokenizer of a run and the descriptions of its encoders, if it has them."""
-    from sfumato.encoders.towers import encoder_entry
+    from sfumato.encoders.registry import encoder_entry
     from sfumato.models.build import Assets
 
     image, text = recipe.model.image, recipe.model.text
@@ -285,7 +295,7 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: Device)
     """The model in a folder that :func:`sfumato.workflows.export.export_run` wrote."""
     from pydantic import ValidationError
 
-    from sfumato.encoders.towers import encoder_entry
+    from sfumato.encoders.registry import encoder_entry
     from sfumato.models import build
     from sfumato.models.pretrained_tensors import read_checkpoint
     from sfumato.models.recipe import without_gone

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from functools import partial
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -21,10 +21,10 @@ from sfumato.data.sources import DataConfig, get_source
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.package_weights import TrainingPrecision
-from sfumato.encoders.scratch import SmallImageConfig, SmallTextConfig
-from sfumato.encoders.towers import encoder_entry, encoder_section, tag_of
-from sfumato.losses import LOSSES
-from sfumato.losses.base import LossOptions
+from sfumato.encoders.registry import encoder_entry, encoder_section, tag_of
+
+if TYPE_CHECKING:
+    from sfumato.losses.base import LossOptions, MatchLoss
 
 _ImageSection = Annotated[SerializeAsAny[ImageEncoderConfig], BeforeValidator(partial(encoder_section, "image"))]
 
@@ -38,12 +38,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+_SMALL = {"kind": "small"}
+
+
 class ModelConfig(Section):
     """Encoders and Gaussian heads."""
 
     dim: PositiveInt = Field(256, description="number of dimensions of the embeddings")
-    image: _ImageSection = Field(SmallImageConfig(), description="image encoder; kind decides which keys it has")
-    text: _TextSection = Field(SmallTextConfig(), description="text encoder; kind decides which keys it has")
+    image: _ImageSection = Field(_SMALL, validate_default=True)
+    """image encoder; kind decides which keys it has"""
+    text: _TextSection = Field(_SMALL, validate_default=True)
+    """text encoder; kind decides which keys it has"""
     pooling: Literal["gpo", "average", "max", "first", "last", "token"] = "gpo"
     """how token features become one vector; token: the class token of images, the last token of texts"""
     identity: bool = False
@@ -285,15 +290,22 @@ class TrainConfig(Section):
             raise ValueError(f"train.swa_epochs={self.swa_epochs} is more than train.epochs={self.epochs}")
 
 
+def losses() -> "dict[str, type[MatchLoss]]":
+    """Every loss by its name; they need torch."""
+    from sfumato.losses import LOSSES
+
+    return LOSSES
+
+
 class LossConfig(Section):
     """The section of a loss: its name, and the options of the loss as keys."""
 
     name: str
     distance: str
 
-    def options(self) -> LossOptions:
+    def options(self) -> "LossOptions":
         """The options of the loss."""
-        return LOSSES[self.name].Options(**self.model_dump(exclude={"name"}))
+        return losses()[self.name].Options(**self.model_dump(exclude={"name"}))
 
     def check(self, model: ModelConfig, data: DataConfig) -> None:
         """Refuse a loss that does not fit the model or the data."""
@@ -314,7 +326,7 @@ class LossConfig(Section):
 
 
 class UnknownLossConfig(LossConfig):
-    """The section of a loss whose code has not been imported."""
+    """The section of a loss whose code is not imported: it is unknown, or nothing of the run is learnt."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     distance: str = "csd"
@@ -349,10 +361,10 @@ class VarianceStageConfig(Section):
             raise ValueError(f"variance_stage.epochs {found}; {way}")
 
 
-_loss_configs: dict[tuple[str, type[LossOptions]], type[LossConfig]] = {}
+_loss_configs: "dict[tuple[str, type[LossOptions]], type[LossConfig]]" = {}
 
 
-def loss_config(name: str, options: type[LossOptions]) -> type[LossConfig]:
+def loss_config(name: str, options: "type[LossOptions]") -> type[LossConfig]:
     """The section of a loss, made from its options: the same keys, defaults, descriptions and bounds."""
     if found := _loss_configs.get((name, options)):
         return found
@@ -368,8 +380,8 @@ def _loss_section(value: Any) -> LossConfig:
     """Check a section ``loss`` with the options of its loss."""
     if isinstance(value, LossConfig):
         return value
-    name = tag_of(value, "name", LOSSES)
-    return loss_config(name, LOSSES[name].Options).model_validate(value)
+    name = tag_of(value, "name", losses())
+    return loss_config(name, losses()[name].Options).model_validate(value)
 
 
 LossSection = Annotated[SerializeAsAny[LossConfig], BeforeValidator(_loss_section)]

@@ -19,7 +19,7 @@ from sfumato.data.pairs import Grades, PairData, PairSampler
 from sfumato.data.shards import ShardStream, expand_shards
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS, apply_noise, load_noise, parse_part, save_noise, shuffle_pairs, without_part
-from sfumato.encoders.feature_rows import described_by
+from sfumato.encoders.frozen import described_by
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, as_typed, counted, say

@@ -5,6 +5,7 @@ its ranking is learnt or changed; what is fitted are the probabilities. So every
 """
 
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import numpy as np
+from safetensors.numpy import save
 
 from sfumato.arrays import Array, as_numpy
 from sfumato.calibration.calibrator import Calibration
@@ -23,22 +25,19 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import is_dataset_folder
 from sfumato.distances import get_distance
-from sfumato.encoders.feature_rows import described_by
-from sfumato.encoders.joint import joint_backbone, save_model_object
-from sfumato.encoders.towers import ENCODERS
-from sfumato.errors import UserError
+from sfumato.encoders.frozen import described_by
+from sfumato.errors import UserError, need
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
-from sfumato.files import ENCODER, MODEL, RECIPE, is_unused, read_json, write_json
+from sfumato.files import ENCODER, MODEL, RECIPE, is_unused, read_json, write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import Direction
+from sfumato.ids import Direction, Side
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
-from sfumato.models.build import Assets, build_loss, build_model, save_state
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
 from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
 from sfumato.models.model import remember_words
 from sfumato.models.recipe import Recipe, check_recipe, frozen_sections, save_recipe
-from sfumato.models.run import CALIBRATION, PROBLEMS, WORDS, Run, load_run, save_assets, with_own_encoder
+from sfumato.models.run import CALIBRATION, ENCODERS, PROBLEMS, WORDS, Run, load_run
 from sfumato.workflows.search import LoadedModel
 
 ADOPTED = "adopted.json"
@@ -178,7 +177,7 @@ def _recipe(
     """The recipe of a model whose means are its features; fractions (val, test)."""
     divided = data | {"val_fraction": fractions[0], "test_fraction": fractions[1]}
     values = {"name": "adopted", "data": divided, "train": {"seed": seed}}
-    return check_recipe(values | frozen_sections(channels, side), "adopt")
+    return check_recipe(values | frozen_sections(channels, side), "adopt", of_run=True)
 
 
 def adopt_encoders(
@@ -221,6 +220,8 @@ def adopt_encoders(
             f"data: got a {type(data).__name__}, expected a path; save a data set first, data.save_to_disk(FOLDER), and"
             " give its folder"
         )
+    with need("train", "models of images and texts need torch"):
+        from sfumato.encoders.joint import joint_backbone, save_model_object
     path = Path(data)
     if not path.exists():
         raise UserError(
@@ -238,7 +239,7 @@ def adopt_encoders(
         if not named:
             save_model_object(model, folder / ENCODER)
         name = str(model) if named else str(folder / ENCODER)
-        channels = {joint_backbone(name, side).channels for side in ENCODERS}
+        channels = {joint_backbone(name, side).channels for side in get_args(Side)}
         if len(channels) > 1:
             raise UserError(f"{name} embeds images and texts with different numbers of channels; it has no joint space")
         known = str(Path(name).resolve()) if Path(name).is_dir() else name  # A local folder by its absolute path.
@@ -306,10 +307,12 @@ def adopt_recipe(
 def _new_run(recipe: Recipe, folder: Path, splits: Mapping[str, PairData]) -> Run:
     """Write the folder of a run whose means are the frozen model's, and load it."""
     described = described_by(next(iter(splits.values())))
-    model = build_model(with_own_encoder(recipe.model, folder), Assets(None, described))
-    loss = build_loss(recipe)
-    save_assets(folder, None, model)
-    save_state(folder / MODEL, {"model": model.eval(), "loss": loss}, None, {"epoch": 0})
+    if described:
+        write_json(folder / ENCODERS, described)
+    # No weights; the logits of a loss without training, for versions that read them.
+    logits = {"loss/logits.log_logit_scale": np.float32(np.log(5)), "loss/logits.logit_bias": np.float32(0)}
+    note = {"state": json.dumps({"about": {"epoch": 0}, "optimiser": {}})}
+    write_atomically(folder / MODEL, save({name: np.array(value) for name, value in logits.items()}, note))
     save_recipe(recipe, folder / RECIPE)
     run = load_run(folder)
     texts = [text for data in splits.values() for text in data.texts]

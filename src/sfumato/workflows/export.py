@@ -44,7 +44,7 @@ def export_run(run_folder: str | Path, out_folder: str | Path, *, license: str =
     out = Path(out_folder)
     if not is_unused(out):
         raise UserError(f"{out} exists already; give a new or empty folder, or remove it")
-    run = load_run(run_folder)
+    run = load_run(run_folder, trainable=True)
     with new_folder(out) as temporary:
         _write(run, temporary, license=license, graphs=graphs)
     return out
@@ -58,7 +58,7 @@ def _write(run: Run, folder: Path, *, license: str, graphs: bool) -> None:
         "name": run.recipe.name,
         "model": _without_local_paths(run.recipe.model, own),
         "encoders": dict(assets.encoders),
-        "distance": run.loss.distance.name,
+        "distance": run.distance,
         "logit_scale": run.logit_scale,
         "logit_bias": run.logit_bias,
         "calibrated": run.calibrated,
@@ -131,7 +131,7 @@ def model_card(run: Run, *, license: str = "", own_encoder: bool = False, graphs
         "own_encoder": own_encoder,
         "adopted": (run.folder / ADOPTED).is_file(),
         "data": _data(run),
-        "distance": run.loss.distance.name,
+        "distance": run.distance,
         "license": license,
         "below": f"; the base model{'s have their' if len(bases) > 1 else ' has its'} own" if bases else "",
         "package": "sfumato" if graphs else _package(model),
