@@ -19,12 +19,12 @@ from make_encoders import Graph
 from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
-from sfumato.encoders.backbones import text_backbone
+from sfumato.encoders.backbones import GRAPHS, text_backbone
 from sfumato.files import CONFIG, RECIPE, WEIGHTS, read_json, write_json
 from sfumato.ids import Side
 from sfumato.models.model import model_digest
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe, save_recipe
-from sfumato.models.run import GRAPHS, PACKAGED, SMALL, load_model
+from sfumato.models.run import PACKAGED, SMALL, load_model
 from sfumato.training.loop import fit
 from sfumato.workflows.export import export_run
 

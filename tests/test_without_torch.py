@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from support import graphs
+from support.hub import Hub, Repository
 from support.raising import raises
 from support.toy import make_toy
 
@@ -100,6 +102,30 @@ def test_an_exported_run_answers_as_the_run_does(shell, toy):
     )
     assert [hit["id"] for hit in found] == [hit.id for hit in expected]
     np.testing.assert_allclose([hit["distance"] for hit in found], [hit.distance for hit in expected], rtol=1e-4)
+
+
+def test_graphs_of_the_hub_and_of_two_folders(shell, tmp_path):
+    files = lambda folder: {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    graphs.transformers_js(tmp_path / "clip")
+    graphs.fastembed(tmp_path / "halves")
+    (tmp_path / "clip" / "onnx" / "model_q4.onnx").write_bytes(b"not needed")
+    index = lambda name, **status: shell(
+        "index", name, "--images", "pictures", "--out", name.replace("/", "-"), **status
+    )
+    with Hub() as hub, pytest.MonkeyPatch.context() as patch:
+        for name, folder in (("clip", "clip"), ("vision", "halves/vision"), ("text", "halves/text")):
+            hub.repositories[f"ann/{name}"] = Repository()
+            hub.repositories[f"ann/{name}"].commit(files(tmp_path / folder), "made")
+        own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        for key, value in (own | {"HF_HUB_DISABLE_XET": "1"}).items():
+            patch.setitem(shell.environment, key, value)
+        for name in ("ann/clip", "ann/vision+ann/text"):
+            assert " images in " in index(name)
+            assert "000.png" in shell("search", name.replace("/", "-"), "a red dog", "-k", "50")
+        assert not any(path.endswith("model_q4.onnx") for _, path, _ in hub.requests)
+        assert "not there" in index("ann/none", status=2)
+        patch.setitem(shell.environment, "HF_HUB_OFFLINE", "1")
+        assert "000.png" in shell("search", "ann-clip", "a red dog", "-k", "50"), "from the cache"
 
 
 def test_the_service(shell):

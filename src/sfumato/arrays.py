@@ -4,6 +4,7 @@ torch is imported only where a tensor is given or asked for.
 """
 
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import chain
@@ -77,17 +78,21 @@ def like(values: np.ndarray, given: Array) -> Array:
 
 
 def n_threads() -> int:
-    """Number of threads for one computation: that of torch where it is loaded, else of the cores of this process."""
+    """Number of threads for one computation: that of torch where it is loaded, else that of :func:`set_threads`."""
     if "torch" in sys.modules:
         return int(sys.modules["torch"].get_num_threads())
-    return available_cores()
+    return getattr(_OF_THIS_THREAD, "n", 0) or available_cores()
+
+
+_OF_THIS_THREAD = threading.local()
 
 
 def set_threads(n: int) -> None:
-    """Use n threads for the computations of torch that this thread starts, where torch is loaded."""
+    """Use n threads for the computations that this thread starts; 0: one by torch, else as many as there are cores."""
+    _OF_THIS_THREAD.n = n
     if "torch" in sys.modules:
         sys.modules["torch"].get_num_threads()  # At first it gives a thread the last number that any thread has set.
-        sys.modules["torch"].set_num_threads(n)
+        sys.modules["torch"].set_num_threads(n or 1)
 
 
 def on_accelerator(values: Array) -> bool:

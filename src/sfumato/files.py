@@ -21,6 +21,9 @@ RECIPE, MANIFEST = "recipe.toml", "manifest.json"
 MODEL, LAST = "model.safetensors", "last.safetensors"
 """Names in the folder of a run."""
 
+TOKENIZER, CALIBRATION = "tokenizer.json", "calibration.json"
+"""Names in both."""
+
 CONFIG, WEIGHTS, ENCODER = "config.json", "model.safetensors", "encoder"
 """Names in the folder of an exported or published model; the last is a folder, of its frozen model, which a run has too
 if no name says where that is."""

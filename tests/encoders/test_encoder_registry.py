@@ -5,15 +5,17 @@ import json
 from typing import Literal
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper, save
 from PIL import Image
 from pydantic import Field, PositiveInt
+from support import graphs
+from support.graphs import LENGTH, MEAN, OF_PIXELS, OF_WORDS, RANDOM, SIZE, STD, WORDS, D, dump, of_images
 from support.raising import raises
 from support.tiny_models import import_open_clip, tiny_architecture, tiny_open_clip, tiny_resnet
 from support.toy import make_toy
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sfumato.data.image_decoding import encode_png
 from sfumato.encoders.backbones import foreign_towers
@@ -194,75 +196,9 @@ def test_every_kind_builds_an_encoder_that_keeps_the_protocol(side, kind, tmp_pa
         assert any(map(encoder.freezes, names)) == getattr(recipe.model, side).starts_pretrained
 
 
-SIZE, D, WORDS, LENGTH = 8, 5, ["[PAD]", "[END]", "a", "red", "dog", "the", "!"], 6
-RANDOM = np.random.default_rng(0)
-OF_PIXELS = RANDOM.normal(size=(3 * SIZE * SIZE, D)).astype(np.float32)
-OF_WORDS = RANDOM.normal(size=(len(WORDS), D)).astype(np.float32)
-MEAN, STD = [0.48, 0.45, 0.4], [0.27, 0.26, 0.28]
+LAYOUTS = graphs.immich, graphs.transformers_js, graphs.fastembed
+immich, transformers_js, fastembed = (pytest.fixture(lambda tmp_path, make=make: make(tmp_path)) for make in LAYOUTS)
 TEXTS = ["a red  dog", "the dog", "a red dog the dog the dog a dog"]
-
-
-def graph(path, nodes, inputs, output, **weights):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    given = [helper.make_tensor_value_info(name, *one) for name, one in inputs.items()]
-    made = [helper.make_tensor_value_info(output, TensorProto.FLOAT, None)]
-    held = [numpy_helper.from_array(value, name) for name, value in weights.items()]
-    whole = helper.make_graph([helper.make_node(*n[:3], **n[3]) for n in nodes], "tiny", given, made, held)
-    save(helper.make_model(whole, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
-
-
-def of_images(path, name, output, batch, uint8=False):
-    given = (TensorProto.UINT8, [batch, SIZE, SIZE, 3]) if uint8 else (TensorProto.FLOAT, [batch, 3, SIZE, SIZE])
-    cast = "Cast", [name], ["x"], {"to": TensorProto.FLOAT}
-    nodes = [cast, ("Flatten", ["x"], ["flat"], {}), ("MatMul", ["flat", "w"], [output], {})]
-    graph(path, nodes, {name: given}, output, w=OF_PIXELS)
-
-
-def of_texts(path, output, inputs):
-    ids, *mask = inputs
-    weights, nodes = {"w": OF_WORDS, "one": np.array([1])}, [("Gather", ["w", ids], ["v"], {})]
-    if mask:
-        nodes += [("Unsqueeze", [*mask, "two"], ["m"], {}), ("Cast", ["m"], ["f"], {"to": TensorProto.FLOAT})]
-        nodes.append(("Mul", ["v", "f"], ["p"], {}))
-        weights["two"] = np.array([2])
-    nodes.append(("ReduceSum", ["p" if mask else "v", "one"], [output], {"keepdims": 0}))
-    graph(path, nodes, inputs, output, **weights)
-
-
-def tokenizer(folder):
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="!"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(single="$A [END]", special_tokens=[("[END]", 1)])
-    made.save(str(folder / "tokenizer.json"))
-
-
-dump = lambda path, value: path.write_text(json.dumps(value))
-
-
-@pytest.fixture
-def immich(tmp_path):
-    of_images(tmp_path / "visual" / "model.onnx", "image", "embedding", 1)
-    of_texts(tmp_path / "textual" / "model.onnx", "embedding", {"text": (TensorProto.INT32, [1, LENGTH])})
-    text = {"context_length": LENGTH, "tokenizer_kwargs": {"clean": "lower"}}
-    dump(tmp_path / "config.json", {"embed_dim": D, "vision_cfg": {}, "text_cfg": text})
-    settings = {"size": [SIZE, SIZE], "mean": MEAN, "std": STD, "interpolation": "bicubic", "resize_mode": "shortest"}
-    dump(tmp_path / "visual" / "preprocess_cfg.json", settings)
-    tokenizer(tmp_path / "textual")
-    dump(tmp_path / "textual" / "tokenizer_config.json", {"pad_token": "[PAD]"})
-    return tmp_path
-
-
-@pytest.fixture
-def transformers_js(tmp_path):
-    of_images(tmp_path / "onnx" / "vision_model.onnx", "pixel_values", "image_embeds", "n")
-    inputs = {name: (TensorProto.INT64, ["n", "t"]) for name in ("input_ids", "attention_mask")}
-    of_texts(tmp_path / "onnx" / "text_model.onnx", "text_embeds", inputs)
-    dump(tmp_path / "config.json", {"model_type": "clip", "text_config": {"max_position_embeddings": LENGTH}})
-    settings = {"size": {"shortest_edge": SIZE}, "crop_size": {"height": SIZE, "width": SIZE}, "do_center_crop": True}
-    dump(tmp_path / "preprocessor_config.json", settings | {"image_mean": MEAN, "image_std": STD, "resample": 3})
-    tokenizer(tmp_path)
-    dump(tmp_path / "tokenizer_config.json", {"pad_token": {"content": "[PAD]"}})
-    return tmp_path
 
 
 def picture(width=20, height=10):
@@ -285,8 +221,8 @@ def expected_text(text, padded):
     return unit(OF_WORDS[ids + [0] * (LENGTH - len(ids)) * padded].sum(0))
 
 
-@pytest.mark.parametrize("layout", ["immich", "transformers_js"])
-def test_a_folder_of_graphs_is_a_model_of_points(layout, request):
+@pytest.mark.parametrize("layout", ["immich", "transformers_js", "fastembed"])
+def test_a_folder_of_graphs_is_a_model_of_points(layout, request, tmp_path):
     folder = request.getfixturevalue(layout)
     model, (first, one), (second, other) = load_model(folder), picture(), picture()
     images, texts = model.embed_images([first, second]), model.embed_texts(TEXTS)
@@ -296,9 +232,9 @@ def test_a_folder_of_graphs_is_a_model_of_points(layout, request):
     for tower in (model.model.image, model.model.text):
         assert (tower.dim, tower.variances, tower.has_offset, tower.normalize) == (D, False, False, True)
     assert model.unfamiliar_texts(["red"]) == [False] and model.model.text.processor.pieces(["red", "a dog"]) == [1, 2]
-    assert model_digest(model.model) == model_digest(load_model(folder, device="cuda").model)
-    path, name = ("visual/model.onnx", "image") if layout == "immich" else ("onnx/vision_model.onnx", "pixel_values")
-    of_images(folder / path, name, "embedding", "another")
+    assert model_digest(model.model) == model_digest(load_model(folder).model)
+    path = next(path for path in tmp_path.rglob("*model.onnx") if "vis" in str(path.relative_to(tmp_path)))
+    of_images(path, "image" if layout == "immich" else "pixel_values", "embedding", "another")
     assert model_digest(model.model) != model_digest(load_model(folder).model)
 
 
@@ -318,7 +254,7 @@ def test_settings_are_followed(immich):
         dump(path, settings | wrong)
         raises(UserError, message, load_model, immich)
     path.unlink()
-    raises(UserError, "expected visual/preprocess_cfg.json, config.json, textual/tokenizer.json", load_model, immich)
+    raises(UserError, "expected visual/model.onnx, .*, config.json, textual/tokenizer.json", load_model, immich)
 
 
 def test_a_damaged_graph_is_named_and_other_folders_are_none_of_these(transformers_js, tmp_path_factory):
@@ -326,7 +262,38 @@ def test_a_damaged_graph_is_named_and_other_folders_are_none_of_these(transforme
     model = load_model(transformers_js)
     raises(UserError, r"text_model.onnx: not a graph that onnxruntime reads", model.embed_texts, ["a"])
     assert model.embed_images([picture()[0]]).n == 1, "each is read when it is needed"
-    assert foreign_towers(tmp_path_factory.mktemp("none")) is None
+    none = tmp_path_factory.mktemp("none")
+    assert foreign_towers([none]) is None
+    message = r"holds ONNX graphs, but not the settings .* no .*model.onnx.*; expected"
+    raises(UserError, message, load_model, f"{transformers_js}+{none}")
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "coreml", "openvino"])
+def test_a_device_of_onnxruntime_is_taken_or_refused_with_those_that_are_there(device, transformers_js, monkeypatch):
+    monkeypatch.setenv("SFUMATO_DEVICE", device)
+    message = f"device '{device}': this model is computed by onnxruntime, which has cpu here. .*SFUMATO_DEVICE=cpu"
+    for source in (transformers_js, "small"):
+        assert load_model(source), "the processor by default"
+        raises(UserError, message, load_model, source, device="auto")
+    names = {"cuda:1": "CUDA", "coreml": "CoreML", "openvino": "OpenVINO"}
+    there, given, session = (
+        ["CPUExecutionProvider", f"{names[device]}ExecutionProvider"],
+        [],
+        onnxruntime.InferenceSession,
+    )
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: there)
+
+    def made(path, options, providers):
+        given.append(providers)
+        return session(path, options, providers=["CPUExecutionProvider"])
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", made)
+    for source, n in ((transformers_js, 1), ("small", 2)):  # small: the sentence encoder and the head.
+        load_model(source, device="auto").embed_texts(["a dog"])
+        options = {"device_id": "1"} if device == "cuda:1" else {}
+        assert [given.pop() for _ in range(n)] == [[(there[1], options), "CPUExecutionProvider"]] * n and not given
+    load_model(transformers_js, device="cpu").embed_texts(["a dog"])
+    assert given == [["CPUExecutionProvider"]]
 
 
 def test_features_are_those_of_open_clip(tmp_path):

@@ -6,6 +6,7 @@ any model of transformers.
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,6 +29,7 @@ from sfumato.encoders.package_weights import (
     map_tokens,
     means_of_tokens,
     named_format,
+    onnx_device,
     onnx_session,
     packaged_network,
     shared_minilm,
@@ -44,6 +46,7 @@ from sfumato.encoders.processors import (
 from sfumato.errors import UserError, first_line
 from sfumato.files import read_json
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Side
 
 IMAGE_BACKBONES = {"efficientnet-lite0": "", "efficientnet-lite2": "offline"}
 """Image backbones without transformers, with the extra that they need; the others are hub names or local folders."""
@@ -53,13 +56,18 @@ TEXT_BACKBONES = {"minilm-l6-v2": ""}
 
 
 def image_backbone(
-    name: str, *, size: int | None = None, grid: int | None = None, precision: Precision = "float32"
+    name: str,
+    *,
+    size: int | None = None,
+    grid: int | None = None,
+    precision: Precision = "float32",
+    device: str = "cpu",
 ) -> FrozenBackbone:
-    """The frozen image backbone of a name."""
+    """The frozen image backbone of a name; ``device`` is that of graphs."""
     if "+" in name and not Path(name).exists():
         return SideBySide([image_backbone(n, size=size, grid=grid, precision=precision) for n in name.split("+")])
     if name in IMAGE_BACKBONES:
-        return _efficientnet(name, size, grid, precision)
+        return _efficientnet(name, size, grid, precision, device)
     from sfumato.encoders.joint import transformers_image
 
     return transformers_image(name, size, grid, precision)
@@ -83,7 +91,7 @@ class SideBySide:
         return [np.concatenate(of_item, axis=1) for of_item in zip(*found, strict=True)]
 
 
-def _efficientnet(name: str, size: int | None, grid: int | None, precision: Precision) -> Backbone:
+def _efficientnet(name: str, size: int | None, grid: int | None, precision: Precision, device: str) -> Backbone:
     """EfficientNet-Lite, trained on ImageNet: (size / 32)^2 or grid^2 tokens of 1280 channels."""
     side, packaged = size or SIZES[name], not IMAGE_BACKBONES[name]
     if side < 32:
@@ -93,7 +101,7 @@ def _efficientnet(name: str, size: int | None, grid: int | None, precision: Prec
     def compute(items: Sequence[np.ndarray]) -> np.ndarray:
         pixels = (np.stack(items).astype(np.float32) - 127) / 128
         if packaged:
-            return map_tokens(packaged_network(name, 1).run(None, {"pixels": pixels})[0], grid)
+            return map_tokens(packaged_network(name, 1, device).run(None, {"pixels": pixels})[0], grid)
         from sfumato.encoders.convolutional import efficientnet_maps
 
         return map_tokens(efficientnet_maps(name, precision, pixels), grid)
@@ -111,6 +119,7 @@ def text_backbone(
     pooled: bool = False,
     layers: Sequence[int] = (),
     precision: Precision = "float32",
+    device: str = "cpu",
 ) -> FrozenBackbone:
     """The frozen text backbone of a name: any text model of transformers, such as BERT or CLIP's text side, or MiniLM.
 
@@ -118,7 +127,7 @@ def text_backbone(
     """
     network: Any
     if name in TEXT_BACKBONES:
-        network, precision = shared_minilm(), "float32"
+        network, precision = shared_minilm(device), "float32"
     else:
         from sfumato.encoders.joint import TransformersNetwork
 
@@ -156,17 +165,18 @@ class OnnxTower(BaseTower):
         *,
         pixels: tuple[Any, Any] | None = None,
         threads: int = 0,
+        device: str = "cpu",
         dim: int = 0,
         has_offset: bool = False,
     ) -> None:
         self.processor, self._graph, self._threads, self._known_dim = processor, graph, threads, dim
-        self.has_offset = has_offset
+        self.has_offset, self._device = has_offset, device
         self._pixels = pixels and [np.asarray(values, np.float32).reshape(3, 1, 1) for values in pixels]
 
     @cached_property
     def _session(self) -> Any:
         try:
-            return onnx_session(self._graph, self._threads or n_threads())
+            return onnx_session(self._graph, self._threads or n_threads(), self._device)
         except Exception as error:  # The library has no common class of its errors.
             raise UserError(f"{self._graph}: not a graph that onnxruntime reads ({first_line(error)})") from error
 
@@ -282,32 +292,55 @@ def described_processor(given: dict[str, Any], tokenizer: Callable[[], Tokenizer
     return kind(tokenizer(), **options) if issubclass(kind, TextProcessor) else kind(**options)
 
 
+GRAPHS: dict[Side, str] = {"image": "image.onnx", "text": "text.onnx"}
+"""Graphs of a model of ours that needs no torch, from what its processors give to mean and log variance."""
+
 _LAYOUTS = (
-    ("visual/model.onnx", "textual/model.onnx", "visual/preprocess_cfg.json", "textual"),
-    ("onnx/vision_model.onnx", "onnx/text_model.onnx", "preprocessor_config.json", "."),
+    ("visual/model.onnx", "textual/model.onnx", "visual/preprocess_cfg.json", "textual/"),
+    ("onnx/vision_model.onnx", "onnx/text_model.onnx", "preprocessor_config.json", ""),
 )
 """Where immich and transformers.js have the graphs of images and texts, the settings of images, and the tokenizer."""
 
+HALVES = ("model.onnx", "model_optimized.onnx")
+"""The graph of a model of fastembed, which is either of images or of texts."""
 
-def foreign_towers(folder: Path) -> TwoTowers | None:
-    """The towers of a folder of CLIP's ONNX graphs, as immich and transformers.js have them; None for other folders."""
-    found = [layout for layout in _LAYOUTS if all((folder / graph).is_file() for graph in layout[:2])]
+
+def has_graphs(there: Callable[[str], bool]) -> bool:
+    """Whether a folder, of which ``there`` knows the files, has ONNX graphs in one of the layouts."""
+    pairs = (GRAPHS.values(), *(layout[:2] for layout in _LAYOUTS), *((half,) for half in HALVES))
+    return any(all(there(graph) for graph in graphs) for graphs in pairs)
+
+
+def foreign_towers(folders: Sequence[Path], device: str = "cpu") -> TwoTowers | None:
+    """The towers of ONNX graphs: of a folder as immich and transformers.js have it, or of fastembed's two folders, of
+    images and of texts. None for other folders."""
+    image, text = folders[0], folders[-1]
+    found = [layout for layout in _LAYOUTS if all((image / graph).is_file() for graph in layout[:2])]
+    if len(folders) == 2:
+        halves = [next((half for half in HALVES if (folder / half).is_file()), HALVES[0]) for folder in folders]
+        found = [(halves[0], halves[1], "preprocessor_config.json", "")]
     if not found:
         return None
-    *graphs, settings, place = found[0]
-    tokens = (folder / place / name for name in ("tokenizer.json", "tokenizer_config.json"))
-    files = [folder / settings, folder / "config.json", *tokens]
+    *names, settings, place = found[0]
+    graphs = [image / names[0], text / names[1]]
+    tokens = (text / f"{place}{name}" for name in ("tokenizer.json", "tokenizer_config.json"))
+    files, device = [image / settings, text / "config.json", *tokens], onnx_device(device)
     try:
+        if missing := [graph for graph in graphs if not graph.is_file()]:
+            raise UserError(f"no {missing[0]}")
         size, fit, *pixels = prepared_images(read_json(files[0]))
         tokenizer, clean = _tokenizer(Tokenizer.from_file(str(files[2])), read_json(files[1]), read_json(files[3]))
-        image = OnnxTower(ImageFileProcessor(size, fit=fit), folder / graphs[0], pixels=(pixels[0], pixels[1]))
+        standard = (pixels[0], pixels[1])
+        of_images = OnnxTower(ImageFileProcessor(size, fit=fit), graphs[0], pixels=standard, device=device)
     except Exception as error:  # The tokenizer's library raises no narrower class.
-        held = "holds ONNX graphs, but not the settings of images and texts as immich or transformers.js write them"
+        held = "holds ONNX graphs, but not the settings of images and texts as immich, transformers.js or fastembed"
         reason = f"{type(error).__name__}: {first_line(error)}"
-        expected = ", ".join(str(file.relative_to(folder)) for file in files)
-        raise UserError(f"{folder}: {held}, or others ({reason}); expected {expected}") from error
-    own = [file for graph in graphs for file in sorted((folder / graph).parent.glob(f"{Path(graph).name}*"))]
-    return TwoTowers(image, OnnxTower(EncodedTexts(tokenizer, clean), folder / graphs[1]), _digest([*own, *files]))
+        expected = ", ".join(os.path.relpath(file, os.path.commonpath(folders)) for file in [*graphs, *files])
+        where = "+".join(map(str, folders))
+        raise UserError(f"{where}: {held} write them, or others ({reason}); expected {expected}") from error
+    own = [file for graph in graphs for file in sorted(graph.parent.glob(f"{graph.name}*"))]
+    of_texts = OnnxTower(EncodedTexts(tokenizer, clean), graphs[1], device=device)
+    return TwoTowers(of_images, of_texts, _digest([*own, *files]))
 
 
 def prepared_images(given: dict[str, Any]) -> tuple[int, Fit, Any, Any]:
@@ -342,8 +375,8 @@ def _tokenizer(
         length = padded = config["text_cfg"].get("context_length", 77)
         clean = CLEANINGS[(config["text_cfg"].get("tokenizer_kwargs") or {}).get("clean", "whitespace")]
     else:
-        clip = config["model_type"] == "clip"  # What follows the end of a text changes nothing there.
-        length = config["text_config"].get("max_position_embeddings", 77 if clip else 64)
+        clip = config["model_type"].startswith("clip")  # What follows the end of a text changes nothing there.
+        length = config.get("text_config", config).get("max_position_embeddings", 77 if clip else 64)
         padded, clean = None if clip else length, str
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(pad_id=tokenizer.get_vocab()[pad], pad_token=pad, length=padded)

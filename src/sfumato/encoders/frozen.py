@@ -146,7 +146,7 @@ class FrozenProcessor(protocol.Processor):
         return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
 
 
-def frozen_processor(config: FrozenImageConfig | FrozenTextConfig, cache: Path) -> FrozenProcessor:
+def frozen_processor(config: FrozenImageConfig | FrozenTextConfig, cache: Path, device: str = "cpu") -> FrozenProcessor:
     """The processor of a side of kind "frozen"; networks of the package are loaded when they are first needed."""
     options: Any = config.model_dump(include={"size", "grid", "max_tokens", "pooled", "layers", "precision"})
     of_images = isinstance(config, FrozenImageConfig)
@@ -155,7 +155,9 @@ def frozen_processor(config: FrozenImageConfig | FrozenTextConfig, cache: Path) 
 
         backbone = joint_backbone(config.backbone, "image" if of_images else "text", precision=config.precision)
     else:
-        backbone = (backbones.image_backbone if of_images else backbones.text_backbone)(config.backbone, **options)
+        backbone = (backbones.image_backbone if of_images else backbones.text_backbone)(
+            config.backbone, **options, device=device
+        )
     return FrozenProcessor(backbone, cache)
 
 

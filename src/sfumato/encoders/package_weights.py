@@ -218,19 +218,39 @@ _LATEST = 256
 """Texts whose sentence vectors are kept."""
 
 
-def onnx_session(path: Path, threads: int) -> Any:
-    """An ONNX graph, computed by onnxruntime on the processor."""
+_PROVIDERS = {name.lower(): f"{name}ExecutionProvider" for name in ("CPU", "CUDA", "CoreML", "OpenVINO")}
+"""The devices of onnxruntime, which has them where its build does."""
+
+
+def onnx_device(device: str) -> str:
+    """A device of onnxruntime by its name; "auto" is that of SFUMATO_DEVICE, else the processor."""
+    name = os.environ.get("SFUMATO_DEVICE", "auto") if device == "auto" else device
+    if name in ("auto", "cpu"):
+        return "cpu"
+    import onnxruntime
+
+    there = [known for known, one in _PROVIDERS.items() if one in onnxruntime.get_available_providers()]
+    if name.partition(":")[0] not in there:
+        found = f"device {name!r}: this model is computed by onnxruntime, which has {', '.join(there)} here"
+        raise UserError(f"{found}. Take one of these (SFUMATO_DEVICE=cpu), or install another build of onnxruntime")
+    return name
+
+
+def onnx_session(path: Path, threads: int, device: str = "cpu") -> Any:
+    """An ONNX graph, computed by onnxruntime; what a device cannot compute is computed by the processor."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 3
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    kind, _, number = device.partition(":")
+    chosen = [(_PROVIDERS[kind], {"device_id": number} if number else {}), _PROVIDERS["cpu"]]
+    return onnxruntime.InferenceSession(path, options, providers=chosen[kind == "cpu" :])
 
 
 @functools.cache
-def packaged_network(name: str, threads: int) -> Any:
+def packaged_network(name: str, threads: int, device: str = "cpu") -> Any:
     """A network of the package, loaded once in a process."""
-    return onnx_session(PACKAGED / f"{name}.onnx", threads)
+    return onnx_session(PACKAGED / f"{name}.onnx", threads, device)
 
 
 _MICRO_BATCH = 4
@@ -311,13 +331,14 @@ class MiniLM:
     depth, width = LAYERS, WIDTH
     known = "35521e69cefafc299d7c157dd8f2bbd4832894227c9c8b8e717846c2ba17dfb4"  # model_hash() of transformers' model
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._sentences = OrderedDict[bytes, np.ndarray]()  # by token ids
         self._lock, self._cutting = threading.Lock(), threading.Lock()
 
     @functools.cached_property
     def _network(self) -> Any:
-        return packaged_network("minilm-l6-v2", n_threads())
+        return packaged_network("minilm-l6-v2", n_threads(), self._device)
 
     # Two tokenizers: their settings must not change while another thread uses them.
     @functools.cached_property
@@ -390,9 +411,9 @@ def _keys(tokens: Mapping[str, np.ndarray]) -> list[bytes]:
 
 
 @functools.cache
-def shared_minilm() -> MiniLM:
+def shared_minilm(device: str = "cpu") -> MiniLM:
     """The network, loaded once in a process."""
-    return MiniLM()
+    return MiniLM(device)
 
 
 def sentence_vectors(texts: Sequence[str], batch: int = 64) -> np.ndarray:

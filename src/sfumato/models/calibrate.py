@@ -20,12 +20,13 @@ from sfumato.data.splits import WORDINGS
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.errors import UserError
+from sfumato.files import CALIBRATION
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
 from sfumato.models.embed import Sides, embed_split, load_split, load_splits, prepare_split
-from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, Run, load_run
+from sfumato.models.run import TRAINING_CALIBRATION, Run, load_run
 from sfumato.search.exact import distance_blocks
 
 PRECISIONS, RISKS, COVERAGES = (0.5, 0.8, 0.9), (0.5, 0.3, 0.2, 0.1), (0.8, 0.9, 0.95)

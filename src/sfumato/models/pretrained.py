@@ -19,11 +19,11 @@ from torch import Tensor
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD, UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.encoders.package_weights import hub_problem, hub_reachable
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
 from sfumato.encoders.towers import DualEncoder, Tower
-from sfumato.errors import UserError, need
-from sfumato.files import CONFIG, ENCODER, WEIGHTS
+from sfumato.errors import UserError
+from sfumato.files import CONFIG, TOKENIZER, WEIGHTS
+from sfumato.models.hub import download, from_hub
 from sfumato.models.model import Model
 from sfumato.models.pretrained_tensors import (
     ConfigSection,
@@ -241,27 +241,9 @@ def _clip_processor(find: TokenizerFinder, text: Sizes) -> SpecialTokenProcessor
     return SpecialTokenProcessor(find(CLIP_TOKENIZER), **form)
 
 
-TOKENIZER, CALIBRATION = "tokenizer.json", "calibration.json"
-REFERENCE = "calibration.safetensors"
-"""Reference queries of the calibration, beside it."""
-
-ENCODER_FILES = (
-    *("*config*.json", "*token*.json", "vocab*", "merges.txt", "*.model", "modules.json"),
-    *("*.safetensors", "*.safetensors.index.json"),
-)
-"""Patterns of the files from which a frozen model is loaded: data alone, no code and no pickle."""
-
-HUB_FILES = (
-    *(CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE),
-    *(f"{ENCODER}/{pattern}" for pattern in ENCODER_FILES),
-)
-"""Patterns of the files of a model on the hub; ``*`` goes below subfolders, too."""
-
 FOREIGN: list[Callable[[Mapping[str, Any], Tokenizer | None, str], tuple[Layout, str] | None]] = []
 """Readers of checkpoints of other codes, which an imported file adds: (content, tokenizer, name) -> the layout and what
 it is; None for a checkpoint that is not theirs."""
-
-_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
 
 def load_pretrained(
@@ -292,21 +274,6 @@ def load_pretrained(
         model=layout.model.to(device).eval(), distance=layout.distance, logit_scale=layout.logit_scale,
         logit_bias=layout.logit_bias, source=name, kind=what, sampled_logits=layout.sampled_logits,
     )  # fmt: skip
-
-
-def download(name: str) -> Path:
-    """The local copy of a model of the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION: the files to load it."""
-    if (given := _HUB_NAME.fullmatch(name)) is None:
-        adopted = f". This command takes adopted models: sfumato adopt {name} --data my.csv --out runs/adopted"
-        hint = adopted if name.startswith("open_clip:") else ""
-        raise UserError(f"there is no file or folder {name!r}, and a name on the hub has the form owner/model{hint}")
-    return _from_hub(
-        lambda hub, local: hub.snapshot_download(
-            given[1], revision=given[2], allow_patterns=list(HUB_FILES), local_files_only=local
-        ),
-        f"there is no folder {name!r}, and it cannot be downloaded from the Hugging Face hub",
-        "Give a local folder, a network, or for a private model a token (`hf auth login`, HF_TOKEN)",
-    )
 
 
 def read_config(folder: Path, where: str) -> dict[str, Any]:
@@ -375,7 +342,7 @@ def _finder(own: Tokenizer | None, folder: Path) -> TokenizerFinder:
                 return own
             path = folder / TOKENIZER
             if not path.is_file():
-                path = _from_hub(
+                path = from_hub(
                     lambda hub, local: hub.hf_hub_download(name, TOKENIZER, local_files_only=local),
                     f"no {TOKENIZER} beside the weights, and that of {name!r} cannot be downloaded from the Hugging"
                     " Face hub",
@@ -386,15 +353,3 @@ def _finder(own: Tokenizer | None, folder: Path) -> TokenizerFinder:
         return find
 
     return named
-
-
-def _from_hub(get: Callable[[Any, bool], str], failed: str, way_out: str) -> Path:
-    with need("backbones", "the Hugging Face hub needs huggingface_hub"):
-        import huggingface_hub.errors
-    hub: Any = huggingface_hub
-    unreachable = not hub_reachable()
-    try:
-        return Path(get(hub, unreachable))
-    except (OSError, ValueError, RuntimeError, hub.errors.HTTPError) as error:
-        reason = "no connection to the hub, and no copy in its cache" if unreachable else hub_problem(error)
-        raise UserError(f"{failed}: {reason}. {way_out}") from error

@@ -25,15 +25,27 @@ from sfumato import __version__
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
-from sfumato.encoders.backbones import OnnxTower, PointTower, described_processor, foreign_towers
+from sfumato.encoders.backbones import GRAPHS, OnnxTower, PointTower, described_processor, foreign_towers
 from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, frozen_processor
-from sfumato.encoders.package_weights import is_joint, where_weights_are
+from sfumato.encoders.package_weights import is_joint, onnx_device, where_weights_are
 from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, as_typed, first_line, need
-from sfumato.files import CONFIG, ENCODER, MODEL, RECIPE, WEIGHTS, cache_folder, write_atomically, write_json
+from sfumato.files import (
+    CALIBRATION,
+    CONFIG,
+    ENCODER,
+    MODEL,
+    RECIPE,
+    TOKENIZER,
+    WEIGHTS,
+    cache_folder,
+    write_atomically,
+    write_json,
+)
 from sfumato.ids import Side
 from sfumato.matching import SampledLogits
+from sfumato.models.hub import download, with_graphs
 from sfumato.models.model import Model, UnfamiliarTexts, model_digest
 from sfumato.search.gallery import Gallery
 
@@ -62,7 +74,7 @@ def with_own_encoder(config: "ModelConfig", folder: Path) -> "ModelConfig":
 
 LOG = "log.jsonl"
 
-TOKENIZER, CALIBRATION, PROBLEMS = "tokenizer.json", "calibration.json", "problems.jsonl"
+PROBLEMS = "problems.jsonl"
 
 TRAINING_CALIBRATION = "calibration-training.json"
 
@@ -227,40 +239,43 @@ def default_model() -> tuple[str, str]:
     return CLIP, f"using {CLIP}, {how}. {finds} {ways}"
 
 
-GRAPHS: dict[Side, str] = {"image": "image.onnx", "text": "text.onnx"}
-"""Graphs of a model that needs no torch, from what its processors give to mean and log variance."""
-
-
 def load_model(
     source: str | Path, *, tokenizer: Tokenizer | None = None, device: Device = "cpu", trainable: bool = False
 ) -> Model:
     """Load any model: a run, an exported one, one published by PCME++, ProLIP or PCME, or a CLIP or SigLIP as it is.
 
-    `small` is computed without torch, on the processor; ``trainable`` loads its weights into torch.
+    `small` and other graphs are computed without torch, on a device of onnxruntime; ``trainable`` loads the weights of
+    `small` into torch.
     """
     folder = PACKAGED / SMALL if str(source) == SMALL else Path(source)
     if (folder / RECIPE).is_file():
         return load_run(folder, device=device)
-    if not trainable and all((folder / name).is_file() for name in (CONFIG, *GRAPHS.values())):
-        return _of_graphs(folder, str(source))
-    if not (trainable or (folder / WEIGHTS).is_file()) and (towers := foreign_towers(folder)) is not None:
-        kind = "CLIP or SigLIP as it is, by ONNX graphs"
-        return Model(
-            model=towers, distance="squared_l2", logit_scale=5.0, logit_bias=0.0, source=str(source), kind=kind
-        )
+    if not trainable and (graphs := _folders_of_graphs(str(source), folder)):
+        if all((graphs[0] / name).is_file() for name in (CONFIG, *GRAPHS.values())):
+            return _of_graphs(graphs[0], str(source), onnx_device(str(device)))
+        if (towers := foreign_towers(graphs, str(device))) is not None:
+            return _as_it_is(towers, "squared_l2", (5.0, 0.0), str(source), ", by ONNX graphs")
     with need("train", f"{source}: models other than {SMALL} need torch"):
         from sfumato.models import pretrained
     device = _device(device)
     if is_joint(str(source)):
         return _frozen(str(source), device)
     if not folder.exists():
-        folder = pretrained.download(str(source))
+        folder = download(str(source))
     if folder.is_dir() and "sfumato" in (config := pretrained.read_config(folder, str(source))):
         return _exported(folder, config, str(source), device)
     return pretrained.load_pretrained(source, tokenizer=tokenizer, device=device)
 
 
-def _of_graphs(folder: Path, source: str) -> Model:
+def _folders_of_graphs(source: str, folder: Path) -> list[Path]:
+    """The folders of a model of ONNX graphs, those of a hub downloaded; none for other models."""
+    if folder.exists():
+        return [folder] * (folder.is_dir() and (not (folder / WEIGHTS).is_file() or source == SMALL))
+    found = [with_graphs(part) for part in source.split("+")]
+    return [] if None in found else [one for one in found if one]
+
+
+def _of_graphs(folder: Path, source: str, device: str) -> Model:
     """A model of ONNX graphs, of all layers or of those above frozen encoders of the package."""
     config, towers = _read_json(folder / CONFIG), dict[str, OnnxTower]()
     kinds = {"image": FrozenImageConfig, "text": FrozenTextConfig}
@@ -268,9 +283,9 @@ def _of_graphs(folder: Path, source: str) -> Model:
         if described := config.get("processors", {}).get(side):
             processor: Any = described_processor(described, partial(read_tokenizer, folder / TOKENIZER))
         else:
-            processor = frozen_processor(kinds[side](**config["model"][side]), cache_folder())
+            processor = frozen_processor(kinds[side](**config["model"][side]), cache_folder(), device)
         dim, offset = config["model"]["dim"], config["model"]["item_offset"]
-        options = {"dim": dim + 2 * offset, "has_offset": offset, "threads": 0 if described else 1}
+        options = {"dim": dim + 2 * offset, "has_offset": offset, "threads": 0 if described else 1, "device": device}
         towers[side] = OnnxTower(processor, folder / graph, **options)
     return _of_config(TwoTowers(**towers, digest=config["digest"]), config, folder, source)
 
@@ -286,9 +301,14 @@ def _frozen(name: str, device: Device) -> Model:
     channels = joint_backbone(backbone, "image").channels
     recipe = Recipe.model_validate({"name": "frozen", **frozen_sections(channels, side)})
     model, loss = build_model(recipe.model, Assets()), build_loss(recipe)
-    scale, bias = loss.match_logits() or (1.0, 0.0)
-    towers, kind = model.to(device).eval(), "CLIP or SigLIP as it is"
-    return Model(model=towers, distance=loss.distance.name, logit_scale=scale, logit_bias=bias, source=name, kind=kind)
+    logits = loss.match_logits() or (1.0, 0.0)
+    return _as_it_is(model.to(device).eval(), loss.distance.name, logits, name)
+
+
+def _as_it_is(towers: TwoTowers, distance: str, logits: tuple[float, float], source: str, how: str = "") -> Model:
+    scale, bias = logits
+    kind = f"CLIP or SigLIP as it is{how}"
+    return Model(model=towers, distance=distance, logit_scale=scale, logit_bias=bias, source=source, kind=kind)
 
 
 def _exported(folder: Path, config: dict[str, Any], source: str, device: Device) -> Model:

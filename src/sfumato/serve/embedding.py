@@ -141,11 +141,12 @@ class Embedder:
 
     def __init__(self, sources: Sources, settings: Settings, metrics: Metrics) -> None:
         self.model, self.settings = sources.model, settings
-        self.vector_sides = vector_sides(self.model, sources.d)
         self.pixels = Budget(settings.pixel_budget, "images to decode")
         self._threads = [
             ThreadPoolExecutor(1, f"embed {side}", set_threads, (settings.threads,)) for side in ("texts", "images")
         ]
+        # Graphs keep the number of threads of the thread that reads them.
+        self.vector_sides = self._threads[0].submit(vector_sides, self.model, sources.d).result()
         window = settings.batch_window_ms / 1000
         self.texts: Batcher[Any, GaussianEmbedding] = Batcher(
             lambda texts: _rows(self.model.embed_texts(texts)), self._threads[0], size=settings.batch_size,

@@ -44,13 +44,13 @@ class Capacity:
     decode_memory_mb: int = 1300  # memory of a process that decodes images, in megabytes
     queue: int = 256  # largest number of texts or images that wait; further requests are refused
     timeout: float = 30.0  # longest time for a request to arrive, in seconds; the answer may take the same time
-    threads: int = 1  # number of threads per computation
+    threads: int = 0  # number of threads per computation; 0: one with torch, else that of the cores
     workers: int = 2  # number of searches at the same time
     drain: float = 5.0  # time to go on answering after SIGTERM while /readyz says 503, in seconds
     grace: int = 30  # time to finish requests after that, in seconds
 
 
-_MAY_BE_0 = {"batch_window_ms", "drain"}
+_MAY_BE_0 = {"batch_window_ms", "drain", "threads"}
 
 
 def parse_limits(given: Sequence[str]) -> dict[str, Any]:

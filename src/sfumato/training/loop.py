@@ -23,7 +23,7 @@ from sfumato.encoders.frozen import described_by
 from sfumato.encoders.package_weights import where_weights_are
 from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, as_typed, counted, say
-from sfumato.files import LAST, MODEL, RECIPE
+from sfumato.files import LAST, MODEL, RECIPE, TOKENIZER
 from sfumato.imports import given_imports
 from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer, load_tensors
 from sfumato.models.embed import embed_split, load_splits, prepare_split
@@ -37,7 +37,7 @@ from sfumato.models.recipe import (
     load_recipe,
     save_recipe,
 )
-from sfumato.models.run import ENCODERS, NOISE, PROBLEMS, TOKENIZER, choose_device, load_assets, load_model, save_assets
+from sfumato.models.run import ENCODERS, NOISE, PROBLEMS, choose_device, load_assets, load_model, save_assets
 from sfumato.training import saving, validation
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches, epoch_seed, steps
 from sfumato.training.step import Learner, learning_rate_factor

@@ -25,7 +25,7 @@ from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError, progress_bar, say
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
-from sfumato.files import MODEL, write_atomically
+from sfumato.files import CALIBRATION, MODEL, write_atomically
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, check_finite
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import spearman
@@ -35,7 +35,7 @@ from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import PreparedSplit, Sides, embed_split, prepare_split
 from sfumato.models.model import remember_words
 from sfumato.models.process_group import ProcessGroup
-from sfumato.models.run import CALIBRATION, LOG, TRAINED, TRAINING_CALIBRATION, WORDS, image_digest, read_log
+from sfumato.models.run import LOG, TRAINED, TRAINING_CALIBRATION, WORDS, image_digest, read_log
 from sfumato.models.sections import VarianceStageConfig
 from sfumato.search.exact import distance_blocks
 from sfumato.training.saving import Training

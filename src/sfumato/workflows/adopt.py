@@ -29,7 +29,7 @@ from sfumato.encoders.frozen import described_by
 from sfumato.errors import UserError, need
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
-from sfumato.files import ENCODER, MODEL, RECIPE, is_unused, read_json, write_atomically, write_json
+from sfumato.files import CALIBRATION, ENCODER, MODEL, RECIPE, is_unused, read_json, write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, Side
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
@@ -37,7 +37,7 @@ from sfumato.models.calibrate import calibrate_split, embed_reference, some_posi
 from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
 from sfumato.models.model import remember_words
 from sfumato.models.recipe import Recipe, check_recipe, frozen_sections, save_recipe
-from sfumato.models.run import CALIBRATION, ENCODERS, PROBLEMS, WORDS, Run, load_run
+from sfumato.models.run import ENCODERS, PROBLEMS, WORDS, Run, load_run
 from sfumato.workflows.search import LoadedModel
 
 ADOPTED = "adopted.json"

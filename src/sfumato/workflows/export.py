@@ -22,10 +22,21 @@ from sfumato import __version__
 from sfumato.charts import render_page
 from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.errors import UserError
-from sfumato.files import CONFIG, ENCODER, WEIGHTS, is_unused, new_folder, read_json, write_atomically, write_json
+from sfumato.files import (
+    CALIBRATION,
+    CONFIG,
+    ENCODER,
+    TOKENIZER,
+    WEIGHTS,
+    is_unused,
+    new_folder,
+    read_json,
+    write_atomically,
+    write_json,
+)
 from sfumato.models.calibrate import describe_calibration
+from sfumato.models.hub import ENCODER_FILES
 from sfumato.models.model import model_digest
-from sfumato.models.pretrained import CALIBRATION, ENCODER_FILES, TOKENIZER
 from sfumato.models.run import Run, load_assets, load_run
 from sfumato.models.sections import ModelConfig
 from sfumato.workflows.adopt import ADOPTED

@@ -20,7 +20,7 @@ from sfumato.arrays import as_numpy
 from sfumato.data.image_decoding import encode_png
 from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
 from sfumato.encoders import package_weights as weights
-from sfumato.encoders.backbones import EncodedTexts, describe_processor, prepared_images
+from sfumato.encoders.backbones import GRAPHS, EncodedTexts, describe_processor, prepared_images
 from sfumato.encoders.encoder_protocol import Inputs, Processor, TwoTowers
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.heads import GPO, Pooling
@@ -28,8 +28,9 @@ from sfumato.encoders.processors import ImageFileProcessor
 from sfumato.encoders.scratch import StandardisedPixels
 from sfumato.encoders.towers import Tower
 from sfumato.errors import UserError, first_line, need
+from sfumato.files import TOKENIZER
 from sfumato.ids import Side
-from sfumato.models.run import GRAPHS, TOKENIZER, Run, load_model
+from sfumato.models.run import Run, load_model
 
 TOLERANCE = 1e-4
 """Largest difference between a graph and torch, in units of the largest number of the embeddings."""
