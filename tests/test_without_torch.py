@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -109,23 +110,31 @@ def test_graphs_of_the_hub_and_of_two_folders(shell, tmp_path):
     graphs.transformers_js(tmp_path / "clip")
     graphs.fastembed(tmp_path / "halves")
     (tmp_path / "clip" / "onnx" / "model_q4.onnx").write_bytes(b"not needed")
-    index = lambda name, **status: shell(
-        "index", name, "--images", "pictures", "--out", name.replace("/", "-"), **status
-    )
+    folder, of_halves = lambda name: name.replace("/", "-"), ("--images", "pictures", "--out", "own")
+    index = lambda name, **status: shell("index", name, "--images", "pictures", "--out", folder(name), **status)
     with Hub() as hub, pytest.MonkeyPatch.context() as patch:
-        for name, folder in (("clip", "clip"), ("vision", "halves/vision"), ("text", "halves/text")):
+        for name, place in (("clip", "clip"), ("vision", "halves/vision"), ("text", "halves/text")):
             hub.repositories[f"ann/{name}"] = Repository()
-            hub.repositories[f"ann/{name}"].commit(files(tmp_path / folder), "made")
+            hub.repositories[f"ann/{name}"].commit(files(tmp_path / place), "made")
         own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
         for key, value in (own | {"HF_HUB_DISABLE_XET": "1"}).items():
             patch.setitem(shell.environment, key, value)
         for name in ("ann/clip", "ann/vision+ann/text"):
             assert " images in " in index(name)
-            assert "000.png" in shell("search", name.replace("/", "-"), "a red dog", "-k", "50")
+            assert ".png" in shell("search", folder(name), "a red dog", "-k", "50")
         assert not any(path.endswith("model_q4.onnx") for _, path, _ in hub.requests)
         assert "not there" in index("ann/none", status=2)
         patch.setitem(shell.environment, "HF_HUB_OFFLINE", "1")
-        assert "000.png" in shell("search", "ann-clip", "a red dog", "-k", "50"), "from the cache"
+        assert ".png" in shell("search", "ann-clip", "a red dog", "-k", "50"), "from the cache"
+        shell(
+            "index", os.path.relpath(tmp_path / "halves/vision", shell.folder) + f"+{tmp_path}/halves/text", *of_halves
+        )
+        found, expected = (
+            json.loads(shell("search", name, "a dog", "--json")) for name in ("own", "ann-vision+ann-text")
+        )
+        assert found[0]["hits"] == expected[0]["hits"]
+        shutil.rmtree(tmp_path / "halves")
+        assert "is not at" in shell("search", "own", "a dog", status=2)
 
 
 def test_the_service(shell):

@@ -29,6 +29,13 @@ CONFIG, WEIGHTS, ENCODER = "config.json", "model.safetensors", "encoder"
 if no name says where that is."""
 
 
+def is_gone(model: str) -> bool:
+    """Whether the folder of a model, or one of two that a + joins, is there no more."""
+    return Path(model).is_absolute() and not (
+        Path(model).exists() or all(Path(one).exists() for one in model.split("+"))
+    )
+
+
 def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Number of cores that this process may use: those of its affinity, at most those of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,7 +19,7 @@ from sfumato.cli.common import (
     writing,
 )
 from sfumato.errors import UserError, as_typed, counted, need, say
-from sfumato.files import check_gallery, is_model
+from sfumato.files import check_gallery, is_gone, is_model
 from sfumato.serve import check_address
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class IndexFlags:
         if self.add or self.sync or is_unfinished(out):
             with open_gallery(out, unfinished=True) as collection:
                 run = str(collection.metadata["run"])
-            if Path(run).is_absolute() and not Path(run).exists():
+            if is_gone(run):
                 raise UserError(
                     f"the model of {out} is not at {run}; name it first: sfumato index MODEL --out {out} ..."
                 )

@@ -7,7 +7,7 @@ any model of transformers.
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -305,10 +305,10 @@ HALVES = ("model.onnx", "model_optimized.onnx")
 """The graph of a model of fastembed, which is either of images or of texts."""
 
 
-def has_graphs(there: Callable[[str], bool]) -> bool:
-    """Whether a folder, of which ``there`` knows the files, has ONNX graphs in one of the layouts."""
-    pairs = (GRAPHS.values(), *(layout[:2] for layout in _LAYOUTS), *((half,) for half in HALVES))
-    return any(all(there(graph) for graph in graphs) for graphs in pairs)
+def has_graphs(files: Collection[str]) -> bool:
+    """Whether a folder with these files has ONNX graphs in one of the layouts."""
+    graphs = ({*GRAPHS.values()}, *({*layout[:2]} for layout in _LAYOUTS), *({half} for half in HALVES))
+    return any(both.issubset(files) for both in graphs)
 
 
 def foreign_towers(folders: Sequence[Path], device: str = "cpu") -> TwoTowers | None:

@@ -40,7 +40,7 @@ def download(name: str) -> Path:
         adopted = f". This command takes adopted models: sfumato adopt {name} --data my.csv --out runs/adopted"
         hint = adopted if name.startswith("open_clip:") else ""
         raise UserError(f"there is no file or folder {name!r}, and a name on the hub has the form owner/model{hint}")
-    return _snapshot(given, lambda hub: HUB_FILES)
+    return _snapshot(given, HUB_FILES)
 
 
 def with_graphs(name: str) -> Path | None:
@@ -48,23 +48,27 @@ def with_graphs(name: str) -> Path | None:
     if Path(name).exists() or (given := _HUB_NAME.fullmatch(name)) is None:
         return Path(name) if Path(name).is_dir() else None
 
-    def patterns(hub: Any) -> Sequence[str]:
-        files = {file.rfilename for file in hub.HfApi().model_info(given[1], revision=given[2]).siblings}
-        return _GRAPH_FILES if WEIGHTS not in files and has_graphs(files.__contains__) else ()
+    def usable(files: set[str]) -> bool:
+        return WEIGHTS not in files and has_graphs(files)
 
     try:
-        folder = _snapshot(given, patterns)
+        folder = _snapshot(given, _GRAPH_FILES, usable)
     except UserError:
         if hub_reachable():
             raise
         return None
-    return folder if not (folder / WEIGHTS).is_file() and has_graphs(lambda file: (folder / file).is_file()) else None
+    return folder if usable({file.relative_to(folder).as_posix() for file in folder.rglob("*")}) else None
 
 
-def _snapshot(given: re.Match[str], patterns: Callable[[Any], Sequence[str]]) -> Path:
+def _snapshot(given: re.Match[str], patterns: Sequence[str], usable: Callable[[set[str]], bool] | None = None) -> Path:
+    """The local copy of some files of a model; where they are not usable, a folder that is not there."""
+
     def get(hub: Any, local: bool) -> str:
-        allowed = None if local else [*patterns(hub)]
-        return hub.snapshot_download(given[1], revision=given[2], allow_patterns=allowed, local_files_only=local)
+        if usable is not None and not local:
+            files = {file.rfilename for file in hub.HfApi().model_info(given[1], revision=given[2]).siblings}
+            if not usable(files):
+                return given[0]
+        return hub.snapshot_download(given[1], revision=given[2], allow_patterns=list(patterns), local_files_only=local)
 
     return from_hub(
         get,

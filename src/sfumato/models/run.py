@@ -40,6 +40,7 @@ from sfumato.files import (
     TOKENIZER,
     WEIGHTS,
     cache_folder,
+    is_gone,
     write_atomically,
     write_json,
 )
@@ -254,7 +255,9 @@ def load_model(
         if all((graphs[0] / name).is_file() for name in (CONFIG, *GRAPHS.values())):
             return _of_graphs(graphs[0], str(source), onnx_device(str(device)))
         if (towers := foreign_towers(graphs, str(device))) is not None:
-            return _as_it_is(towers, "squared_l2", (5.0, 0.0), str(source), ", by ONNX graphs")
+            places = [os.path.abspath(one) if Path(one).exists() else one for one in str(source).split("+")]
+            named = str(source) if len(graphs) == 1 else "+".join(places)
+            return _as_it_is(towers, "squared_l2", (5.0, 0.0), named, ", by ONNX graphs")
     with need("train", f"{source}: models other than {SMALL} need torch"):
         from sfumato.models import pretrained
     device = _device(device)
@@ -270,7 +273,8 @@ def load_model(
 def _folders_of_graphs(source: str, folder: Path) -> list[Path]:
     """The folders of a model of ONNX graphs, those of a hub downloaded; none for other models."""
     if folder.exists():
-        return [folder] * (folder.is_dir() and (not (folder / WEIGHTS).is_file() or source == SMALL))
+        ours = all((folder / name).is_file() for name in GRAPHS.values())
+        return [folder] * (folder.is_dir() and (ours or not (folder / WEIGHTS).is_file()))
     found = [with_graphs(part) for part in source.split("+")]
     return [] if None in found else [one for one in found if one]
 
@@ -386,7 +390,7 @@ def load_retrieval_model(
 ) -> Model:
     """The model that a gallery was made with."""
     model_source = str(run or gallery.metadata.get("run", ""))
-    if not model_source or (Path(model_source).is_absolute() and not Path(model_source).exists()):
+    if not model_source or is_gone(model_source):
         found = f"the model that {folder} was built with is not at {model_source}"
         raise UserError(f"{found}; give its folder or name (--run, in Python run=)")
     loaded = load_model(model_source, device=device)

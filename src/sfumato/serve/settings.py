@@ -88,7 +88,7 @@ class Settings(Capacity):
     def __post_init__(self) -> None:
         for one in fields(self):
             value, kind = getattr(self, one.name), type(one.default)
-            if kind is int and value < 1:
+            if kind is int and value < (one.name not in _MAY_BE_0):
                 raise UserError(f"serve: {one.name} must be at least 1, got {value}")
             if kind is float and not (value > 0 or (value == 0 and one.name in _MAY_BE_0)):
                 raise UserError(f"serve: {one.name} must be positive, got {value}")
