@@ -183,7 +183,7 @@ def evidence_of(
     mean, first = grouped(cosine, pair, len(pairs))
     words, n_words = _found_words(pairs)
     text = [_position(judged, one.text) for one in pairs]
-    read = torch.tensor(read_fraction(list(judged), shared_minilm().pieces))[text]
+    read = torch.tensor(read_fraction(list(judged), shared_minilm("cpu").pieces))[text]
     n_texts = torch.tensor([float(len(one.texts)) for one in pairs])
     return CaptionEvidence(mean, first, grouped(agreement, pair, len(pairs))[1], words, n_words, n_texts, image, read)
 

@@ -326,7 +326,7 @@ def test_names_and_models_of_open_clip_that_cannot_be_loaded(tmp_path, monkeypat
         assert config(backbone="hf-hub:a/b", projected=True).extras == {"open-clip"}
         assert config(backbone="openai/clip-vit-base-patch32").extras == {"backbones"}
     import_open_clip()
-    monkeypatch.setattr("sfumato.encoders.joint.hub_reachable", lambda: False)
+    monkeypatch.setattr("sfumato.encoders.package_weights.hub_reachable", lambda: False)
     for name in ("open_clip:ViT-B-32/laion2b_s34b_b79k", "hf-hub:nobody/nothing"):
         raises(UserError, "no connection to the hub.*Give a local folder", joint_backbone, name, "image")
     tiny_open_clip(tmp_path / "model")

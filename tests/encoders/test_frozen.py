@@ -180,8 +180,10 @@ def test_packaged_backbones_by_precision_and_the_text_network_is_that_of_transfo
 
 def test_a_model_knows_its_channels_and_loads_its_backbone_when_it_is_first_needed(tmp_path, monkeypatch):
     loaded, load = [], package_weights.onnx_session
-    monkeypatch.setattr(package_weights, "onnx_session", lambda path, n: loaded.append(path.stem) or load(path, n))
-    monkeypatch.setattr("sfumato.encoders.backbones.shared_minilm", MiniLM)
+    monkeypatch.setattr(
+        package_weights, "onnx_session", lambda path, *given: loaded.append(path.stem) or load(path, *given)
+    )
+    monkeypatch.setattr("sfumato.encoders.package_weights.shared_minilm", MiniLM)
     package_weights.packaged_network.cache_clear()
     pixels = np.zeros((3, 32, 32), np.uint8)
     for config, item, expected in (
@@ -198,7 +200,7 @@ def test_a_model_knows_its_channels_and_loads_its_backbone_when_it_is_first_need
 
 
 def test_a_text_is_embedded_once_for_both_uses_and_only_the_latest_are_kept(monkeypatch):
-    texts, network = ["a dog", "two children play in the snow", "a dog"], package_weights.shared_minilm()
+    texts, network = ["a dog", "two children play in the snow", "a dog"], package_weights.shared_minilm("cpu")
     long = " ".join(["word"] * 100)
     network._sentences.clear()
     fresh = package_weights.sentence_vectors([*texts, long])  # Nothing is remembered of these.

@@ -91,7 +91,7 @@ def test_what_the_encoder_does_not_read_is_not_probable(language, picture):
 
 
 def test_fraction_of_a_text_that_is_read():
-    pieces = shared_minilm().pieces
+    pieces = shared_minilm("cpu").pieces
     found = read_fraction(
         ["A dog runs", "a snowboarder on a chairlift", "Собака бежит", "", "!!!", "dog собака"], pieces
     )

@@ -18,31 +18,9 @@ from tokenizers import Tokenizer
 
 from sfumato.arrays import n_threads
 from sfumato.data.image_decoding import Fit, decode_image
+from sfumato.encoders import package_weights as weights
+from sfumato.encoders import processors
 from sfumato.encoders.encoder_protocol import BaseTower, FrozenBackbone, Inputs, PixelStore, Processor, TwoTowers
-from sfumato.encoders.package_weights import (
-    CHANNELS,
-    SIZES,
-    WEIGHTS,
-    Backbone,
-    Precision,
-    check_grid,
-    map_tokens,
-    means_of_tokens,
-    named_format,
-    onnx_device,
-    onnx_session,
-    packaged_network,
-    shared_minilm,
-    white_image,
-)
-from sfumato.encoders.processors import (
-    CLEANINGS,
-    EmbeddingProcessor,
-    ImageFileProcessor,
-    PixelProcessor,
-    TextProcessor,
-    TokenProcessor,
-)
 from sfumato.errors import UserError, first_line
 from sfumato.files import read_json
 from sfumato.gaussian import GaussianEmbedding
@@ -60,7 +38,7 @@ def image_backbone(
     *,
     size: int | None = None,
     grid: int | None = None,
-    precision: Precision = "float32",
+    precision: weights.Precision = "float32",
     device: str = "cpu",
 ) -> FrozenBackbone:
     """The frozen image backbone of a name; ``device`` is that of graphs."""
@@ -91,25 +69,27 @@ class SideBySide:
         return [np.concatenate(of_item, axis=1) for of_item in zip(*found, strict=True)]
 
 
-def _efficientnet(name: str, size: int | None, grid: int | None, precision: Precision, device: str) -> Backbone:
+def _efficientnet(
+    name: str, size: int | None, grid: int | None, precision: weights.Precision, device: str
+) -> weights.Backbone:
     """EfficientNet-Lite, trained on ImageNet: (size / 32)^2 or grid^2 tokens of 1280 channels."""
-    side, packaged = size or SIZES[name], not IMAGE_BACKBONES[name]
+    side, packaged = size or weights.SIZES[name], not IMAGE_BACKBONES[name]
     if side < 32:
         raise UserError(f"the size of images for {name} must be at least 32 pixels, got {side}")
-    check_grid(grid, math.ceil(side / 32))
+    weights.check_grid(grid, math.ceil(side / 32))
 
     def compute(items: Sequence[np.ndarray]) -> np.ndarray:
         pixels = (np.stack(items).astype(np.float32) - 127) / 128
         if packaged:
-            return map_tokens(packaged_network(name, 1, device).run(None, {"pixels": pixels})[0], grid)
+            return weights.map_tokens(weights.packaged_network(name, 1, device).run(None, {"pixels": pixels})[0], grid)
         from sfumato.encoders.convolutional import efficientnet_maps
 
-        return map_tokens(efficientnet_maps(name, precision, pixels), grid)
+        return weights.map_tokens(efficientnet_maps(name, precision, pixels), grid)
 
-    number = named_format("float32" if packaged else precision)
-    known = f"{name} {WEIGHTS[name]} size={side} squash (x-127)/128 tokens={grid or 'last-map'}{number}"
+    number = weights.named_format("float32" if packaged else precision)
+    known = f"{name} {weights.WEIGHTS[name]} size={side} squash (x-127)/128 tokens={grid or 'last-map'}{number}"
     decode = partial(decode_image, size=side, reduced=True)
-    return Backbone(known, compute, channels=CHANNELS, decode=decode, one_thread=packaged)
+    return weights.Backbone(known, compute, channels=weights.CHANNELS, decode=decode, one_thread=packaged)
 
 
 def text_backbone(
@@ -118,7 +98,7 @@ def text_backbone(
     max_tokens: int = 64,
     pooled: bool = False,
     layers: Sequence[int] = (),
-    precision: Precision = "float32",
+    precision: weights.Precision = "float32",
     device: str = "cpu",
 ) -> FrozenBackbone:
     """The frozen text backbone of a name: any text model of transformers, such as BERT or CLIP's text side, or MiniLM.
@@ -127,7 +107,7 @@ def text_backbone(
     """
     network: Any
     if name in TEXT_BACKBONES:
-        network, precision = shared_minilm(device), "float32"
+        network, precision = weights.shared_minilm(device), "float32"
     else:
         from sfumato.encoders.joint import TransformersNetwork
 
@@ -140,12 +120,12 @@ def text_backbone(
         tokens: Mapping[str, np.ndarray] = network.prepare(list(texts), max_tokens)
         mask, hidden = tokens["attention_mask"].astype(bool), np.concatenate(network.states(tokens, chosen), axis=-1)
         if pooled:
-            return means_of_tokens(hidden, mask)[:, None]
+            return weights.means_of_tokens(hidden, mask)[:, None]
         return [of_text[present] for of_text, present in zip(hidden, mask, strict=True)]
 
     options = (" pooled" if pooled else "") + (f" layers={','.join(map(str, layers))}" if layers else "")
-    known = f"transformers text {network.known} max_tokens={max_tokens}{options}{named_format(precision)}"
-    return Backbone(known, compute, channels=getattr(network, "width", 0) * len(chosen), pieces=network.pieces)
+    known = f"transformers text {network.known} max_tokens={max_tokens}{options}{weights.named_format(precision)}"
+    return weights.Backbone(known, compute, channels=getattr(network, "width", 0) * len(chosen), pieces=network.pieces)
 
 
 class OnnxTower(BaseTower):
@@ -176,7 +156,7 @@ class OnnxTower(BaseTower):
     @cached_property
     def _session(self) -> Any:
         try:
-            return onnx_session(self._graph, self._threads or n_threads(), self._device)
+            return weights.onnx_session(self._graph, self._threads or n_threads(), self._device)
         except Exception as error:  # The library has no common class of its errors.
             raise UserError(f"{self._graph}: not a graph that onnxruntime reads ({first_line(error)})") from error
 
@@ -196,7 +176,7 @@ class OnnxTower(BaseTower):
         if self._known_dim:
             return self._known_dim
         (shape,) = (one.shape for one in self._session.get_outputs() if one.name == self._outputs[0])
-        probe = white_image() if isinstance(self.processor, PixelProcessor) else "a"
+        probe = weights.white_image() if isinstance(self.processor, processors.PixelProcessor) else "a"
         known = shape and isinstance(shape[-1], int)
         return shape[-1] if known else self.embed(self.processor.stack([self.processor.prepare(probe)])).d
 
@@ -233,7 +213,7 @@ class PointTower(BaseTower):
 
     def batch(self, inputs: Inputs) -> GaussianEmbedding:
         values, mask = inputs.values, inputs.mask
-        mean = values.mean(1) if mask is None else means_of_tokens(values, mask)
+        mean = values.mean(1) if mask is None else weights.means_of_tokens(values, mask)
         return GaussianEmbedding.point(mean / np.linalg.norm(mean, axis=1, keepdims=True).clip(1e-12))
 
 
@@ -257,7 +237,7 @@ _NUMBERS = {
 """The types of a graph's inputs that are not float32."""
 
 
-class EncodedTexts(TextProcessor):
+class EncodedTexts(processors.TextProcessor):
     """Texts as ids of a tokenizer that cuts and pads them itself."""
 
     def __init__(self, tokenizer: Tokenizer, clean: Callable[[str], str] = str) -> None:
@@ -273,7 +253,13 @@ class EncodedTexts(TextProcessor):
         return [sum(one.attention_mask) for one in self.tokenizer.encode_batch(list(words), add_special_tokens=False)]
 
 
-_KINDS = (PixelProcessor, ImageFileProcessor, EmbeddingProcessor, TokenProcessor, EncodedTexts)
+_KINDS = (
+    processors.PixelProcessor,
+    processors.ImageFileProcessor,
+    processors.EmbeddingProcessor,
+    processors.TokenProcessor,
+    EncodedTexts,
+)
 _DESCRIBED: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
 _OPTIONS = ("size", "fit", "channels", "max_tokens")
 """Processors that a description makes again without torch, and their options."""
@@ -289,7 +275,7 @@ def describe_processor(processor: Processor, where: str) -> dict[str, Any]:
 def described_processor(given: dict[str, Any], tokenizer: Callable[[], Tokenizer]) -> Processor:
     """The processor of a description."""
     kind, options = _DESCRIBED[given["processor"]], {key: given[key] for key in _OPTIONS if key in given}
-    return kind(tokenizer(), **options) if issubclass(kind, TextProcessor) else kind(**options)
+    return kind(tokenizer(), **options) if issubclass(kind, processors.TextProcessor) else kind(**options)
 
 
 GRAPHS: dict[Side, str] = {"image": "image.onnx", "text": "text.onnx"}
@@ -324,14 +310,14 @@ def foreign_towers(folders: Sequence[Path], device: str = "cpu") -> TwoTowers | 
     *names, settings, place = found[0]
     graphs = [image / names[0], text / names[1]]
     tokens = (text / f"{place}{name}" for name in ("tokenizer.json", "tokenizer_config.json"))
-    files, device = [image / settings, text / "config.json", *tokens], onnx_device(device)
+    files, device = [image / settings, text / "config.json", *tokens], weights.onnx_device(device)
     try:
         if missing := [graph for graph in graphs if not graph.is_file()]:
             raise UserError(f"no {missing[0]}")
         size, fit, *pixels = prepared_images(read_json(files[0]))
         tokenizer, clean = _tokenizer(Tokenizer.from_file(str(files[2])), read_json(files[1]), read_json(files[3]))
         standard = (pixels[0], pixels[1])
-        of_images = OnnxTower(ImageFileProcessor(size, fit=fit), graphs[0], pixels=standard, device=device)
+        of_images = OnnxTower(processors.ImageFileProcessor(size, fit=fit), graphs[0], pixels=standard, device=device)
     except Exception as error:  # The tokenizer's library raises no narrower class.
         held = "holds ONNX graphs, but not the settings of images and texts as immich, transformers.js or fastembed"
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -373,7 +359,7 @@ def _tokenizer(
     pad = settings["pad_token"]["content"] if isinstance(settings["pad_token"], dict) else settings["pad_token"]
     if "text_cfg" in config:
         length = padded = config["text_cfg"].get("context_length", 77)
-        clean = CLEANINGS[(config["text_cfg"].get("tokenizer_kwargs") or {}).get("clean", "whitespace")]
+        clean = processors.CLEANINGS[(config["text_cfg"].get("tokenizer_kwargs") or {}).get("clean", "whitespace")]
     else:
         clip = config["model_type"].startswith("clip")  # What follows the end of a text changes nothing there.
         length = config.get("text_config", config).get("max_position_embeddings", 77 if clip else 64)

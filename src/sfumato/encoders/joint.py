@@ -23,25 +23,8 @@ from torch import Tensor
 
 from sfumato.arrays import as_numpy, n_threads
 from sfumato.data.image_decoding import decode_image, encode_png
+from sfumato.encoders import package_weights as weights
 from sfumato.encoders.encoder_protocol import FrozenBackbone
-from sfumato.encoders.package_weights import (
-    OPEN_CLIP_CONFIG,
-    OPEN_CLIP_WEIGHTS,
-    PREFIXES,
-    Backbone,
-    Precision,
-    from_pretrained,
-    hub_reachable,
-    import_transformers,
-    is_open_clip,
-    joint_name,
-    map_tokens,
-    model_hash,
-    named_format,
-    number_format,
-    pretrained_tokenizer,
-    white_image,
-)
 from sfumato.errors import UserError, need
 from sfumato.files import write_atomically, write_json
 from sfumato.ids import Side
@@ -49,12 +32,12 @@ from sfumato.ids import Side
 
 def of_module(
     network: torch.nn.Module,
-    precision: Precision,
+    precision: weights.Precision,
     prepare: Callable[[Sequence[Any]], Mapping[str, Tensor]],
     embed: Callable[..., np.ndarray],
 ) -> Callable[[Sequence[Any]], np.ndarray]:
     """Features by a network of torch in a number format: ``embed`` of what ``prepare`` makes of items."""
-    dtype = number_format(precision)
+    dtype = weights.number_format(precision)
     network.eval().to(dtype)
 
     @torch.inference_mode()
@@ -64,9 +47,9 @@ def of_module(
     return compute
 
 
-def joint_backbone(name: str, side: Side, *, precision: Precision = "float32") -> FrozenBackbone:
+def joint_backbone(name: str, side: Side, *, precision: weights.Precision = "float32") -> FrozenBackbone:
     """One side of a CLIP or SigLIP model of transformers or of open_clip, as it is: one token an item."""
-    return (_joint_open_clip if is_open_clip(name) else _joint_transformers)(name, side, precision)
+    return (_joint_open_clip if weights.is_open_clip(name) else _joint_transformers)(name, side, precision)
 
 
 def _joint(
@@ -74,13 +57,13 @@ def _joint(
     name: str,
     side: Side,
     model: Any,
-    precision: Precision,
+    precision: weights.Precision,
     prepare: Callable[[Sequence[Any]], Mapping[str, Any]],
     embed: Callable[..., Any],
     *,
     processor: str = "",
     pieces: Callable[[Sequence[str]], list[int]] | None = None,
-) -> Backbone:
+) -> weights.Backbone:
     """One side of a dual encoder: ``prepare`` takes images of Pillow or texts."""
 
     def tokens(**inputs: Tensor) -> np.ndarray:
@@ -88,17 +71,17 @@ def _joint(
         # Newer versions of transformers return an output with the embedding as its pooled part.
         return as_numpy((found if isinstance(found, Tensor) else found.pooler_output).float())[:, None]
 
-    known = f"{library} joint {side} {model_hash(model, name)}"
-    known += ("" if precision == "float32" else f" {number_format(precision)}") + processor
+    known = f"{library} joint {side} {weights.model_hash(model, name)}"
+    known += ("" if precision == "float32" else f" {weights.number_format(precision)}") + processor
     of_files = (lambda items: prepare(pillow_images(items))) if side == "image" else prepare
-    probe = white_image() if side == "image" else "a"
+    probe = weights.white_image() if side == "image" else "a"
     compute = of_module(model, precision, of_files, tokens)
-    return Backbone(known, compute, probe=probe, feature_dtype="float32", pieces=pieces)
+    return weights.Backbone(known, compute, probe=probe, feature_dtype="float32", pieces=pieces)
 
 
-def _joint_transformers(name: str, side: Side, precision: Precision) -> Backbone:
-    source, transformers = joint_name(name), import_transformers()
-    model = from_pretrained(transformers.AutoModel, source)
+def _joint_transformers(name: str, side: Side, precision: weights.Precision) -> weights.Backbone:
+    source, transformers = weights.joint_name(name), weights.import_transformers()
+    model = weights.from_pretrained(transformers.AutoModel, source)
     embed = getattr(model, f"get_{side}_features", None)
     if embed is None:
         found = f"{name!r} is a {type(model).__name__}, which has no joint embedding of images and texts"
@@ -106,13 +89,13 @@ def _joint_transformers(name: str, side: Side, precision: Precision) -> Backbone
         raise UserError(f"{found}; {ways}")
     made = partial(_joint, "transformers", source, side, model, precision)
     if side == "image":
-        processor = from_pretrained(transformers.AutoImageProcessor, source)
+        processor = weights.from_pretrained(transformers.AutoImageProcessor, source)
 
         def pixels(images: Sequence[Any]) -> Mapping[str, Tensor]:
             return {"pixel_values": processor(images=list(images), return_tensors="pt")["pixel_values"]}
 
         return made(pixels, embed, processor=f" processor={processor.to_json_string()}")
-    tokenizer, length = pretrained_tokenizer(source), int(model.config.text_config.max_position_embeddings)
+    tokenizer, length = weights.pretrained_tokenizer(source), int(model.config.text_config.max_position_embeddings)
     # SigLIP was trained on texts that are padded to its whole context.
     padding = "max_length" if str(model.config.model_type).startswith("siglip") else True
 
@@ -123,7 +106,7 @@ def _joint_transformers(name: str, side: Side, precision: Precision) -> Backbone
     return made(ids, embed, pieces=partial(count_pieces, tokenizer))
 
 
-def _joint_open_clip(name: str, side: Side, precision: Precision) -> Backbone:
+def _joint_open_clip(name: str, side: Side, precision: weights.Precision) -> weights.Backbone:
     package = import_open_clip()
     source = f"local-dir:{_open_clip_folder(name, package)}"
     with warnings.catch_warnings():
@@ -170,10 +153,10 @@ def import_open_clip() -> Any:
 def _open_clip_folder(name: str, package: Any) -> Path:
     """The local folder of a model; one of the hub is downloaded into the hub's cache."""
     folder = Path(name)
-    if not name.startswith(PREFIXES):
-        if not (folder / OPEN_CLIP_WEIGHTS).is_file():
+    if not name.startswith(weights.PREFIXES):
+        if not (folder / weights.OPEN_CLIP_WEIGHTS).is_file():
             why = "other weights are pickles, which sfumato does not load"
-            raise UserError(f"{folder} has no {OPEN_CLIP_WEIGHTS}; {why}")
+            raise UserError(f"{folder} has no {weights.OPEN_CLIP_WEIGHTS}; {why}")
         return folder.resolve()
     repository = name.split(":", 1)[1]
     architecture, _, tag = repository.partition("/")
@@ -183,25 +166,29 @@ def _open_clip_folder(name: str, package: Any) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        files = [OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, "*token*", "vocab*", "merges.txt", "*.model"]
-        found = Path(snapshot_download(repository, allow_patterns=files, local_files_only=not hub_reachable()))
+        files = [weights.OPEN_CLIP_CONFIG, weights.OPEN_CLIP_WEIGHTS, "*token*", "vocab*", "merges.txt", "*.model"]
+        found = Path(snapshot_download(repository, allow_patterns=files, local_files_only=not weights.hub_reachable()))
     except LocalEntryNotFoundError as error:
         reason = f"cannot load {name!r}: there is no connection to the hub, and no copy in its cache"
-        raise UserError(f"{reason}. Give a local folder with {OPEN_CLIP_CONFIG} and {OPEN_CLIP_WEIGHTS}") from error
+        raise UserError(
+            f"{reason}. Give a local folder with {weights.OPEN_CLIP_CONFIG} and {weights.OPEN_CLIP_WEIGHTS}"
+        ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         form = "open_clip:ARCHITECTURE/TAG, as open_clip.list_pretrained() has them, or hf-hub:OWNER/NAME"
         reason = f"cannot load {name!r}: the hub has no {repository!r} that you may read"
         raise UserError(f"{reason}. A name is {form}") from error
-    if missing := [file for file in (OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS) if not (found / file).is_file()]:
+    if missing := [
+        file for file in (weights.OPEN_CLIP_CONFIG, weights.OPEN_CLIP_WEIGHTS) if not (found / file).is_file()
+    ]:
         raise UserError(f"{repository!r} has no {missing[0]} on the hub or in its cache; it cannot be loaded safely")
     return found
 
 
-def transformers_image(name: str, size: int | None, grid: int | None, precision: Precision) -> FrozenBackbone:
+def transformers_image(name: str, size: int | None, grid: int | None, precision: weights.Precision) -> FrozenBackbone:
     """Any image model of transformers, such as the vision side of CLIP and SigLIP, DINO, ViT or ResNet."""
-    transformers = import_transformers()
-    processor = from_pretrained(transformers.AutoImageProcessor, name)
-    model = from_pretrained(transformers.AutoModel, name)
+    transformers = weights.import_transformers()
+    processor = weights.from_pretrained(transformers.AutoImageProcessor, name)
+    model = weights.from_pretrained(transformers.AutoModel, name)
     sizes = {} if size is None else _processor_sizes(processor, size)
     network = getattr(model, "vision_model", model)
     codes = size is not None and "interpolate_pos_encoding" in signature(network.forward).parameters
@@ -218,27 +205,28 @@ def transformers_image(name: str, size: int | None, grid: int | None, precision:
     def embed(**inputs: Tensor) -> np.ndarray:
         hidden = as_numpy(network(**inputs, **options).last_hidden_state.float())
         if hidden.ndim == 4:  # a convolutional map (n, c, h, w)
-            return map_tokens(hidden, grid)
+            return weights.map_tokens(hidden, grid)
         if grid is not None:
             raise UserError("model.image.grid is for convolutional maps; this model has tokens; leave it out")
         return hidden
 
     known = (
-        f"transformers image {model_hash(model, name)} size={size} grid={grid} processor={processor.to_json_string()}"
-        f"{f' {sizes}' if 'crop_size' in sizes else ''}{named_format(precision)}"
+        f"transformers image {weights.model_hash(model, name)} size={size} grid={grid}"
+        f" processor={processor.to_json_string()}{f' {sizes}' if 'crop_size' in sizes else ''}"
+        f"{weights.named_format(precision)}"
     )
-    return Backbone(known, of_module(network, precision, prepare, embed), probe=white_image())
+    return weights.Backbone(known, of_module(network, precision, prepare, embed), probe=weights.white_image())
 
 
 class TransformersNetwork:
     """Any text model of transformers, such as BERT or the text side of CLIP, with its tokenizer."""
 
-    def __init__(self, name: str, precision: Precision = "float32") -> None:
-        self._tokenizer = pretrained_tokenizer(name)
-        model = from_pretrained(import_transformers().AutoModel, name)
-        self.known, self.model = model_hash(model, name), getattr(model, "text_model", model)
+    def __init__(self, name: str, precision: weights.Precision = "float32") -> None:
+        self._tokenizer = weights.pretrained_tokenizer(name)
+        model = weights.from_pretrained(weights.import_transformers().AutoModel, name)
+        self.known, self.model = weights.model_hash(model, name), getattr(model, "text_model", model)
         self.depth = int(self.model.config.num_hidden_layers)
-        self.model.eval().to(number_format(precision))
+        self.model.eval().to(weights.number_format(precision))
 
     def prepare(self, texts: list[str], max_tokens: int) -> Mapping[str, np.ndarray]:
         """The (n, t) input_ids and attention_mask of texts; longer ones are cut."""
@@ -329,9 +317,9 @@ def _save_open_clip(architecture: str, model: Any, folder: Path) -> dict[Side, C
         raise UserError(f"model: open_clip does not make {what}; {way}")
     folder.mkdir()
     preprocess = model.visual.preprocess_cfg
-    write_json(folder / OPEN_CLIP_CONFIG, {"model_cfg": config, "preprocess_cfg": preprocess})
-    weights = {key: value.detach().cpu().clone().contiguous() for key, value in model.state_dict().items()}
-    write_atomically(folder / OPEN_CLIP_WEIGHTS, safetensors_bytes(weights))
+    write_json(folder / weights.OPEN_CLIP_CONFIG, {"model_cfg": config, "preprocess_cfg": preprocess})
+    tensors = {key: value.detach().cpu().clone().contiguous() for key, value in model.state_dict().items()}
+    write_atomically(folder / weights.OPEN_CLIP_WEIGHTS, safetensors_bytes(tensors))
     tokenizer = package.get_tokenizer(architecture)
     if inner := getattr(tokenizer, "tokenizer", None):  # A tokenizer of transformers; the other one is in the package.
         inner.save_pretrained(str(folder))

@@ -411,7 +411,7 @@ def _keys(tokens: Mapping[str, np.ndarray]) -> list[bytes]:
 
 
 @functools.cache
-def shared_minilm(device: str = "cpu") -> MiniLM:
+def shared_minilm(device: str) -> MiniLM:
     """The network, loaded once in a process."""
     return MiniLM(device)
 
@@ -421,6 +421,6 @@ def sentence_vectors(texts: Sequence[str], batch: int = 64) -> np.ndarray:
     order, vectors = sorted(range(len(texts)), key=lambda i: len(texts[i])), np.empty((len(texts), WIDTH), np.float32)
     for start in range(0, len(order), batch):
         some = order[start : start + batch]
-        vectors[some] = shared_minilm().sentences([texts[i] for i in some])
+        vectors[some] = shared_minilm("cpu").sentences([texts[i] for i in some])
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     return vectors

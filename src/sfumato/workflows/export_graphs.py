@@ -9,6 +9,7 @@ import copy
 import io
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def _probes(processor: Processor, side: Side) -> list[Any]:
 class _Traced(nn.Module):
     """A tower as a function of tensors: mean, and log variance unless it makes points."""
 
-    def __init__(self, tower: Tower, network: nn.Module | None, most: int) -> None:
+    def __init__(self, tower: Tower, network: Callable[..., Tensor] | None, most: int) -> None:
         super().__init__()
         self.network, self.variances = network, tower.variances
         self.encoder, self.head = copy.deepcopy(tower.encoder), copy.deepcopy(tower.head)
@@ -101,10 +102,9 @@ class _Traced(nn.Module):
                 module.pool = _TabledGPO(pool, most)
 
     def forward(self, values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ...]:
-        inputs = Inputs(values, mask)
         if self.network is not None:
-            inputs = Inputs(self.network(inputs)[:, None].float())
-        found = self.head(self.encoder(inputs).float())
+            values, mask = self.network(values, mask)[:, None].float(), None
+        found = self.head(self.encoder(Inputs(values, mask)).float())
         return (found.mean, found.log_var) if self.variances else (found.mean,)
 
 
@@ -127,7 +127,7 @@ class _TabledGPO(Pooling):
         return (largest.masked_fill(beyond.unsqueeze(1), 0) @ weights.unsqueeze(-1)).squeeze(-1)
 
 
-def _write(tower: Tower, network: nn.Module | None, example: Inputs, path: Path, where: str) -> None:
+def _write(tower: Tower, network: Callable[..., Tensor] | None, example: Inputs, path: Path, where: str) -> None:
     """Trace a tower; a UserError if torch has no ONNX for one of its operations."""
     with torch.no_grad():
         most = 1 if network else tower.encoder(example).mean.shape[1]
@@ -146,36 +146,28 @@ def _write(tower: Tower, network: nn.Module | None, example: Inputs, path: Path,
         raise UserError(f"{where}, cannot be written as an ONNX graph by torch.onnx: {first_line(error)}") from error
 
 
-def _joint(name: str, side: Side, where: str, *, projected: bool) -> tuple[Processor, nn.Module]:
+def _joint(name: str, side: Side, where: str, *, projected: bool) -> tuple[Processor, Callable[..., Tensor]]:
     """One side of a CLIP or SigLIP of transformers: its processor without torch, and its network of what that gives."""
     if not projected or weights.is_open_clip(name):
         can = "Of frozen models only EfficientNet-Lite0, MiniLM and a CLIP or SigLIP of transformers can be exported so"
         raise UserError(f"{where}, is computed by {name}, which cannot be written as an ONNX graph. {can}")
     source, transformers = weights.joint_name(name), weights.import_transformers()
-    model = weights.from_pretrained(transformers.AutoModel, source).eval()
+    model = weights.from_pretrained(transformers.AutoModel, source).eval().requires_grad_(False)
+
+    def pooled(found: Any) -> Tensor:
+        return found if isinstance(found, Tensor) else found.pooler_output
+
     if side == "image":
         settings = json.loads(weights.from_pretrained(transformers.AutoImageProcessor, source).to_json_string())
         try:
             size, fit, *standard = prepared_images(settings)
         except (KeyError, ValueError) as error:
             raise UserError(f"{where}, prepares images in a way that is known with torch alone: {error}") from error
-        return ImageFileProcessor(size, fit=fit), _Joint(model.get_image_features, model, StandardisedPixels(*standard))
+        pixels = StandardisedPixels(*standard)
+        return ImageFileProcessor(size, fit=fit), lambda values, _: pooled(model.get_image_features(pixels(values)))
     pretrained, length = weights.pretrained_tokenizer(source), int(model.config.text_config.max_position_embeddings)
     tokenizer, siglip = pretrained.backend_tokenizer, str(model.config.model_type).startswith("siglip")
     tokenizer.enable_truncation(length)
     pad = {"pad_id": pretrained.pad_token_id, "pad_token": pretrained.pad_token}
     tokenizer.enable_padding(**pad, length=length if siglip else None)
-    return EncodedTexts(tokenizer), _Joint(model.get_text_features, model)
-
-
-class _Joint(nn.Module):
-    """The joint embeddings of one side of a model of transformers."""
-
-    def __init__(self, embed: Any, model: nn.Module, pixels: nn.Module | None = None) -> None:
-        super().__init__()
-        self.embed, self.model, self.pixels = embed, model, pixels
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        given = (inputs.values, inputs.mask) if self.pixels is None else (self.pixels(inputs.values),)
-        found = self.embed(*given)
-        return found if isinstance(found, Tensor) else found.pooler_output
+    return EncodedTexts(tokenizer), lambda ids, mask: pooled(model.get_text_features(ids, mask))
