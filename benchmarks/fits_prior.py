@@ -8,8 +8,8 @@ holds crowd.csv: image, caption_id, yes, no (Hodosh, Young and Hockenmaier 2013)
 Sentences: the judged captions #2 of the 1,000 test photographs, which have their other four captions as texts. One half
 fits, the other half tests. A pair is right by the fraction of people who said yes; what nobody judged is unknown.
 Words, and pairs of adjacent words: three draws of 400 photographs of the validation split (fit) and of the test split
-(test), each photograph with four captions; a photograph is right if one of its five captions mentions them, two words
-close together.
+(test), each photograph with one, two and four captions; a photograph is right if one of its five captions mentions
+them, two words close together.
 
 Every list is shown with all texts, without any, and with texts for a half and for nine tenths of the photographs.
 Absent queries: words that no photograph of a draw has; of a sentence all photographs are left out to which anybody said
@@ -45,6 +45,9 @@ from sfumato.search.candidates import REFERENCE_SIZE
 from sfumato.search.texts import FUNCTION_WORDS, ItemTexts, is_close, says, word_stems
 
 DRAWS, N_HITS = 3, 10
+TEXTS = (0,), (0, 1), (0, 1, 3, 4)
+"""Captions that are a photograph's texts. The constants of sentences are fitted with four, those of words with all."""
+
 PARTS = (0.0, 1.0, 0.5, 0.1)
 """Fractions of the photographs that have no texts."""
 
@@ -97,9 +100,9 @@ class Data:
         assert calibration is not None
         self.scorer = Scorer(calibration.logit_scale, calibration.logit_bias, calibration)
 
-    def evidence(self, index: list[int], kept: list[int], queries: list[str], vectors: Tensor) -> Evidence:
+    def evidence(self, index: list[int], kept: tuple[int, ...], queries: list[str], vectors: Tensor) -> Evidence:
         """Of queries and some photographs, which have some of their captions."""
-        means = normalize(self.split.vectors[index][:, kept].mean(1), dim=1)
+        means = normalize(self.split.vectors[index][:, list(kept)].mean(1), dim=1)
         items = ItemTexts.of(
             means.numpy(), [{"captions": "\n".join(self.split.captions[i][c] for c in kept)} for i in index]
         )
@@ -111,7 +114,7 @@ class Data:
             queries, vectors.numpy(), as_numpy(self.scorer.pair_logit(distance, REFERENCE_SIZE)), prior.numpy()
         )
 
-    def sentences(self, path: Path) -> tuple[Lists, Tensor]:
+    def sentences(self, path: Path, kept: tuple[int, ...]) -> tuple[Lists, Tensor]:
         """The judged captions #2, and (q,) their own photographs."""
         place, everything = {name: i for i, name in enumerate(self.split.files)}, list(range(len(self.split.files)))
         pairs = [pair for pair in csv.DictReader(path.open(encoding="utf-8")) if pair["image"] in place]
@@ -124,11 +127,11 @@ class Data:
                 yes[row[name], place[pair["image"]]] = n_yes / (n_yes + int(pair["no"]))
         own = torch.tensor([place[name] for name in asked])
         queries = [self.split.captions[i][2] for i in own.tolist()]
-        known = self.evidence(everything, [0, 1, 3, 4], queries, vectors := self.split.vectors[own, 2])
+        known = self.evidence(everything, kept, queries, vectors := self.split.vectors[own, 2])
         absent = torch.zeros(len(asked), dtype=torch.bool)
         return Lists(known, yes.double(), absent, FitsCalibration.nearness(vectors)), own
 
-    def words(self, length: int, known_words: Counter[str]) -> Lists:
+    def words(self, length: int, known_words: Counter[str], kept: tuple[int, ...]) -> Lists:
         """Words that photographs mention and words that none does, of three draws."""
         found = []
         for seed in range(DRAWS):
@@ -147,13 +150,18 @@ class Data:
                     none[query] = here
             asked = there | none
             vectors = torch.from_numpy(sentence_vectors(list(asked)))
-            known = self.evidence(draw, [0, 1, 2, 3], list(asked), vectors)
+            known = self.evidence(draw, kept, list(asked), vectors)
             yes = torch.tensor(list(asked.values())).double()
             found.append(Lists(known, yes, ~yes.any(1), FitsCalibration.nearness(vectors)))
-        columns = [vars(one.evidence) for one in found]
-        together = Evidence(**{name: np.concatenate([one[name] for one in columns]) for name in columns[0]})
-        yes, absent = (torch.cat([getattr(one, name) for one in found]) for name in ("yes", "absent"))
-        return Lists(together, yes, absent, np.concatenate([one.near for one in found]))
+        return joined(found)
+
+
+def joined(some: list[Lists]) -> Lists:
+    """Lists of equally many photographs as one."""
+    columns = [vars(one.evidence) for one in some]
+    together = Evidence(**{name: np.concatenate([one[name] for one in columns]) for name in columns[0]})
+    yes, absent = (torch.cat([getattr(one, name) for one in some]) for name in ("yes", "absent"))
+    return Lists(together, yes, absent, np.concatenate([one.near for one in some]))
 
 
 def shuffled(words: Counter[str], seed: int) -> list[str]:
@@ -225,8 +233,9 @@ def present_and_absent(lists: Lists, own: Tensor | None) -> list[Lists]:
 
 def fit(both: Lists, own: Tensor | None, bare: LinearLogit) -> FitsLogits:
     """The constants of one kind of queries. bare: those of photographs without texts, by left_out_topics.py."""
-    if own is not None:  # Too few sentences stand together in a text to say what that means.
-        both = replace(both, evidence=replace(both.evidence, together=np.zeros_like(both.evidence.words)))
+    if own is not None:  # Too few stand together in a text to say what that means, and all texts have four captions.
+        none = np.zeros_like(both.evidence.words)
+        both = replace(both, evidence=replace(both.evidence, together=none, few=none))
     columns = both.evidence.image, both.evidence.features(), both.yes.numpy()
     image, features, judged = (values[~np.isnan(columns[2])] for values in columns)
     pairs = [fitted([(np.column_stack([image, some]), judged, np.ones_like(judged))])
@@ -367,7 +376,8 @@ def main() -> None:
     given = parser.parse_args()
     prior, spearman = query_prior(given.flickr8k)
     val, test = (Data(given.flickr8k, split, prior) for split in ("val", "test"))
-    sentences, own = test.sentences(given.judgements / "crowd.csv")
+    judged = [test.sentences(given.judgements / "crowd.csv", kept) for kept in TEXTS]
+    own = judged[0][1]
     captions = [caption for data in (val, test) for of_one in data.split.captions for caption in of_one]
     known_words = {
         name: Counter(g for caption in captions for g in grams(caption, n))
@@ -377,20 +387,24 @@ def main() -> None:
     a, b = order[: len(own) // 2], order[len(own) // 2 :]
     sets, tests = (
         {
-            **{name: data.words(n, known_words[name]) for n, name in enumerate(known_words, 1)},
-            SENTENCES: sentences.some(half),
+            **{w: [data.words(n, known_words[w], kept) for kept in TEXTS] for n, w in enumerate(known_words, 1)},
+            SENTENCES: [lists.some(half) for lists, _ in judged],
         }
         for half, data in ((a, val), (b, test))
     )
     logits = {
-        name: fit(lists, own[a] if name == SENTENCES else None, packaged.hit_bare)
+        name: fit(lists[-1], own[a], packaged.hit_bare)
+        if name == SENTENCES
+        else fit(joined(lists), None, packaged.hit_bare)
         for (name, lists), packaged in zip(sets.items(), FitsCalibration.packaged().lengths, strict=True)
     }
     found = FitsCalibration(tuple(logits.values()), tuple(round(v, 4) for v in prior.tolist()))
     result: dict[str, Any] = {"prior, Spearman": spearman}
-    for name, lists in tests.items():
-        result[name] = tested(logits[name], lists, own[b] if name == SENTENCES else None)
-    result["others"] = others(test, tests["sentences"], own[b])
+    for name, by_number in tests.items():
+        for kept, lists in zip(TEXTS, by_number, strict=True):
+            found_by = tested(logits[name], lists, own[b] if name == SENTENCES else None)
+            result[name if len(kept) == 4 else f"{name}, {len(kept)} captions"] = found_by
+    result["others"] = others(test, tests[SENTENCES][-1], own[b])
     print(json.dumps(result, indent=1))
     for path, values in ((given.json, result), (given.out, found.to_json())):
         if path:

@@ -142,16 +142,18 @@ def page_data(searcher: Searcher, items: Sequence[Emoji], queries: Sequence[str]
     ids, payloads = [one.id for one in items], [one.payload for one in items]
     stored = collection.get(ids)
     row = {id: j for j, id in enumerate(stored.ids)}
-    query = searcher.model.embed_texts(list(queries))
+    query, own = searcher.model.embed_texts(list(queries)), collection.texts.of(ids, payloads)
     return {
         "items": [[one.id, one.title, ", ".join(one.tags)] for one in items],
         "queries": list(queries),
         "vectors": {
             "items": half(stored.embeddings.mean[[row[id] for id in ids]]),
-            "texts": half(collection.texts.of(ids, payloads).vectors),
+            "texts": half(own.vectors),
             "queries": half(query.mean),
             "sentences": half(sentence_vectors(queries)),
         },
+        "lengths": own.lengths.tolist(),
+        "few": own.few.tolist(),
         **word_data(payloads, queries),
         "logit": {
             "scale": scorer.logit_scale,

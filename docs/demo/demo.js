@@ -93,7 +93,7 @@ function search(query) { // number of a listed query -> its hits, how many items
   const evidence = wordEvidence(stems);
   const distances = vectors.items.map((item) => squaredDistance(vectors.queries[query], item));
   const pairs = evidence.map(({ words, together, missing }, j) =>
-    linear(own.pair_with, logit.bias - logit.scale * distances[j], [dot(sentence, vectors.texts[j]), words, together, missing, ...asked]));
+    linear(own.pair_with, logit.bias - logit.scale * distances[j], [dot(sentence, vectors.texts[j]) * data.lengths[j], words, together, missing, missing * data.few[j], ...asked]));
   const near = [...pairs].sort((a, b) => b - a).slice(0, constants.near);
   const listed = [Math.min(constants.maxGap, near[0] - near[1]), Math.log(sum(near.map(sigmoid))), ...asked];
   const hits = pairs.map((pair, j) => ({ j, id: items[j][0], distance: distances[j], logit: linear(own.hit_with, pair, [near[0], ...listed]) }));

@@ -18,7 +18,7 @@ FITS = FitsCalibration.packaged()
 
 def evidence(**values):
     """That of a query of three words and six items."""
-    each = {"image": -8.0, "agreement": 0.3, "words": 0.0, "together": 0.0, "missing": 3.0}
+    each = {"image": -8.0, "agreement": 0.3, "words": 0.0, "together": 0.0, "missing": 3.0, "few": 0.25}
     known = {name: np.full((1, 6), value) for name, value in each.items()}
     return Evidence(**(known | {"n_words": np.array([3.0]), "prior": np.array([-5.0])} | values))
 

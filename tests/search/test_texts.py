@@ -94,8 +94,10 @@ def by_loops(collection, gallery, query, text, neutral=False, own=None):
         missing = max((w for s, w in weight.items() if not says(all_stems[i], s)), default=0)
         if texts := item_texts(payload):
             mean = np.stack([vectors_by_text()[one] for one in texts]).mean(0)
-            cosine = float(vector @ mean / np.linalg.norm(mean))
-            values = (cosine, words, float(close(weight, payload)), missing, 1 / n_words, prior)
+            length = math.sqrt((1 + 0.6 * (len(texts) - 1)) / len(texts) / (1 + 0.6 * 3) * 4)  # As of four texts.
+            cosine = float(vector @ mean / np.linalg.norm(mean)) * length
+            few = missing / len(texts)
+            values = (cosine, words, float(close(weight, payload)), missing, few, 1 / n_words, prior)
             pairs.append(linear(of["pair_with"], image, values))
         else:
             names = of["pair_with"]["weights"][1] * words / 2

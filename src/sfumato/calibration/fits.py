@@ -39,8 +39,11 @@ N_NEAR = 50
 _MAX_GAP = 5.0
 _NAMES = 0.5
 
-PAIR_FEATURES = ("agreement", "words", "together", "missing", "one over words", "prior")
-"""What the logit of a pair reads beside that of its distance; without texts the last two alone."""
+PAIR_FEATURES = ("agreement", "words", "together", "missing", "missing in few", "one over words", "prior")
+"""What the logit of a pair reads beside that of its distance; without texts the last two alone. One caption leaves more
+unsaid than four: a word that is missing in few texts is the rarity of "missing", over their number."""
+
+_MISSING_IN_FEW = PAIR_FEATURES.index("missing in few")
 
 LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
 """What the list of a query says beside its best logit. The logits of a hit and of nothing read it."""
@@ -68,10 +71,11 @@ class Evidence:
     """What is known of q queries and c items."""
 
     image: np.ndarray  # (q, c) logit that a random pair at their distance is a listed match
-    agreement: np.ndarray  # (q, c) cosine of the query with the mean of the item's texts; nan for an item without texts
+    agreement: np.ndarray  # (q, c) mean cosine of the query with the item's texts, estimated; nan without texts
     words: np.ndarray  # (q, c) fraction of the query's words that the texts have, weighed by rarity
     together: np.ndarray  # (q, c) 1 if one text has all words of the query close together, else 0
     missing: np.ndarray  # (q, c) rarity of the rarest word that the texts do not have; 0 if they have all
+    few: np.ndarray  # (q, c) one over the number of the item's texts
     n_words: np.ndarray  # (q,) number of the query's words, at least 1
     prior: np.ndarray  # (q,) log of the fraction of images that such a query fits elsewhere
 
@@ -86,9 +90,10 @@ class Evidence:
         return Evidence(**rows)
 
     def features(self) -> Floats:
-        """(q, c, 6) PAIR_FEATURES."""
+        """(q, c, 7) PAIR_FEATURES."""
         by_query = (np.broadcast_to(values[:, None], self.image.shape) for values in (1 / self.n_words, self.prior))
-        columns = (np.nan_to_num(self.agreement), self.words, self.together, self.missing, *by_query)
+        missing = self.missing, self.missing * self.few
+        columns = (np.nan_to_num(self.agreement), self.words, self.together, *missing, *by_query)
         return np.stack(columns, axis=2).astype(np.float64, copy=False)
 
 
@@ -277,6 +282,8 @@ class FitsCalibration:
             if "hit_bare" not in one:
                 of = one["hit_without"]
                 one["hit_bare"] = replace(of, weights=(*of.weights, 0.0), low=(*of.low, 0.0), high=(*of.high, 0.0))
+            if len((of := one["pair_with"]).weights) < len(PAIR_FEATURES):  # Another did not count the texts.
+                one["pair_with"] = replace(of, **{name: _with_zero(getattr(of, name)) for name in _NUMBERS})
         lengths = tuple(FitsLogits(**one) for one in read)
         prior = tuple(values["prior"])
         sound = all(one.is_sound() for one in lengths) and all(map(math.isfinite, prior))
@@ -349,6 +356,14 @@ class FitsCalibration:
 def _kinds(hits: JudgedHits) -> dict[str, np.ndarray]:
     """The rows of hits by the field of FitsLogits that their logits are of."""
     return {"hit_with": hits.has_texts, "hit_without": ~hits.has_texts}
+
+
+_NUMBERS = ("weights", "low", "high")
+
+
+def _with_zero(numbers: tuple[float, ...]) -> tuple[float, ...]:
+    """The numbers of a pair's logit that does not read "missing in few"."""
+    return (*numbers[:_MISSING_IN_FEW], 0.0, *numbers[_MISSING_IN_FEW:])
 
 
 @functools.cache

@@ -197,6 +197,9 @@ def text_vectors(payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
     return vectors
 
 
+_LIKENESS = 0.6
+"""Mean cosine of two captions of one photograph of Flickr8k."""
+
 _RAREST = math.log(1_000)
 """Largest weight of a word, so that a word that no text has weighs the same in every large gallery."""
 
@@ -208,6 +211,7 @@ class ItemTexts:
     vectors: np.ndarray  # (n, 384) unit vectors; zeros for an item without texts
     words: Sequence[str]  # n times all words of an item
     stems: Sequence[frozenset[str]]  # n sets of their stems
+    n_texts: np.ndarray  # (n,) numbers of texts
 
     @classmethod
     def of(
@@ -218,12 +222,30 @@ class ItemTexts:
     ) -> "ItemTexts":
         """From their vectors and payloads, and by position the stems that are known."""
         words, known = [item_words(payload) for payload in payloads], stems or {}
-        return cls(vectors, words, [frozenset(known.get(i) or word_stems(own)) for i, own in enumerate(words)])
+        n_texts = np.array([len(item_texts(payload)) for payload in payloads], np.int64)
+        own_stems = [frozenset(known.get(i) or word_stems(own)) for i, own in enumerate(words)]
+        return cls(vectors, words, own_stems, n_texts)
 
     @functools.cached_property
     def has_texts(self) -> np.ndarray:
         """(n,) whether an item has texts."""
         return np.asarray(self.vectors.any(axis=1))
+
+    @property
+    def few(self) -> np.ndarray:
+        """(n,) one over the number of texts; 1 without any."""
+        return 1 / np.maximum(self.n_texts, 1)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(n,) lengths of the means of the unit vectors of an item's texts, over that of four texts.
+
+        A text is closer to the mean of many texts than to each of them, so that its cosine with the mean grows with
+        their number. Times these it is the mean cosine, in units of the constants, which were fitted with four.
+        """
+        few = np.concatenate([self.few, [1 / 4]])
+        length = np.sqrt(few + (1 - few) * _LIKENESS)
+        return np.asarray(length[:-1] / length[-1])
 
     @functools.cached_property
     def _having(self) -> dict[str, list[int]]:
@@ -260,7 +282,7 @@ class ItemTexts:
     ) -> Evidence:
         """What the texts say for q queries. vectors (q, 384); image (q, n) logits; prior (q,)."""
         rarity = rarity or self.rarity
-        agreement = np.where(self.has_texts, vectors @ self.vectors.T, np.nan)
+        agreement = np.where(self.has_texts, vectors @ self.vectors.T * self.lengths, np.nan)
         stems = [word_stems(query) for query in queries]
         words, missing, together = (np.zeros_like(image) for _ in range(3))
         for i, own in enumerate(stems):
@@ -276,7 +298,8 @@ class ItemTexts:
             near = [j for j in both if len(own) == 1 or any(is_close(own, text) for text in self.words[j].splitlines())]
             together[i, near] = 1
         n_words = np.array([max(1.0, len(own)) for own in stems])
-        return Evidence(image, agreement, words, together, missing, n_words, prior)
+        few = np.broadcast_to(self.few, image.shape)
+        return Evidence(image, agreement, words, together, missing, few, n_words, prior)
 
     def without(
         self,
