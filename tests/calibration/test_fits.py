@@ -27,6 +27,10 @@ def test_constants_survive_json_and_damaged_ones_are_refused():
     values = json.loads(json.dumps(FITS.to_json()))
     assert FitsCalibration.from_json(values) == FITS and len({id(FITS.of(n)) for n in LENGTHS}) == 3
     assert FITS.of(0) is FITS.of(1) and FITS.of(3) is FITS.of(40)
+    for numbers in (earlier := json.loads(json.dumps(values)))["lengths"][0]["pair_with"].values():
+        numbers.pop(4) if isinstance(numbers, list) else None
+    read, now = (FitsCalibration.from_json(one).of(1).pair_with for one in (earlier, values))
+    assert read.weights == (*now.weights[:4], 0, *now.weights[5:]) and read.slope == now.slope
     turned = json.loads(json.dumps(values))
     turned["lengths"][1]["hit_with"]["slope"] = -0.1
     for damaged in (turned, values | {"prior": [math.nan]}, values | {"lengths": values["lengths"][:2]}):
