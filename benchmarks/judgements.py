@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fits_prior import N_HITS, Data, Lists, quality, said
+from fits_prior import N_HITS, TEXTS, Data, Lists, quality, said
 
 from sfumato.calibration.fits import FitsCalibration, FitsLogits, JudgedHits
 from sfumato.evaluation.judgements import ShownHit, sample_hits
@@ -108,7 +108,7 @@ def main() -> None:
     given = parser.parse_args()
     packaged = FitsCalibration.packaged()
     data = Data(given.flickr8k, "test", torch.tensor(packaged.prior, dtype=torch.float64))
-    lists, _ = data.sentences(given.judgements / "crowd.csv")
+    lists, _ = data.sentences(given.judgements / "crowd.csv", TEXTS[-1])
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(lists.yes)))
     lists = lists.some(order[len(order) // 2 :])  # The queries that fits_prior.py did not fit on.
     result: dict[str, Any] = {"queries": len(lists.yes), "draws": given.draws}

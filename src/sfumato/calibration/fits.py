@@ -43,8 +43,6 @@ PAIR_FEATURES = ("agreement", "words", "together", "missing", "missing in few", 
 """What the logit of a pair reads beside that of its distance; without texts the last two alone. One caption leaves more
 unsaid than four: a word that is missing in few texts is the rarity of "missing", over their number."""
 
-_MISSING_IN_FEW = PAIR_FEATURES.index("missing in few")
-
 LIST_FEATURES = ("gap", "log expected", "one over words", "prior")
 """What the list of a query says beside its best logit. The logits of a hit and of nothing read it."""
 
@@ -280,10 +278,9 @@ class FitsCalibration:
         read = [{name: LinearLogit.from_json(of) for name, of in one.items()} for one in values["lengths"]]
         for one in read:  # An earlier version had hit_without for all galleries; verdicts may have refined it.
             if "hit_bare" not in one:
-                of = one["hit_without"]
-                one["hit_bare"] = replace(of, weights=(*of.weights, 0.0), low=(*of.low, 0.0), high=(*of.high, 0.0))
-            if len((of := one["pair_with"]).weights) < len(PAIR_FEATURES):  # Another did not count the texts.
-                one["pair_with"] = replace(of, **{name: _with_zero(getattr(of, name)) for name in _NUMBERS})
+                one["hit_bare"] = _with_zero(one["hit_without"], len(LIST_FEATURES) + 1)
+            if len(one["pair_with"].weights) < len(PAIR_FEATURES):  # Another did not count the texts.
+                one["pair_with"] = _with_zero(one["pair_with"], PAIR_FEATURES.index("missing in few"))
         lengths = tuple(FitsLogits(**one) for one in read)
         prior = tuple(values["prior"])
         sound = all(one.is_sound() for one in lengths) and all(map(math.isfinite, prior))
@@ -358,12 +355,10 @@ def _kinds(hits: JudgedHits) -> dict[str, np.ndarray]:
     return {"hit_with": hits.has_texts, "hit_without": ~hits.has_texts}
 
 
-_NUMBERS = ("weights", "low", "high")
-
-
-def _with_zero(numbers: tuple[float, ...]) -> tuple[float, ...]:
-    """The numbers of a pair's logit that does not read "missing in few"."""
-    return (*numbers[:_MISSING_IN_FEW], 0.0, *numbers[_MISSING_IN_FEW:])
+def _with_zero(of: LinearLogit, at: int) -> LinearLogit:
+    """The same logit with one more feature, of no weight."""
+    weights, low, high = ((*some[:at], 0.0, *some[at:]) for some in (of.weights, of.low, of.high))
+    return replace(of, weights=weights, low=low, high=high)
 
 
 @functools.cache
