@@ -3,7 +3,7 @@
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -73,6 +73,14 @@ def plain_text(text: str) -> str:
     if text.isascii():
         return text
     return "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
+
+
+def composed(payload: Mapping[str, str]) -> dict[str, str]:
+    """A payload with its texts in the composed form (NFC), as filters are; the fields of the package stay."""
+    return {
+        name: unicodedata.normalize("NFC", value) if isinstance(value, str) and not name.startswith("_") else value
+        for name, value in payload.items()
+    }
 
 
 def has_words(text: str) -> bool:

@@ -16,6 +16,7 @@ from support.stores_contract import FINGERPRINT, StoreBasics
 from sfumato import Calibration, Filter, GaussianCollection, GaussianEmbedding, GaussianIndex, QueryScores, csd_matrix
 from sfumato.calibration.logits import ConditionalLogits, FirstHit, ReferenceQueries
 from sfumato.errors import UserError
+from sfumato.ids import composed
 from sfumato.search.answer import SearchOptions
 from sfumato.search.exact import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.folder import is_collection
@@ -59,7 +60,7 @@ def test_every_store_has_a_row_records_name_what_is_wrong_and_filters_take_lette
     for most in (-1.0, float("nan")):
         raises(ValueError, "max_uncertainty must be at least 0", Filter, max_uncertainty=most)
     raises(ValueError, r"\(n, e\) float32", stores.Records, ("a",), np.zeros((1, 3)), np.zeros(1), ({},))
-    item = stores.composed({"folder": "A\u0308rger", "_file": "A\u0308rger"})
+    item = composed({"folder": "A\u0308rger", "_file": "A\u0308rger"})
     assert item == {"folder": "\u00c4rger", "_file": "A\u0308rger"}
     assert all(stores.parse_where([f"folder={form}"]).accepts(item, 1.0) for form in ("A\u0308rger", "\u00c4rger"))
 

@@ -19,7 +19,7 @@ from sfumato.models import run
 from sfumato.models.run import PACKAGED, SMALL
 from sfumato.search.answer import SearchOptions
 from sfumato.search.folder import is_unfinished
-from sfumato.search.stores.protocol import filter_of
+from sfumato.search.stores.protocol import parse_where
 from sfumato.workflows import own_folder
 from sfumato.workflows.index import calibrate_by_captions
 
@@ -128,7 +128,7 @@ def test_a_search_is_filtered_and_misspelt_words_and_scripts_are_said(sfumato, t
         (("--where", "path=red.png", "--coverage", 0.9), "leave out the filter"),
     ):
         assert message in sfumato.refused("search", tmp_path / "mine", "red", *words)
-    (plain,) = index.search_items(["red.png"], 9, SearchOptions(filter=filter_of(["path<h"])))
+    (plain,) = index.search_items(["red.png"], 9, SearchOptions(filter=parse_where(["path<h"])))
     assert {hit.id for hit in plain} == {hit.id for hit in index.search("red", 9, where=["path<h"])}
     index = load(SMALL).index(pictures)
     index.gallery.payload["captions"] = ("a plain orange square",) * len(index)

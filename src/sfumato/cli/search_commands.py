@@ -262,12 +262,12 @@ class Asked:
     def options(self) -> "SearchOptions":
         """How to search."""
         from sfumato.search.answer import SearchOptions
-        from sfumato.search.stores.protocol import filter_of
+        from sfumato.search.stores.protocol import parse_where
 
         choices: dict[str, Any] = {"duplicates": self.duplicates, "order": self.order or "fits", "target": self.target}
         return SearchOptions(
             min_probability=self.min_probability, coverage=self.coverage, max_risk=self.abstain,
-            filter=filter_of(self.where or []), **choices,
+            filter=parse_where(self.where) if self.where else None, **choices,
         )  # fmt: skip
 
 

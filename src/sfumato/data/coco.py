@@ -178,12 +178,10 @@ def coco_captions(
             problems.add(at, "malformed entry: expected an object with the numbers id and image_id, and a caption")
         elif str(entry["image_id"]) not in files:
             problems.add(at, f"image {entry['image_id']} is not among the images of the file")
-        elif not isinstance(entry.get("caption"), str) or not is_text(entry["caption"]):
-            problems.remark(at, "its caption is no text, and is left out")
         elif str(entry["id"]) in seen:
             problems.remark(at, f"annotation {entry['id']} occurred before; its caption is left out")
-        elif not (text := " ".join(entry["caption"].split())):
-            problems.remark(at, "empty caption")
+        elif not is_text(entry.get("caption")) or not (text := " ".join(entry["caption"].split())):
+            problems.remark(at, "empty caption, or no text")
         else:
             seen.add(str(entry["id"]))
             captions.append((str(entry["id"]), str(entry["image_id"]), text))

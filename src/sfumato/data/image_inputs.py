@@ -23,9 +23,6 @@ model that reads features, a path or the bytes of a .npy file, or an array of fl
 _LOSSLESS_PNG = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
 
 
-_CHANNELS = (1, 3, 4)
-
-
 FLOATS = (np.float16, np.float32, np.float64)
 """Types of the numbers of features."""
 
@@ -58,7 +55,7 @@ def _source(image: ImageInput, name: str, who: str, features: str) -> ImageSourc
     if array is None:
         expected = "a path, the bytes of a file, a Pillow image or an array of uint8"
         raise TypeError(f"{who}: {name} is a {type(image).__name__}; expected {expected}")
-    if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in _CHANNELS)):
+    if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))):
         form = "(h, w), (h, w, 1), (h, w, 3) or (h, w, 4) in uint8 from 0 to 255"
         raise ValueError(f"{who}: {name} has pixels of shape {array.shape} in {array.dtype}; expected {form}")
     pixels = array[..., 0] if array.shape[2:] == (1,) else array

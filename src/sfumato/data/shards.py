@@ -295,8 +295,14 @@ class ShardStream:
 
         It stays in the stream, which depends on seed, epoch and process alone, and is recorded once.
         """
-        if (key, reason) not in self._noted:
-            self._noted.add((key, reason))
+        if (key, reason) in self._noted:
+            return
+        self._noted.add((key, reason))
+        if reason == _NO_CAPTION:
+            if not self.problems.notes:
+                say(f"{key} has no caption; samples without one are not used, and end in problems.jsonl")
+            self.problems.note(key, reason)
+        else:
             self.problems.add(key, reason)
             if self._usable + len(self.problems) >= _ENOUGH_TO_JUDGE:
                 self.problems.check(self._usable, self.max_problem_fraction)
@@ -308,16 +314,11 @@ class ShardStream:
             first = (self.rank + epoch - position) % self.n_processes
             mine = slice(None) if by_shard else slice(first, None, self.n_processes)
             for sample in read_shard(self.shards[position], mine, self.skip):
-                if sample.text:
+                if sample.fault:
+                    self.skip(sample.key, sample.fault)
+                else:
                     self._usable += 1
                     yield sample
-                elif sample.fault != _NO_CAPTION:
-                    self.skip(sample.key, sample.fault)
-                elif (noted := (sample.key, sample.fault)) not in self._noted:
-                    self._noted.add(noted)
-                    self.problems.note(*noted)
-                    if len(self.problems.notes) == 1:
-                        say(f"{sample.key} has no caption; samples without one are not used, and end in problems.jsonl")
 
 
 def read_shards(shards: Sequence[str | Path], problems: Problems) -> PairData:

@@ -8,7 +8,7 @@ import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -306,9 +306,12 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, str | int) and not isinstance(value, bool) and value != ""
 
 
-def first_twice(ids: Sequence[str]) -> str | None:
+Named = TypeVar("Named")
+
+
+def first_twice(ids: Iterable[Named]) -> Named | None:
     """Find a repeated id."""
-    seen = set()
+    seen = set[Named]()
     for identity in ids:
         if identity in seen:
             return identity

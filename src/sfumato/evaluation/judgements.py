@@ -8,7 +8,6 @@ Verdicts are kept as JSON lines, with who judged, when, and why the hit was show
 read, have neither; there queries and items are percent-encoded, so that no second file is needed.
 """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -105,7 +104,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
+def numbered_lines(path: Path) -> list[tuple[int, str]]:
     """The lines of a file that are not empty, with their numbers."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -119,7 +118,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
 def read_judgements(path: str | Path) -> list[Judgement]:
     """Read a file of :func:`write_judgements`."""
     found = []
-    for number, line in _lines(Path(path)):
+    for number, line in numbered_lines(Path(path)):
         try:
             found.append(_checked(json.loads(line)))
         except (ValueError, RecursionError) as error:
@@ -163,10 +162,8 @@ class JudgementFile:
         return before, after
 
     def _now(self) -> tuple[int, ...]:
-        with contextlib.suppress(FileNotFoundError):
-            there = self.path.stat()
-            return there.st_ino, there.st_size, there.st_mtime_ns
-        return ()
+        there = self.path.stat() if self.path.exists() else None
+        return (there.st_ino, there.st_size, there.st_mtime_ns) if there else ()
 
 
 def merged(*files: Iterable[Judgement]) -> list[Judgement]:
@@ -214,14 +211,14 @@ def qrels_of(judgements: Iterable[Judgement]) -> str:
 
 def read_verdicts(path: str | Path) -> list[Judgement]:
     """The verdicts of a file: JSON lines or TREC qrels, by its first line."""
-    lines = _lines(Path(path))
+    lines = numbered_lines(Path(path))
     return read_qrels(path) if lines and not lines[0][1].lstrip().startswith("{") else read_judgements(path)
 
 
 def read_qrels(path: str | Path, judge: str = IMPORTED) -> list[Judgement]:
     """The verdicts of a TREC qrels file. A relevance above 0 is yes, 0 is no, and below 0 nobody judged."""
     found, when = [], now()
-    for number, line in _lines(Path(path)):
+    for number, line in numbered_lines(Path(path)):
         try:
             query, _, item, relevance = line.split()
             grade = int(relevance)

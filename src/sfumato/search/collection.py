@@ -20,7 +20,7 @@ from sfumato.distances.distance import squared_l2_of_centred
 from sfumato.encoders.package_weights import WIDTH
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import Direction, check_ids
+from sfumato.ids import Direction, check_ids, composed
 from sfumato.search.candidates import Candidates, GalleryRecords, ItemCount, SampledItems, Sampler, with_margin
 from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant, quiet
 from sfumato.search.folder import (
@@ -305,7 +305,7 @@ class GaussianCollection(Gallery):
         embeddings = embeddings.numpy()
         lifted = lift_gallery(embeddings, self.distance, centre=self.centre)
         uncertainty = embeddings.total_variance.astype(np.float32)
-        records = protocol.Records(tuple(ids), lifted, uncertainty, tuple(map(protocol.composed, payloads)))
+        records = protocol.Records(tuple(ids), lifted, uncertainty, tuple(map(composed, payloads)))
         check_ids(ids, "GaussianCollection")
         for start in range(0, len(records), batch):
             part = records.take(range(start, min(start + batch, len(records))))
@@ -342,7 +342,7 @@ class GaussianCollection(Gallery):
             new: its id from now on; an item of this id is replaced.
             payload: texts by name, in place of those that it had.
         """
-        records, payload = self.store.get([old]), protocol.composed(payload)
+        records, payload = self.store.get([old]), composed(payload)
         with self.items.writing() as note:
             if self.texts is not None:
                 self.texts.upsert([new], [payload])

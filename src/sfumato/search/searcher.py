@@ -22,7 +22,7 @@ from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryI
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
-from sfumato.search.stores.protocol import filter_of, own_or_anchored
+from sfumato.search.stores.protocol import own_or_anchored, parse_where
 from sfumato.search.texts import known_words, spelling, strange_script, words_of
 
 Modality = Literal["texts", "images"]
@@ -180,8 +180,8 @@ class Searcher:
                 :meth:`Gallery.search`.
         """
         options = SearchOptions(
-            min_probability=min_probability, coverage=coverage, max_risk=max_risk, filter=filter_of(where),
-            duplicates=duplicates, order=order, target=target,
+            min_probability=min_probability, coverage=coverage, max_risk=max_risk,
+            filter=parse_where(where) if where else None, duplicates=duplicates, order=order, target=target,
         )  # fmt: skip
         single = isinstance(queries, str | os.PathLike | bytes | Image.Image)
         asked: Any = [queries] if single else queries

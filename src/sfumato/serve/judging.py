@@ -226,7 +226,8 @@ _MOST_HITS = 20_000
 def _figures(own: list[Judgement]) -> JudgedFigures | None:
     """What verdicts say about the hits beside which a probability stood."""
     shown = {one.pair: ShownHit(*one.pair, 0, one.probability) for one in own if one.probability is not None}
-    some = {pair: shown[pair] for pair in random.Random(0).sample([*shown], min(_MOST_HITS, len(shown)))}
+    pairs = shown if len(shown) <= _MOST_HITS else random.Random(0).sample([*shown], _MOST_HITS)
+    some = {pair: shown[pair] for pair in pairs}
     return judged_figures([*some.values()], [one for one in own if one.pair in some]) if some else None
 
 

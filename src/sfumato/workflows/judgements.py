@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote
@@ -22,6 +22,7 @@ from sfumato.calibration.fits import N_FOLDS, FitsCalibration, JudgedHits
 from sfumato.calibration.score_lists import ScoreCalibrator
 from sfumato.errors import UserError
 from sfumato.evaluation import judgements
+from sfumato.evaluation.ground_truth import first_twice
 from sfumato.evaluation.hits import HitFigures, hit_figures
 from sfumato.files import write_atomically
 from sfumato.search.answer import Hit
@@ -135,9 +136,11 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
     hits = _judged_hits(pairs, found, queries)
     changes = packaged.corrections(hits, seed=seed)
     gallery.keep({FITS: packaged.refined(hits, seed=seed).to_json() if changes else None})
-    p = sigmoid(hits.logit)
     rows = [known[one.query, one.id] for one in pairs]
-    after = sigmoid(_cross_fitted(packaged, hits, seed)).tolist()
+    before, after = (
+        judgements.judged_figures([replace(h, probability=p) for h, p in zip(rows, own, strict=True)], verdicts)
+        for own in (sigmoid(hits.logit).tolist(), sigmoid(_cross_fitted(packaged, hits, seed)).tolist())
+    )
     first = [one for one in found.shown if one.rank <= k]
     return Refined(
         changed=tuple(KINDS[name] for name in changes),
@@ -145,12 +148,8 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
         n_queries=len({one.query for one in pairs}),
         not_found=len({one.pair for one in verdicts}) - len(pairs),
         judged=len({one.pair for one in first} & {hit.pair for hit in rows}) / len(first),
-        before=judgements.judged_figures(
-            [replace(h, probability=q) for h, q in zip(rows, p.tolist(), strict=True)], verdicts
-        ),
-        after=judgements.judged_figures(
-            [replace(h, probability=q) for h, q in zip(rows, after, strict=True)], verdicts
-        ),
+        before=before,
+        after=after,
     )
 
 
@@ -191,15 +190,12 @@ class RankedLists:
     @classmethod
     def read(cls, path: Path) -> "RankedLists":
         """Read a run."""
-        rows = [_row(path, number, line) for number, line in _lines(path)]
+        rows = [_row(path, number, line) for number, line in judgements.numbered_lines(path)]
         if not rows:
             raise UserError(f"{path} holds no hit; expected lines QUERY Q0 ITEM RANK SCORE TAG")
         query, item, score = (list(column) for column in zip(*rows, strict=True))
-        seen = set[tuple[str, str]]()
-        for pair in zip(query, item, strict=True):
-            if pair in seen:
-                raise UserError(f"{path}: item {pair[1]!r} is twice among the hits of {pair[0]!r}; keep one of them")
-            seen.add(pair)
+        if twice := first_twice(zip(query, item, strict=True)):
+            raise UserError(f"{path}: item {twice[1]!r} is twice among the hits of {twice[0]!r}; keep one of them")
         return cls(query, item, np.array(score))
 
     @property
@@ -215,14 +211,6 @@ class RankedLists:
         other = 0.0 if unjudged == "no" else math.nan
         pairs = [(unquote(query), unquote(item)) for query, item in zip(self.query, self.item, strict=True)]
         return np.array([found.get(pair, other if pair[0] in queries else math.nan) for pair in pairs])
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}; give a TREC run in UTF-8") from error
-    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def _row(path: Path, number: int, line: str) -> tuple[str, str, float]:

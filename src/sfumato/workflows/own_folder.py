@@ -212,7 +212,7 @@ def index_data(
     if is_collection(out):
         return add_data(model, data, out, exclude)
     source, done, endings = named_source(data).excluding(exclude), Filled(), file_endings(model.model)
-    items = some_items(list_items(source, endings, done.problems), source, endings, done.problems)
+    items = some_items(source, endings, done.problems)
     with contextlib.ExitStack() as stack:
 
         def create(embeddings: GaussianEmbedding, ids: Sequence[str]) -> GaussianCollection:
@@ -247,8 +247,7 @@ def add_data(model: Model, data: str, out: Path, exclude: Sequence[str] = ()) ->
             sources.append(source)
         sources[number] = sources[number].excluding(exclude, below)
         endings = file_endings(model.model)
-        items = some_items(list_items(sources[number], endings, done.problems), source, endings, done.problems)
-        items = [item for item in items if item.file.startswith(below)]
+        items = [one for one in some_items(sources[number], endings, done.problems) if one.file.startswith(below)]
         with collection.filling(_GO_ON):
             collection.keep({"sources": [one.to_json() for one in sources]})
             known = _look_up(collection, [item.id for item in items])

@@ -171,8 +171,9 @@ def _listed(source: Source, problems: Problems, names_of: Callable[[Path], Mappi
     return [item for data in (*splits.values(), more) for item in _data_items(source, data)]
 
 
-def some_items(items: list[Item], source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
-    """The items, of which there must be some."""
+def some_items(source: Source, endings: frozenset[str], problems: Problems) -> list[Item]:
+    """:func:`list_items`, of which there must be some."""
+    items = list_items(source, endings, problems)
     if not items and not problems.left_out:
         others = "" if problems.is_empty else f":\n{problems.summary()}"
         raise UserError(f"no images in {source.path} (looked for {spelt(endings)}){others}")

@@ -69,12 +69,7 @@ def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
     if place.file is not None:
         place.file.parent.mkdir(parents=True, exist_ok=True)
     store = MilvusStore(place, milvus_place.connect(place), {**_KEPT, **place.options}, dim, fingerprint)
-    try:
-        store.make()
-    except UserError:
-        store.close()
-        raise
-    return store
+    return _begun(store, store.make)
 
 
 def open(url: str) -> "MilvusStore":
@@ -83,8 +78,12 @@ def open(url: str) -> "MilvusStore":
     if place.file is not None and not place.file.exists():
         raise UserError(f"store {place.url}: there is no file {place.file}")
     store = MilvusStore(place, milvus_place.connect(place), {}, 0, "")
+    return _begun(store, store.load)
+
+
+def _begun(store: "MilvusStore", begin: Callable[[], None]) -> "MilvusStore":
     try:
-        store.load()
+        begin()
     except UserError:
         store.close()
         raise
@@ -281,13 +280,9 @@ class MilvusStore(StoreBase):
                 ):
                     return  # The server builds none for these.
                 if waited > self._seconds("describe_index"):
-                    warnings.warn(
-                        f"store {self.url}: the server has {left:,} items without an index, as {waited:.0f} seconds"
-                        " before; searches are slower until it has indexed them; look at its log, or wait longer by"
-                        " ?call_timeout=SECONDS",
-                        stacklevel=2,
-                    )
-                    return
+                    told = f"the server has {left:,} items without an index, as {waited:.0f} seconds before; searches"
+                    way = "are slower until it has them; look at its log, or wait longer by ?call_timeout=SECONDS"
+                    return warnings.warn(f"store {self.url}: {told} {way}", stacklevel=2)
 
     def _without_index(self) -> int:
         """Number of written items that a server does not search by an index yet; 0 for Lite, which does not say."""

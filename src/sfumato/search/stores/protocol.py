@@ -149,14 +149,6 @@ _LAST = "\U0010ffff"
 """Follows every other character: a text with it stands behind all texts that begin with this text."""
 
 
-def composed(payload: Mapping[str, str]) -> dict[str, str]:
-    """A payload with its texts in the composed form (NFC), as filters are; the fields of the package stay."""
-    return {
-        name: unicodedata.normalize("NFC", value) if isinstance(value, str) and not name.startswith("_") else value
-        for name, value in payload.items()
-    }
-
-
 def parse_where(texts: Iterable[str]) -> Filter:
     """A filter in words: FIELD=VALUE, FIELD>=VALUE, FIELD<=VALUE, FIELD>VALUE, FIELD<VALUE, or FIELD:VALUE (exact).
 
@@ -186,11 +178,6 @@ def parse_where(texts: Iterable[str]) -> Filter:
         ends = [end for end in (before[1], below) if end]
         ranges[name] = max(before[0], least), min(ends, default="")
     return Filter(where, None, ranges)
-
-
-def filter_of(where: Sequence[str]) -> Filter | None:
-    """:func:`parse_where`; None without conditions."""
-    return parse_where(where) if where else None
 
 
 class VectorStore(Protocol):
