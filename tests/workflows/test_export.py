@@ -115,7 +115,7 @@ def test_a_full_folder_is_left_alone_and_a_killed_export_leaves_nothing(run, tmp
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sfumato.workflows.export.write_json", stop)
+    monkeypatch.setattr("sfumato.files.write_json", stop)
     with pytest.raises(KeyboardInterrupt):
         export_run(run, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"full", "empty"}

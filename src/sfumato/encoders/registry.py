@@ -7,14 +7,7 @@ from typing import Any
 from pydantic_core import PydanticKnownError
 from tokenizers import Tokenizer
 
-from sfumato.encoders.encoder_protocol import (
-    BuildContext,
-    EncoderConfig,
-    EncoderEntry,
-    ImageEncoderConfig,
-    Processor,
-    TextEncoderConfig,
-)
+from sfumato.encoders import encoder_protocol as protocol
 from sfumato.ids import Side
 
 
@@ -31,7 +24,7 @@ class PackageEntry:
         return getattr(import_module(f"sfumato.encoders.{module}"), found) if module else None
 
 
-ENCODERS: dict[Side, dict[str, EncoderEntry | PackageEntry]] = {
+ENCODERS: dict[Side, dict[str, protocol.EncoderEntry | PackageEntry]] = {
     "image": {
         "small": PackageEntry("scratch:SmallImageConfig", "scratch:build_small_image"),
         "frozen": PackageEntry("frozen:FrozenImageConfig", "towers:build_frozen"),
@@ -55,8 +48,8 @@ ENCODERS: dict[Side, dict[str, EncoderEntry | PackageEntry]] = {
 def register_encoder(
     side: Side,
     kind: str,
-    config: type[EncoderConfig],
-    build: Callable[[Any, BuildContext], tuple[Processor, Any]],
+    config: type[protocol.EncoderConfig],
+    build: Callable[[Any, protocol.BuildContext], tuple[protocol.Processor, Any]],
     *,
     tokenizer: Callable[[Any, Iterable[str]], Tokenizer] | None = None,
 ) -> None:
@@ -85,28 +78,28 @@ def register_encoder(
     if kind in ENCODERS[side]:
         taken = f"the {side} side has an encoder of kind {kind!r} already"
         raise ValueError(f"register_encoder: {taken}; choose another name")
-    base: type[EncoderConfig] = ImageEncoderConfig if side == "image" else TextEncoderConfig
+    base: type[protocol.EncoderConfig] = protocol.ImageEncoderConfig if side == "image" else protocol.TextEncoderConfig
     if not issubclass(config, base):
         raise ValueError(f"register_encoder: {config.__name__} must be a subclass of {base.__name__}")
     if (default := config.model_fields["kind"].default) != kind:
         field = f"the field kind of {config.__name__}"
         raise ValueError(f"register_encoder: {field} has the default {default!r}, expected {kind!r}")
-    ENCODERS[side][kind] = EncoderEntry(config, build, tokenizer)
+    ENCODERS[side][kind] = protocol.EncoderEntry(config, build, tokenizer)
 
 
-def encoder_entry(side: Side, kind: str) -> EncoderEntry | PackageEntry:
+def encoder_entry(side: Side, kind: str) -> protocol.EncoderEntry | PackageEntry:
     """The registered entry of a kind."""
     if kind not in ENCODERS[side]:
         raise ValueError(f"unknown kind of {side} encoder {kind!r}; known: {', '.join(sorted(ENCODERS[side]))}")
     return ENCODERS[side][kind]
 
 
-def encoder_section(side: Side, value: Any) -> EncoderConfig:
+def encoder_section(side: Side, value: Any) -> protocol.EncoderConfig:
     """Check a section ``model.image`` or ``model.text`` with the class that is registered for its ``kind``.
 
     Recipes use it as a pydantic validator, so its errors are those of a union that is discriminated by ``kind``.
     """
-    if isinstance(value, EncoderConfig):
+    if isinstance(value, protocol.EncoderConfig):
         if not isinstance(value, encoder_entry(side, value.kind).config):
             expected = f"the config class of the {side} side of {value.kind!r}"
             raise ValueError(f"model.{side}: got a {type(value).__name__}, which is not {expected}")

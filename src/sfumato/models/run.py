@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args
 
 from tokenizers import Tokenizer
 
-from sfumato import __version__
+from sfumato import __version__, files
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
@@ -31,19 +31,7 @@ from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, frozen_
 from sfumato.encoders.package_weights import is_joint, onnx_device, where_weights_are
 from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, as_typed, first_line, need
-from sfumato.files import (
-    CALIBRATION,
-    CONFIG,
-    ENCODER,
-    MODEL,
-    RECIPE,
-    TOKENIZER,
-    WEIGHTS,
-    cache_folder,
-    is_gone,
-    write_atomically,
-    write_json,
-)
+from sfumato.files import CALIBRATION, CONFIG, ENCODER, MODEL, RECIPE, TOKENIZER, WEIGHTS
 from sfumato.ids import Side
 from sfumato.matching import SampledLogits
 from sfumato.models.hub import download, with_graphs
@@ -161,10 +149,10 @@ def trained_digests(folder: Path) -> frozenset[str]:
 def save_assets(folder: Path, tokenizer: Tokenizer | None, model: "DualEncoder") -> None:
     """Write the assets that :func:`load_assets` reads."""
     if tokenizer is not None:
-        write_atomically(folder / TOKENIZER, tokenizer.to_str(pretty=False))
+        files.write_atomically(folder / TOKENIZER, tokenizer.to_str(pretty=False))
     described = {"image": model.image.encoder.description, "text": model.text.encoder.description}
     if known := {side: found for side, found in described.items() if found is not None}:
-        write_json(folder / ENCODERS, known)
+        files.write_json(folder / ENCODERS, known)
 
 
 def load_assets(folder: Path, recipe: "Recipe") -> "Assets":
@@ -287,7 +275,7 @@ def _of_graphs(folder: Path, source: str, device: str) -> Model:
         if described := config.get("processors", {}).get(side):
             processor: Any = described_processor(described, partial(read_tokenizer, folder / TOKENIZER))
         else:
-            processor = frozen_processor(kinds[side](**config["model"][side]), cache_folder(), device)
+            processor = frozen_processor(kinds[side](**config["model"][side]), files.cache_folder(), device)
         dim, offset = config["model"]["dim"], config["model"]["item_offset"]
         options = {"dim": dim + 2 * offset, "has_offset": offset, "threads": 0 if described else 1, "device": device}
         towers[side] = OnnxTower(processor, folder / graph, **options)
@@ -390,7 +378,7 @@ def load_retrieval_model(
 ) -> Model:
     """The model that a gallery was made with."""
     model_source = str(run or gallery.metadata.get("run", ""))
-    if not model_source or is_gone(model_source):
+    if not model_source or files.is_gone(model_source):
         found = f"the model that {folder} was built with is not at {model_source}"
         raise UserError(f"{found}; give its folder or name (--run, in Python run=)")
     loaded = load_model(model_source, device=device)

@@ -18,22 +18,11 @@ from typing import Any
 
 from safetensors.torch import save as safetensors_bytes
 
-from sfumato import __version__
+from sfumato import __version__, files
 from sfumato.charts import render_page
 from sfumato.encoders.encoder_protocol import EncoderConfig
 from sfumato.errors import UserError
-from sfumato.files import (
-    CALIBRATION,
-    CONFIG,
-    ENCODER,
-    TOKENIZER,
-    WEIGHTS,
-    is_unused,
-    new_folder,
-    read_json,
-    write_atomically,
-    write_json,
-)
+from sfumato.files import CALIBRATION, CONFIG, ENCODER, TOKENIZER, WEIGHTS
 from sfumato.models.calibrate import describe_calibration
 from sfumato.models.hub import ENCODER_FILES
 from sfumato.models.model import model_digest
@@ -53,10 +42,10 @@ def export_run(run_folder: str | Path, out_folder: str | Path, *, license: str =
     or not at all.
     """
     out = Path(out_folder)
-    if not is_unused(out):
+    if not files.is_unused(out):
         raise UserError(f"{out} exists already; give a new or empty folder, or remove it")
     run = load_run(run_folder, trainable=True)
-    with new_folder(out) as temporary:
+    with files.new_folder(out) as temporary:
         _write(run, temporary, license=license, graphs=graphs)
     return out
 
@@ -79,17 +68,17 @@ def _write(run: Run, folder: Path, *, license: str, graphs: bool) -> None:
         config |= {"digest": model_digest(run.model), "processors": write_graphs(run, folder)}
     else:
         weights = {key: value.detach().cpu().contiguous() for key, value in run.model.state_dict().items()}
-        write_atomically(folder / WEIGHTS, safetensors_bytes(weights, {"format": "pt"}))
+        files.write_atomically(folder / WEIGHTS, safetensors_bytes(weights, {"format": "pt"}))
     if assets.tokenizer is not None:
-        write_atomically(folder / TOKENIZER, (run.folder / TOKENIZER).read_bytes())
+        files.write_atomically(folder / TOKENIZER, (run.folder / TOKENIZER).read_bytes())
     if run.calibration is not None:
         run.calibration.save(folder / CALIBRATION)
     if own is not None:
         _copy_encoder(own, folder / ENCODER)
-    write_atomically(folder / CARD, model_card(run, license=license, own_encoder=own is not None, graphs=graphs))
-    write_json(folder / CONFIG, config)
+    files.write_atomically(folder / CARD, model_card(run, license=license, own_encoder=own is not None, graphs=graphs))
+    files.write_json(folder / CONFIG, config)
     if graphs:
-        write_json(folder / CONFIG, config | {"largest_difference": check_graphs(run.model, folder)})
+        files.write_json(folder / CONFIG, config | {"largest_difference": check_graphs(run.model, folder)})
     folder.chmod(run.folder.stat().st_mode & 0o777)
 
 
@@ -195,7 +184,7 @@ def _result(run: Run, split: str, evaluation: dict[str, Any]) -> dict[str, Any]:
 def _first_hits(run: Run) -> list[str]:
     """The probability of first hits against the fraction that match: of the adoption, else of the calibration."""
     lines, path = [], run.folder / ADOPTED
-    adopted = read_json(path)["hits"].get("served", []) if path.is_file() else []
+    adopted = files.read_json(path)["hits"].get("served", []) if path.is_file() else []
     found = {one["direction"]: one for one in adopted if one["hits"] == 1}
     where = "images that measure alone"
     if not found and run.calibration is not None:
@@ -236,9 +225,9 @@ def _example(model: ModelConfig) -> tuple[str, str]:
 
 def _evaluations(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     """(split, evaluation) of `sfumato evaluate`, and what an adoption measured."""
-    found = [(path, read_json(path)) for path in sorted(folder.glob("evaluation-*.json"))]
+    found = [(path, files.read_json(path)) for path in sorted(folder.glob("evaluation-*.json"))]
     named = [(path.stem.removeprefix("evaluation-").removesuffix(f"-{one['distance']}"), one) for path, one in found]
-    adopted = read_json(folder / ADOPTED)["retrieval"] if (folder / ADOPTED).is_file() else None
+    adopted = files.read_json(folder / ADOPTED)["retrieval"] if (folder / ADOPTED).is_file() else None
     return named + ([("test", adopted)] if adopted and not any(split == "test" for split, _ in named) else [])
 
 

@@ -31,14 +31,7 @@ from sfumato.search.folder import is_collection
 from sfumato.search.searcher import open_gallery
 from sfumato.search.stores.protocol import own_or_anchored
 from sfumato.search.texts import item_texts
-from sfumato.workflows.index import (
-    GalleryPart,
-    calibrate_by_captions,
-    check_same,
-    create_collection,
-    keep_trained,
-    source_of,
-)
+from sfumato.workflows import index as filling
 from sfumato.workflows.own_items import Item, Source, list_items, named_source, some_items, sources_of
 
 STAT = "_stat"
@@ -217,8 +210,8 @@ def index_data(
 
         def create(embeddings: GaussianEmbedding, ids: Sequence[str]) -> GaussianCollection:
             images = {"folder": source.root} if source.kind == "folder" else {}
-            like = GalleryPart(embeddings, [item.id for item in items], images=images)
-            collection = create_collection(model, like, out, own_or_anchored(store), texts=True)
+            like = filling.GalleryPart(embeddings, [item.id for item in items], images=images)
+            collection = filling.create_collection(model, like, out, own_or_anchored(store), texts=True)
             stack.callback(collection.close)
             collection.keep({"sources": [source.to_json()]})
             stack.enter_context(collection.filling(_GO_ON))
@@ -239,7 +232,7 @@ _GO_ON = "it was interrupted while being filled; run the same command again, and
 def add_data(model: Model, data: str, out: Path, exclude: Sequence[str] = ()) -> tuple[int, Filled]:
     """Add what a user named to a collection; what is there and unchanged stays."""
     with GaussianCollection.open(out, unfinished=True) as collection:
-        check_same(collection, model, "t2i")
+        filling.check_same(collection, model, "t2i")
         source, sources, done = named_source(data), sources_of(collection), Filled()
         number, below = _place(source, sources)
         if number == len(sources):
@@ -260,7 +253,7 @@ def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence
     """Bring a collection in step with its sources: new, changed, moved and deleted files."""
     done = Filled()
     with GaussianCollection.open(out, unfinished=True) as collection:
-        check_same(collection, model, "t2i")
+        filling.check_same(collection, model, "t2i")
         if not (sources := [one.excluding(exclude) for one in sources_of(collection)]):
             raise UserError(f"{out} names no folder of its images; add one with sfumato index --data FOLDER --add")
         removed, endings = set(collection.metadata.get("removed", [])), file_endings(model.model)
@@ -377,6 +370,6 @@ def _beginning(source: Source, sources: Sequence[Source]) -> str:
 def _finish(collection: GaussianCollection, model: Model, done: Filled) -> None:
     """Build the search structures, and count the images that trained the model."""
     collection.optimise()
-    collection.keep({"run": source_of(model)})
-    keep_trained(collection, model)
-    done.store, done.note = collection.store.url, calibrate_by_captions(collection, model)
+    collection.keep({"run": filling.source_of(model)})
+    filling.keep_trained(collection, model)
+    done.store, done.note = collection.store.url, filling.calibrate_by_captions(collection, model)

@@ -14,19 +14,10 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
 from sfumato.distances import get_distance
+from sfumato.evaluation import trust
 from sfumato.evaluation.estimators import Matching, usable_estimators
 from sfumato.evaluation.hits import Fold, HitFigures, measure_hits, without_nearest
 from sfumato.evaluation.protocols import EmbeddedSplit
-from sfumato.evaluation.trust import (
-    DirectionTrust,
-    TrustReport,
-    caption_distance,
-    caption_words,
-    described,
-    many_to_many,
-    measure_trust,
-    resampled_together,
-)
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.relevance import Relevance
@@ -46,7 +37,7 @@ _HIT_IMAGES, _HIT_PAIRS = 5_000, 50_000_000
 
 def trust_model(
     retrieval_model: Model, data: DataConfig, split: str, *, n_resamples: int = 1000, seed: int = 0
-) -> TrustReport:
+) -> trust.TrustReport:
     """Measure the quality of a model's uncertainties on a split of any data."""
     model = retrieval_model.model
     prepared = load_split(model, data, split)
@@ -54,17 +45,17 @@ def trust_model(
     estimators = usable_estimators(embedded.images, embedded.texts)
     left_out = len(estimators) < len(usable_estimators())
     notes = ["estimators that need variances are left out: some embeddings are points"] if left_out else []
-    many = many_to_many(embedded.relevance)
+    many = trust.many_to_many(embedded.relevance)
     proxies = {} if many else _proxies(embedded.texts, prepared.data, embedded.relevance)
     logits = retrieval_model.distance, retrieval_model.logit_scale, retrieval_model.logit_bias
-    directions: dict[str, DirectionTrust] = {}
+    directions: dict[str, trust.DirectionTrust] = {}
     for side in _SIDES:
         query = embedded.query(DIRECTION_OF[side])
-        values, groups = proxies, resampled_together(embedded.relevance, prepared.data.groups, side == "text")
+        values, groups = proxies, trust.resampled_together(embedded.relevance, prepared.data.groups, side == "text")
         if side == "text" and groups is not None:  # A caption has the proxies of its image, if it has an image.
             lacking = np.full(embedded.texts.n, np.nan)
             values = {k: np.append(v, lacking)[groups] for k, v in proxies.items()}
-        directions[query.direction] = measure_trust(
+        directions[query.direction] = trust.measure_trust(
             query.queries,
             query.gallery,
             query.relevance,
@@ -73,7 +64,7 @@ def trust_model(
             n_resamples=n_resamples, level=_LEVEL, seed=seed,
         )  # fmt: skip
     hits, unmeasured = _hits(retrieval_model, data, embedded, prepared.data, split, seed)
-    return TrustReport(
+    return trust.TrustReport(
         split=split,
         distance=retrieval_model.distance,
         calibrated=retrieval_model.calibrated,
@@ -82,7 +73,7 @@ def trust_model(
         n_resamples=n_resamples,
         level=_LEVEL,
         seed=seed,
-        estimators=described(estimators),
+        estimators=trust.described(estimators),
         directions=directions,
         notes=[*notes, *unmeasured],
         hits=hits,
@@ -141,8 +132,8 @@ def _hits(
 def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> dict[str, np.ndarray]:
     """Ambiguity of an image by its captions, for data with one image for each text."""
     worded = not data.text_rows or data.texts != data.text_ids
-    words = {"caption_words": caption_words(data.texts, relevance)} if worded else {}
-    return {"caption_distance": caption_distance(texts, relevance)} | words
+    words = {"caption_words": trust.caption_words(data.texts, relevance)} if worded else {}
+    return {"caption_distance": trust.caption_distance(texts, relevance)} | words
 
 
 def cross_fitted(
