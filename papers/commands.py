@@ -16,7 +16,7 @@ Bootstrap = Annotated[
 ]
 Seed = Annotated[int, flag(..., "Seed of all random choices.", min=0)]
 
-_FOLDERS = ("tables", "studies", "captions", "data", "posthoc", "runs")
+_FOLDERS = ("tables", "studies", "captions", "data", "multiplicity", "posthoc", "runs")
 
 
 @app.callback()

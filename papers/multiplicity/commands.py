@@ -1,0 +1,101 @@
+"""`python -m papers multiplicity`: how many images people find for a caption, estimated from the caption alone."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from papers.commands import Bootstrap, Seed, app
+from sfumato.cli.common import AsJson, command, flag
+from sfumato.errors import UserError
+from sfumato.metrics.bootstrap import Interval
+from sfumato.reports.tables import Table, compact_interval, compact_number, number
+
+
+@command(app)
+def multiplicity(
+    data: Path = flag(
+        ...,
+        "Folder with train.jsonl and validation.jsonl: a line has caption, relevant (list of image ids), clip_p10,"
+        " blip2_p10, clip_rr, blip2_rr. Or with PQPP's train.csv and validation.csv, without relevant images.",
+        metavar="FOLDER",
+    ),
+    estimator: list[str] | None = flag(None, "Estimator; several times for several. Default: all.", metavar="NAME"),
+    model: str = flag("small", "Model whose text Gaussians are read."),
+    predict: Path | None = flag(
+        None,
+        "JSONL file of captions, here or in FOLDER. Prints for each, as a list of objects with id, image_id and"
+        " caption: log_relevant (natural log of the number of relevant images), p10_mean, rr_mean (means of CLIP and"
+        " BLIP-2), clip_p10, blip2_p10, clip_rr, blip2_rr; by the regression, fitted on train and validation.",
+        metavar="FILE",
+    ),
+    picture: Path | None = flag(None, "Folder for multiplicity.png and .svg: estimates beside people's numbers."),
+    bootstrap: Bootstrap = 1000,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate how many images people find for a caption and how well a search by it does, beside published figures.
+
+    Measures estimators on validation, fitted on train, or predicts for captions.
+    """
+    from papers.multiplicity.data import PUBLISHED, SOURCE, Captions, correlations, read_captions, read_split
+    from papers.multiplicity.estimate import ESTIMATORS, REGRESSION, Predictor
+
+    names = list(dict.fromkeys(estimator or ESTIMATORS))
+    if unknown := [name for name in names if name not in ESTIMATORS]:
+        raise UserError(f"unknown estimator {unknown[0]!r}; known: {', '.join(ESTIMATORS)}")
+    if predict and estimator:
+        raise UserError("--predict takes the regression; leave --estimator out")
+    train, validation = (read_split(data, split) for split in ("train", "validation"))
+    if predict:
+        asked = read_captions(predict if predict.exists() else data / predict)
+        values = Predictor(Captions.joined(train, validation), model)(asked.texts, [REGRESSION])[REGRESSION]
+        rows = [row | {name: round(float(v[i]), 6) for name, v in values.items()} for i, row in enumerate(asked.rows)]
+        shown = [[r["caption"], number(math.exp(r["log_relevant"]), 1), number(r["p10_mean"], 2)] for r in rows]
+        headings = ["caption", "relevant images", "precision at 10"]
+        return print(json.dumps(rows)) if as_json else Table("", headings, shown, running=[0]).show()
+    found, truth = Predictor(train, model)(validation.texts, names), validation.labels
+    figures = {
+        name: {label: correlations(of[label], truth[label], n_resamples=bootstrap, seed=seed) for label in truth}
+        for name, of in found.items()
+    }
+    if picture:
+        _draw({name: of["log_relevant"] for name, of in found.items()}, truth["log_relevant"], picture)
+    if as_json:
+        own = {n: {k: {c: asdict(v) for c, v in of.items()} for k, of in f.items()} for n, f in figures.items()}
+        about = {"split": "validation", "n": len(validation.rows), "published": PUBLISHED, "source": SOURCE}
+        return print(json.dumps(about | {"estimators": own}))
+    for label in truth:
+        _table(label, {name: of[label] for name, of in figures.items()}, PUBLISHED.get(label, {})).show()
+    print(f"published: {SOURCE}")
+
+
+def _table(label: str, figures: Mapping[str, Mapping[str, Interval]], published: Mapping[str, Any]) -> Table:
+    """The estimators beside the published figures of a label."""
+    names = list(next(iter(figures.values())))
+    rows = [[name, *(compact_interval(of[c]) for c in names)] for name, of in figures.items()]
+    if published:
+        rows.append(["published, test", *(compact_number(published.get(c, (None,))[0]) for c in names)])
+    return Table(f"{label}, validation", ["estimator", *names], rows)
+
+
+def _draw(estimates: Mapping[str, np.ndarray], log_relevant: np.ndarray, folder: Path) -> None:
+    """People's numbers of images by each estimate."""
+    from papers.drawing import write_drawing
+    from sfumato.charts import FIRST, require_matplotlib
+
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(estimates), 3.6), layout="constrained")
+    for k, (name, values) in enumerate(estimates.items()):
+        axes = figure.add_subplot(
+            1, len(estimates), k + 1, yscale="log", xlabel=name, ylabel="images that people found"
+        )
+        axes.plot(values, np.exp(log_relevant), ".", color=FIRST, alpha=0.3, markersize=4, markeredgewidth=0)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_drawing(figure, folder, "multiplicity")

@@ -1,0 +1,140 @@
+"""PQPP (CVPR 2025): people's relevant COCO images of captions, and how well CLIP and BLIP-2 search by them."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sfumato.errors import UserError
+from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, spearman_statistic
+
+MEASURED = ("clip_p10", "blip2_p10", "clip_rr", "blip2_rr")
+"""Precision at 10 and reciprocal rank of two models, as the files name them."""
+
+LABELS = ("log_relevant", "p10_mean", "rr_mean", *MEASURED)
+"""What is predicted: the log of the number of relevant images, means over both models, and MEASURED."""
+
+PUBLISHED: dict[str, dict[str, tuple[float, str]]] = {
+    "p10_mean": {"pearson": (0.508, "fine-tuned BERT"), "kendall": (0.330, "fine-tuned CLIP")},
+    "clip_p10": {"pearson": (0.459, ""), "kendall": (0.299, "")},
+    "blip2_p10": {"pearson": (0.499, ""), "kendall": (0.340, "")},
+    "rr_mean": {"pearson": (0.302, "correlation CNN"), "kendall": (0.212, "correlation CNN")},
+}
+"""The best published correlations, on the test split, with the predictor's name where it is known."""
+
+SOURCE = "Poesina et al., PQPP, CVPR 2025, arXiv 2406.04746: the best of its predictors, on its test split"
+
+
+@dataclass(frozen=True, eq=False)
+class Captions:
+    """The captions of a split."""
+
+    rows: list[dict[str, Any]]  # id, image_id and caption of each
+    labels: dict[str, np.ndarray]  # (n,) of those of LABELS that the file has
+
+    @property
+    def texts(self) -> list[str]:
+        """The captions."""
+        return [row["caption"] for row in self.rows]
+
+    @classmethod
+    def joined(cls, *parts: "Captions") -> "Captions":
+        """Several splits as one, with the labels that all have."""
+        names = [name for name in LABELS if all(name in part.labels for part in parts)]
+        labels = {name: np.concatenate([part.labels[name] for part in parts]) for name in names}
+        return cls([row for part in parts for row in part.rows], labels)
+
+
+def read_split(folder: Path, split: str) -> Captions:
+    """Read train or validation of a folder: SPLIT.jsonl, or SPLIT.csv as it was published."""
+    found = [path for ending in ("jsonl", "csv") if (path := folder / f"{split}.{ending}").is_file()]
+    if not found:
+        raise UserError(f"{folder} has neither {split}.jsonl nor {split}.csv; give the folder of PQPP's files")
+    return read_captions(found[0])
+
+
+def read_captions(path: Path) -> Captions:
+    """Read a file of captions, with or without labels; the published csv has no numbers of relevant images."""
+    rows: list[dict[str, Any]] = []
+    values: dict[str, list[float]] = {}
+    for where, row in _entries(path):
+        caption = row.get("caption", row.get("best_caption"))
+        if not isinstance(caption, str) or not caption.strip():
+            raise UserError(f"{where}: there is no caption; the keys are {', '.join(row)}")
+        rows.append({"id": row.get("id"), "image_id": row.get("image_id"), "caption": caption})
+        try:
+            for name in MEASURED:
+                if (value := row.get(name, row.get(name.replace("p10", "pk")))) is not None:
+                    values.setdefault(name, []).append(float(value))
+            if "relevant" in row:
+                values.setdefault("log_relevant", []).append(np.log(max(1, len(row["relevant"]))))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{where}: a label is no number: {error}") from error
+    if not rows:
+        raise UserError(f"{path} holds no captions")
+    if lacking := [name for name, own in values.items() if len(own) < len(rows)]:
+        raise UserError(f"{path}: only {len(values[lacking[0]])} of {len(rows)} captions have {lacking[0]}")
+    labels = {name: np.array(own) for name, own in values.items()}
+    for kind in ("p10", "rr"):
+        if {f"clip_{kind}", f"blip2_{kind}"} <= labels.keys():
+            labels[f"{kind}_mean"] = (labels[f"clip_{kind}"] + labels[f"blip2_{kind}"]) / 2
+    return Captions(rows, {name: labels[name] for name in LABELS if name in labels})
+
+
+def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file, each with its place."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            if path.suffix == ".csv":
+                yield from ((f"{path}:{number}", row) for number, row in enumerate(csv.DictReader(file), 2))
+                return
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", dict(json.loads(line))
+    except (OSError, ValueError, TypeError, csv.Error) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+# ---------------------------------------------------------------- correlations
+def pearson_statistic(x: np.ndarray, y: np.ndarray) -> Statistic:
+    """Pearson correlation as a statistic for the bootstrap. x, y (n,)."""
+    x, y = x - x.mean(), y - y.mean()
+    products = np.stack([x, y, x * x, y * y, x * y], axis=1)
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        a, b, aa, bb, ab = (counts @ products / counts.sum(1, keepdims=True)).T
+        spread = np.maximum(aa - a * a, 0) * np.maximum(bb - b * b, 0)
+        return np.divide(ab - a * b, np.sqrt(spread), out=np.full(len(spread), np.nan), where=spread > 1e-18)
+
+    return statistic
+
+
+def kendall_statistic(x: np.ndarray, y: np.ndarray) -> Statistic:
+    """Kendall's tau-b as a statistic for the bootstrap. x, y (n,); it takes three arrays of n * n."""
+    a, b = (np.sign(values[:, None] - values).astype(np.float32) for values in (x, y))
+    signs = a * b, a * a, b * b
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        # Sums of whole numbers, so float32 is exact up to 2^24 captions.
+        weights = counts.astype(np.float32)
+        both, own, other = (((weights @ sign).astype(float) * counts).sum(1) for sign in signs)
+        return np.divide(both, np.sqrt(own * other), out=np.full(len(both), np.nan), where=own * other > 0)
+
+    return statistic
+
+
+CORRELATIONS: Mapping[str, Callable[[np.ndarray, np.ndarray], Statistic]] = {
+    "pearson": pearson_statistic, "kendall": kendall_statistic, "spearman": spearman_statistic,
+}  # fmt: skip
+
+
+def correlations(
+    predicted: np.ndarray, label: np.ndarray, *, n_resamples: int = 1000, seed: int = 0
+) -> dict[str, Interval]:
+    """The correlations of (n,) predictions with a label, with intervals over captions; None for a constant."""
+    statistics = {name: make(predicted, label) for name, make in CORRELATIONS.items()}
+    return bootstrap(statistics, len(label), n_resamples=n_resamples, seed=seed)

@@ -1,0 +1,124 @@
+"""Multiplicity: correlations against scipy, features against loops, the readers, and the commands on tiny files."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import scipy.stats
+from support.raising import raises
+
+from papers.multiplicity import features as module
+from papers.multiplicity.data import CORRELATIONS, Captions, correlations, read_captions, read_split
+from papers.multiplicity.estimate import ESTIMATORS
+from papers.multiplicity.features import COVERAGE, DENSITY, FEATURES, References
+from sfumato.errors import UserError
+from sfumato.metrics.bootstrap import on_all
+
+TEXTS = ["A man rides a wave", "A man rides a red wave", "two cats, one sofa", "a cat with a hat", "Waves and a man"]
+
+
+def line(i: int, **other: object) -> str:
+    values = {"clip_p10": i % 3 / 10, "blip2_p10": i % 4 / 10, "clip_rr": 1 / (1 + i), "blip2_rr": 0.5}
+    row = {"id": i, "image_id": 10 * i, "caption": f"{TEXTS[i % 5]} and {i} birds", "relevant": list(range(i % 7))}
+    return json.dumps(row | values | other) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "train.jsonl").write_text("".join(map(line, range(24))))
+    (tmp_path / "validation.jsonl").write_text("".join(map(line, range(24, 36))))
+    (tmp_path / "asked.jsonl").write_text(
+        "".join(json.dumps({"id": i, "caption": t}) + "\n" for i, t in enumerate(TEXTS))
+    )
+    return tmp_path
+
+
+def test_correlations_and_their_resamples_are_those_of_scipy():
+    random = np.random.default_rng(0)
+    x, y = random.integers(6, size=40).astype(float), random.normal(size=40).round(1)
+    y += 0.3 * x
+    counts = random.multinomial(40, np.full(40, 1 / 40), size=3).astype(float)
+    for name, slow in (("pearson", "pearsonr"), ("kendall", "kendalltau"), ("spearman", "spearmanr")):
+        statistic, reference = CORRELATIONS[name](x, y), getattr(scipy.stats, slow)
+        assert on_all(statistic, 40) == pytest.approx(reference(x, y).statistic)
+        rows = [np.repeat(np.arange(40), own.astype(int)) for own in counts]
+        np.testing.assert_allclose(statistic(counts), [reference(x[r], y[r]).statistic for r in rows])
+    tau_c = scipy.stats.kendalltau(x, y, variant="c").statistic
+    assert abs(on_all(CORRELATIONS["kendall"](x, y), 40) - tau_c) > 0.01
+    constant = correlations(np.full(40, 0.1), y, n_resamples=5)
+    assert {(value.value, value.low) for value in constant.values()} == {(None, None)}
+
+
+def test_features_are_those_of_loops():
+    vectors = np.random.default_rng(1).normal(size=(5, 4))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    stems = [[module._stem(word) for word in re.findall("[a-z]+", text.lower())] for text in TEXTS]
+    others = References(TEXTS[1:], vectors[1:]).features(TEXTS[:1], vectors[:1])[0]
+    asked, known = stems[0], stems[1:]
+    idf = {w: math.log(5 / (sum(w in s for s in known) + 0.5)) for w in asked}
+    content = {w: idf[w] for w in asked if w != "a"}
+    cosines = [float(vectors[0] @ v) for v in vectors[1:]]
+    wanted = {"words": 5, "content words": 3, "rarest word": max(idf.values()), "content idf": sum(content.values())}
+    wanted |= {"mean idf": sum(idf[w] for w in asked) / 5, "nearest": max(cosines)}
+    for k in COVERAGE:
+        lacks = [sum(v for w, v in content.items() if w not in s) for s in known]
+        wanted[f"coverage {k:g}"] = math.log(sum(math.exp(-k * one) for one in lacks) + 0.01)
+    wanted |= {f"density {k}": math.log(sum(math.exp(k * (c - 1)) for c in cosines)) for k in DENSITY}
+    pairs = [p for s in known for p in zip(["", *s], [*s, ""], strict=True)]
+    logs = [
+        math.log((pairs.count(p) + 0.5) / (sum(q[0] == p[0] for q in pairs) + 5))
+        for p in zip(["", *asked], [*asked, ""], strict=True)
+    ]
+    wanted |= {"log probability": sum(logs), "mean log probability": sum(logs) / len(logs)}
+    found = dict(zip(FEATURES, others, strict=True))
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    # A reference is placed among the others: its own words and vector do not count.
+    own = dict(zip(FEATURES, References(TEXTS, vectors).features(TEXTS, vectors, own=True)[0], strict=True))
+    for name in ("nearest", "density 30"):
+        assert own[name] == pytest.approx(found[name], abs=1e-6)
+    assert own["coverage 2"] == pytest.approx(found["coverage 2"], abs=0.2)  # With itself 0.7 more.
+
+
+def test_the_readers_know_both_forms(folder):
+    split = read_split(folder, "train")
+    assert split.labels["log_relevant"][:8] == pytest.approx(np.log([1, 1, 2, 3, 4, 5, 6, 1]))
+    assert split.labels["p10_mean"][:3] == pytest.approx([0, 0.1, 0.2]) and split.rows[2]["image_id"] == 20
+    (folder / "own").mkdir()
+    head = "id,image_id,best_caption,blip2_rr,clip_rr,blip2_pk,clip_pk\n"
+    (folder / "own" / "train.csv").write_text(head + '7,8,"a, b",.5,1,.2,.4\n')
+    published = read_split(folder / "own", "train")
+    assert published.texts == ["a, b"] and "log_relevant" not in published.labels
+    assert {k: float(v[0]) for k, v in published.labels.items()} == pytest.approx(
+        {"p10_mean": 0.3, "rr_mean": 0.75, "clip_p10": 0.4, "blip2_p10": 0.2, "clip_rr": 1, "blip2_rr": 0.5}
+    )
+    assert set(Captions.joined(split, published).labels) == set(published.labels)
+    for text, message in (
+        ("", "holds no captions"),
+        ("{}", "there is no caption"),
+        ("[1]", "cannot read"),
+        (line(0) + json.dumps({"caption": "a"}), "only 1 of 2 captions have clip_p10"),
+        (line(0, clip_rr="x"), "a label is no number"),
+    ):
+        (folder / "bad.jsonl").write_text(text)
+        raises(UserError, message, read_captions, folder / "bad.jsonl")
+    raises(UserError, "neither other.jsonl nor other.csv", read_split, folder, "other")
+
+
+def test_the_command_measures_and_predicts(folder, papers):
+    found = papers.json("multiplicity", "--data", folder, "--bootstrap", "5")
+    assert tuple(found["estimators"]) == ESTIMATORS and found["n"] == 12
+    value = found["estimators"]["regression"]["log_relevant"]["spearman"]
+    assert value["low"] <= value["value"] <= value["high"] and found["published"]["p10_mean"]["kendall"][0] == 0.33
+    printed = papers.printed("multiplicity", "--data", folder, "--bootstrap", "0", "--estimator", "words")
+    assert "rr_mean, validation" in printed and "published, test" in printed
+    asked = ("multiplicity", "--data", folder, "--predict", "asked.jsonl")
+    rows = papers.json(*asked)
+    assert [row["caption"] for row in rows] == TEXTS and [row["id"] for row in rows] == list(range(5))
+    for row in rows:
+        assert row["p10_mean"] == pytest.approx((row["clip_p10"] + row["blip2_p10"]) / 2, abs=2e-6)
+        assert math.isfinite(row["log_relevant"]) and math.isfinite(row["rr_mean"])
+    assert "precision" in papers.printed(*asked)
+    assert "unknown estimator 'magic'; known: words" in papers.refused(*asked[:3], "--estimator", "magic")
+    assert "leave --estimator out" in papers.refused(*asked, "--estimator", "words")
