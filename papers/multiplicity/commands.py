@@ -24,7 +24,9 @@ def multiplicity(
         " blip2_p10, clip_rr, blip2_rr. Or with PQPP's train.csv and validation.csv, without relevant images.",
         metavar="FOLDER",
     ),
-    estimator: list[str] | None = flag(None, "Estimator; several times for several. Default: all.", metavar="NAME"),
+    estimator: list[str] | None = flag(
+        None, "Estimator; several times for several. Default: all but those that train, variance_by_*.", metavar="NAME"
+    ),
     model: str = flag("small", "Model whose text Gaussians are read."),
     predict: Path | None = flag(
         None,
@@ -34,6 +36,12 @@ def multiplicity(
         metavar="FILE",
     ),
     picture: Path | None = flag(None, "Folder for multiplicity.png and .svg: estimates beside people's numbers."),
+    agree: Path | None = flag(
+        None,
+        "Folder of the id lists of the package eccv_caption: print how CxC, ECCV Caption and PQPP agree, Spearman with"
+        " intervals, on the captions that two of them have.",
+        metavar="FOLDER",
+    ),
     bootstrap: Bootstrap = 1000,
     seed: Seed = 0,
     as_json: AsJson = False,
@@ -42,10 +50,10 @@ def multiplicity(
 
     Measures estimators on validation, fitted on train, or predicts for captions.
     """
-    from papers.multiplicity.data import PUBLISHED, SOURCE, Captions, correlations, read_captions, read_split
-    from papers.multiplicity.estimate import ESTIMATORS, REGRESSION, Predictor
+    from papers.multiplicity.data import PUBLISHED, SOURCE, Captions, agreement, correlations, read_captions, read_split
+    from papers.multiplicity.estimate import ESTIMATORS, REGRESSION, TAUGHT, Predictor
 
-    names = list(dict.fromkeys(estimator or ESTIMATORS))
+    names = list(dict.fromkeys(estimator or [name for name in ESTIMATORS if name not in TAUGHT]))
     if unknown := [name for name in names if name not in ESTIMATORS]:
         raise UserError(f"unknown estimator {unknown[0]!r}; known: {', '.join(ESTIMATORS)}")
     if predict and estimator:
@@ -58,17 +66,21 @@ def multiplicity(
         shown = [[r["caption"], number(math.exp(r["log_relevant"]), 1), number(r["p10_mean"], 2)] for r in rows]
         headings = ["caption", "relevant images", "precision at 10"]
         return print(json.dumps(rows)) if as_json else Table("", headings, shown, running=[0]).show()
+    if agree:
+        return print(json.dumps(agreement(Captions.joined(train, validation), agree)))
     found, truth = Predictor(train, model)(validation.texts, names), validation.labels
+    first = next(iter(truth))
     figures = {
         name: {label: correlations(of[label], truth[label], n_resamples=bootstrap, seed=seed) for label in truth}
         for name, of in found.items()
     }
     if picture:
-        _draw({name: of["log_relevant"] for name, of in found.items()}, truth["log_relevant"], picture)
+        _draw({name: of[first] for name, of in found.items()}, truth[first], first, picture)
     if as_json:
         own = {n: {k: {c: asdict(v) for c, v in of.items()} for k, of in f.items()} for n, f in figures.items()}
         about = {"split": "validation", "n": len(validation.rows), "published": PUBLISHED, "source": SOURCE}
-        return print(json.dumps(about | {"estimators": own}))
+        single = {"caption": validation.texts} | {name: of[first].tolist() for name, of in found.items()}
+        return print(json.dumps(about | {"estimators": own, f"estimates of {first}": single}))
     for label in truth:
         _table(label, {name: of[label] for name, of in figures.items()}, PUBLISHED.get(label, {})).show()
     print(f"published: {SOURCE}")
@@ -83,8 +95,8 @@ def _table(label: str, figures: Mapping[str, Mapping[str, Interval]], published:
     return Table(f"{label}, validation", ["estimator", *names], rows)
 
 
-def _draw(estimates: Mapping[str, np.ndarray], log_relevant: np.ndarray, folder: Path) -> None:
-    """People's numbers of images by each estimate."""
+def _draw(estimates: Mapping[str, np.ndarray], truth: np.ndarray, label: str, folder: Path) -> None:
+    """What people found by each estimate."""
     from papers.drawing import write_drawing
     from sfumato.charts import FIRST, require_matplotlib
 
@@ -93,9 +105,7 @@ def _draw(estimates: Mapping[str, np.ndarray], log_relevant: np.ndarray, folder:
 
     figure = Figure(figsize=(4 * len(estimates), 3.6), layout="constrained")
     for k, (name, values) in enumerate(estimates.items()):
-        axes = figure.add_subplot(
-            1, len(estimates), k + 1, yscale="log", xlabel=name, ylabel="images that people found"
-        )
-        axes.plot(values, np.exp(log_relevant), ".", color=FIRST, alpha=0.3, markersize=4, markeredgewidth=0)
+        axes = figure.add_subplot(1, len(estimates), k + 1, xlabel=name, ylabel=f"{label}, people")
+        axes.plot(values, truth, ".", color=FIRST, alpha=0.3, markersize=4, markeredgewidth=0)
     folder.mkdir(parents=True, exist_ok=True)
     write_drawing(figure, folder, "multiplicity")

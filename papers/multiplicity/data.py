@@ -3,13 +3,15 @@
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sfumato.errors import UserError
+from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, spearman_statistic
 
 MEASURED = ("clip_p10", "blip2_p10", "clip_rr", "blip2_rr")
@@ -31,7 +33,7 @@ SOURCE = "Poesina et al., PQPP, CVPR 2025, arXiv 2406.04746: the best of its pre
 
 @dataclass(frozen=True, eq=False)
 class Captions:
-    """The captions of a split."""
+    """Captions with labels."""
 
     rows: list[dict[str, Any]]  # id, image_id and caption of each
     labels: dict[str, np.ndarray]  # (n,) of those of LABELS that the file has
@@ -40,6 +42,13 @@ class Captions:
     def texts(self) -> list[str]:
         """The captions."""
         return [row["caption"] for row in self.rows]
+
+    @property
+    def log_relevant(self) -> np.ndarray:
+        """(n,) log numbers of relevant images."""
+        if "log_relevant" not in self.labels:
+            raise UserError("the captions have no relevant images: PQPP's csv files leave them out")
+        return self.labels["log_relevant"]
 
     @classmethod
     def joined(cls, *parts: "Captions") -> "Captions":
@@ -54,7 +63,10 @@ def read_split(folder: Path, split: str) -> Captions:
     found = [path for ending in ("jsonl", "csv") if (path := folder / f"{split}.{ending}").is_file()]
     if not found:
         raise UserError(f"{folder} has neither {split}.jsonl nor {split}.csv; give the folder of PQPP's files")
-    return read_captions(found[0])
+    captions = read_captions(found[0])
+    if not captions.labels:
+        raise UserError(f"{found[0]} has no labels; expected relevant, or clip_p10, blip2_p10, clip_rr and blip2_rr")
+    return captions
 
 
 def read_captions(path: Path) -> Captions:
@@ -138,3 +150,18 @@ def correlations(
     """The correlations of (n,) predictions with a label, with intervals over captions; None for a constant."""
     statistics = {name: make(predicted, label) for name, make in CORRELATIONS.items()}
     return bootstrap(statistics, len(label), n_resamples=n_resamples, seed=seed)
+
+
+def agreement(captions: Captions, folder: Path) -> dict[str, dict[str, Any]]:
+    """Spearman of the numbers of images by other people, CxC and ECCV Caption, for the captions that two have."""
+    truths = eccv_caption(folder)
+    numbers = {name: dict(zip(truths[name].text_ids, truths[name].t2i.totals, strict=True)) for name in ("cxc", "eccv")}
+    ids = [str(row["id"]) for row in captions.rows]
+    numbers["pqpp"] = dict(zip(ids, np.exp(captions.log_relevant), strict=True))
+    found = {}
+    for a, b in combinations(numbers, 2):
+        both = [i for i in numbers[a] if numbers[a][i] > 0 and numbers[b].get(i, 0) > 0]
+        x, y = (np.array([numbers[name][i] for i in both]) for name in (a, b))
+        statistic = {"spearman": spearman_statistic(x, y)}
+        found[f"{a}, {b}"] = {"n": len(both), **asdict(bootstrap(statistic, len(both))["spearman"])}
+    return found

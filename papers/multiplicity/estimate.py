@@ -33,8 +33,8 @@ WITHOUT_LABELS: dict[str, dict[str, float]] = {
 VARIANCES, REGRESSION = ("total_variance", "log_det"), "regression"
 """Estimators of `sfumato trust` that are read off the model's text Gaussian; the one that is fitted on the labels."""
 
-TAUGHT = {"variance_by_density": "density 30", "variance_by_counts": "log_relevant"}
-"""Total variance after the variance stage has taught it a feature or a label of the training captions."""
+TAUGHT = ("variance_by_density", "variance_by_counts")
+"""Total variance after the variance stage has taught it density 30, or log_relevant, of the training captions."""
 
 ESTIMATORS = (*WITHOUT_LABELS, *VARIANCES, *TAUGHT, REGRESSION)
 
@@ -57,7 +57,7 @@ class Predictor:
 
     def __init__(self, known: Captions, model: str) -> None:
         """model: name or folder of a model with text Gaussians."""
-        self._model, self._labels = model, known.labels
+        self._model, self._captions = model, known
         vectors, gaussians = self._embed(known.texts)
         self._references = References(known.texts, vectors)
         features = self._references.features(known.texts, vectors, own=True)
@@ -73,7 +73,7 @@ class Predictor:
             if name == REGRESSION:
                 found[name] = self._regression(asked)
             elif name in TAUGHT:
-                found[name] = dict.fromkeys(LABELS, self._taught(TAUGHT[name], texts))
+                found[name] = dict.fromkeys(LABELS, self._taught(name, texts))
             elif name in VARIANCES:
                 values = UNCERTAINTIES[name](gaussians, gaussians[:0], Matching())
                 found[name] = dict.fromkeys(LABELS, values)
@@ -110,16 +110,16 @@ class Predictor:
 
     def _regression(self, asked: _Embedded) -> dict[str, np.ndarray]:
         """The mean of a Gaussian process, whose noise has the variance 1 of the kernel's scale."""
-        labels = np.stack([*self._labels.values()], axis=1).astype(np.float32)
+        labels = np.stack([*self._captions.labels.values()], axis=1).astype(np.float32)
         kernel, mean = self._kernel(self._known), labels.mean(0)
         kernel[np.diag_indices_from(kernel)] += 1
-        return dict(
-            zip(self._labels, (self._kernel(asked) @ np.linalg.solve(kernel, labels - mean) + mean).T, strict=True)
-        )
+        predicted = self._kernel(asked) @ np.linalg.solve(kernel, labels - mean) + mean
+        return dict(zip(self._captions.labels, predicted.T, strict=True))
 
-    def _taught(self, teacher: str, texts: Sequence[str]) -> np.ndarray:
+    def _taught(self, name: str, texts: Sequence[str]) -> np.ndarray:
         """Total variances of texts by a text tower whose means stay as they are."""
-        column = self._known.numbers[:, FEATURES.index(teacher)] if teacher in FEATURES else self._labels[teacher]
+        density = self._known.numbers[:, FEATURES.index("density 30")]
+        column = density if name == TAUGHT[0] else self._captions.log_relevant
         low, high = np.quantile(column, (0.01, 0.99))
         wanted = torch.from_numpy(np.clip((column - low) / (high - low), 0, 1)).float()
         tower: Any = load_model(self._model, trainable=True).model.text

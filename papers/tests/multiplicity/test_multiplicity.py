@@ -3,12 +3,14 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
 from support.raising import raises
 
+from papers.multiplicity import data
 from papers.multiplicity import features as module
 from papers.multiplicity.data import CORRELATIONS, Captions, correlations, read_captions, read_split
 from papers.multiplicity.estimate import ESTIMATORS
@@ -106,11 +108,24 @@ def test_the_readers_know_both_forms(folder):
     raises(UserError, "neither other.jsonl nor other.csv", read_split, folder, "other")
 
 
+def test_people_agree_on_captions_that_two_have(folder, monkeypatch):
+    def truth(ids, totals):
+        return SimpleNamespace(text_ids=ids, t2i=SimpleNamespace(totals=np.array(totals)))
+
+    truths = {"cxc": truth(("1", "2", "3", "9"), [1, 3, 2, 5]), "eccv": truth(("2", "3", "9"), [8, 0, 4])}
+    monkeypatch.setattr(data, "eccv_caption", lambda folder: truths)
+    found = data.agreement(read_split(folder, "train"), folder)
+    assert {name: one["n"] for name, one in found.items()} == {"cxc, eccv": 2, "cxc, pqpp": 4, "eccv, pqpp": 2}
+    assert found["cxc, pqpp"]["value"] == pytest.approx(scipy.stats.spearmanr([1, 3, 2, 5], [1, 2, 3, 2]).statistic)
+
+
 def test_the_command_measures_and_predicts(folder, papers):
-    found = papers.json("multiplicity", "--data", folder, "--bootstrap", "5")
+    every = [word for name in ESTIMATORS for word in ("--estimator", name)]
+    found = papers.json("multiplicity", "--data", folder, "--bootstrap", "5", *every)
     assert tuple(found["estimators"]) == ESTIMATORS and found["n"] == 12
     value = found["estimators"]["regression"]["log_relevant"]["spearman"]
     assert value["low"] <= value["value"] <= value["high"] and found["published"]["p10_mean"]["kendall"][0] == 0.33
+    assert len(found["estimates of log_relevant"]["density"]) == 12
     printed = papers.printed("multiplicity", "--data", folder, "--bootstrap", "0", "--estimator", "words")
     assert "rr_mean, validation" in printed and "published, test" in printed
     asked = ("multiplicity", "--data", folder, "--predict", "asked.jsonl")
