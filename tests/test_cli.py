@@ -60,10 +60,8 @@ def test_help_fits_the_screen_and_all_of_it_can_be_had(sfumato):
 
 def test_evaluate_prints_a_table_and_the_same_figures_of_an_export_and_a_recipe(work, sfumato, tmp_path):
     out = sfumato.printed("evaluate", "run", work / "run")
-    for words in (
-        "image -> text", "recall@1", "by chance", "RSUM: sum of recall@1, @5 and @10 of both directions",
-        "csd: closed-form sampled", "−1 is good",
-    ):  # fmt: skip
+    rsum, meaning = "RSUM: sum of recall@1, @5 and @10 of both directions", "−1 is good"
+    for words in ("image -> text", "recall@1", "by chance", rsum, "csd: closed-form sampled", meaning):
         assert words in folded(out)
     assert not too_wide(out, work)
     written = json.loads((work / "run" / "evaluation-test-csd.json").read_text())
@@ -107,10 +105,8 @@ def files(tmp_path):
     np.save(tmp_path / "i.npy", mean)
     np.save(tmp_path / "t.npy", np.repeat(mean, 2, 0) + random.normal(size=(6, 4)))
     (tmp_path / "truth.csv").write_text("image,text\n" + "".join(f"i{j // 2},t{j}\n" for j in range(6)))
-    lists = {
-        "i2t": {f"i{i}": [f"t{j}" for j in range(5, -1, -1)] for i in range(3)},
-        "t2i": {f"t{j}": ["i1", "i0", "i2"] for j in range(6)},
-    }
+    of_images = {f"i{i}": [f"t{j}" for j in range(5, -1, -1)] for i in range(3)}
+    lists = {"i2t": of_images, "t2i": {f"t{j}": ["i1", "i0", "i2"] for j in range(6)}}
     (tmp_path / "lists.json").write_text(json.dumps(lists))
     return tmp_path
 

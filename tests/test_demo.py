@@ -13,10 +13,8 @@ from sfumato.data.sources import SOURCES, Source
 from sfumato.demo import draw_examples, run_demo
 from sfumato.search.answer import MANY
 
-TINY = [
-    "model.image.kind=small", "model.image.size=16", "model.image.width=4", 'model.text={ kind = "small", width = 16 }',
-    "model.dim=16", "train.epochs=1", "variance_stage.epochs=1",
-]  # fmt: skip
+TINY = ["model.image.kind=small", "model.image.size=16", "model.image.width=4", "model.dim=16"]
+TINY += ['model.text={ kind = "small", width = 16 }', "train.epochs=1", "variance_stage.epochs=1"]
 
 
 def read_every_fourth(config, problems):

@@ -79,14 +79,12 @@ def test_a_plain_function_is_the_built_in_loss_which_starts_from_its_options_and
 def test_functions_are_checked_and_a_distance_of_ones_own_is_computed_in_blocks():
     register_loss("scalar", lambda image, text, match, options: (image.mean**2).mean())
     assert LOSSES["scalar"]()(*batch(), MATCH).terms.keys() == {"loss"}
+    sums = lambda image, *_: {"a": image.mean.sum(1)}
     for name, function, message in (
-        (
-            "rows", lambda image, *_: {"a": image.mean.sum(1)},
-            r"rows: term 'a' is \(4,\) torch.float64; expected a scal",
-        ),
+        ("rows", sums, r"rows: term 'a' is \(4,\) torch.float64; expected a scal"),
         ("number", lambda *_: {"a": 1.0}, "number: term 'a' is float"),
         ("nothing", lambda *_: {}, "nothing: the loss has returned no term"),
-    ):  # fmt: skip
+    ):
         register_loss(name, function)
         raises(TypeError, message, LOSSES[name](), *batch(), MATCH)
     register_loss("pull", lambda image, text, match, options: image.mean.sum())

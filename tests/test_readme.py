@@ -137,10 +137,8 @@ def test_paths_that_documents_and_code_name_exist_and_none_is_of_one_machine():
     assert len(README.splitlines()) <= 120
     targets = re.findall(r"make (\w+)", "".join(blocks("console")))
     assert targets and all(re.search(rf"^{target}:", read("Makefile"), flags=re.MULTILINE) for target in targets)
-    folders = (
-        "src|tests|docs|recipes|benchmarks|scripts|losses|search|encoders|training|metrics|evaluation|data"
-        "|calibration|models|papers|reports|serve"
-    )
+    folders = "src|tests|docs|recipes|benchmarks|scripts|losses|search|encoders|training|metrics|evaluation|data"
+    folders += "|calibration|models|papers|reports|serve"
     missing = []
     for document in {*DOCUMENTS, *PAGES} - {"CHANGELOG.md"}:
         text = read(document)

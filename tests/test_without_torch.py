@@ -97,10 +97,8 @@ def test_an_exported_run_answers_as_the_run_does(shell, toy):
     folder = shell.folder
     export_run(toy / "run", folder / "exported", graphs=True)
     shell("index", "exported", "--images", "pictures", "--out", "of-graphs")
-    found, expected = (
-        json.loads(shell("search", "of-graphs", "a red circle", "-k", "3", "--json"))[0]["hits"],
-        load(toy / "run").index(folder / "pictures").search("a red circle", k=3),
-    )
+    found = json.loads(shell("search", "of-graphs", "a red circle", "-k", "3", "--json"))[0]["hits"]
+    expected = load(toy / "run").index(folder / "pictures").search("a red circle", k=3)
     assert [hit["id"] for hit in found] == [hit.id for hit in expected]
     np.testing.assert_allclose([hit["distance"] for hit in found], [hit.distance for hit in expected], rtol=1e-4)
 

@@ -72,9 +72,8 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     print("\n4. Evaluating on the concepts of that style that chose nothing")
     evaluation, _ = evaluate_run(run, "test")
     print_evaluation(evaluation, "test split")
-    whole = evaluate_retrieval(
-        images, texts, style.data.relevance(), distance=index.distance, text_kinds=style.data.text_kinds
-    )
+    relevance, kinds = style.data.relevance(), style.data.text_kinds
+    whole = evaluate_retrieval(images, texts, relevance, distance=index.distance, text_kinds=kinds)
     page = _page(run, index, answers, pictures, style.data, images, texts, whole, seconds)
     write_atomically(out / "index.html", page)
     print(f"\n5. Open {out / 'index.html'} in a browser")
@@ -112,9 +111,7 @@ def _page(
     pictures = {i: data_url(s.read_bytes()) for i, s in sources.items()}
     cards = [_card(answer, data, pictures) for answer in answers]
     expected = np.array(index.expected_matches(texts))
-    counts = data.relevance().transpose().counts
-    variance = texts.total_variance.numpy()
-    balanced = balanced_spearman(expected, counts), balanced_spearman(variance, counts)
+    counts, variance = data.relevance().transpose().counts, texts.total_variance.numpy()
     of_texts = build_index(run, GalleryPart(texts, data.text_ids, data.texts))
     nearest = of_texts.search(images[np.array(described)], 8)
     place = {i: t for t, i in enumerate(data.text_ids)}
@@ -126,20 +123,14 @@ def _page(
         "pairs": [cards[i : i + 2] for i in range(0, len(cards), 2)],
         "many": MANY,
         "seed": SEED,
-        "pictures": [
-            _described(answer, data, place, pictures, position)
-            for answer, position in zip(nearest, described, strict=True)
-        ],
+        "pictures": [_described(*each, data, place, pictures) for each in zip(nearest, described, strict=True)],
         "expected_spearman": signed(spearman(expected, counts)),
-        "expected_balanced": signed(balanced[0]),
+        "expected_balanced": signed(balanced_spearman(expected, counts)),
         "variance_spearman": signed(spearman(variance, counts)),
-        "variance_balanced": signed(balanced[1]),
+        "variance_balanced": signed(balanced_spearman(variance, counts)),
         "distance": index.distance,
         "chart": _expected_chart(data, expected, counts),
-        "table": [
-            {"name": name, "cells": [percent(metrics[m]) for m in metric_names]}
-            for name, metrics in table_rows(evaluation)
-        ],
+        "table": [{"name": name, "cells": [percent(m[n]) for n in metric_names]} for name, m in table_rows(evaluation)],
         "seconds": round(seconds),
         "threads": n_threads(),
     }
@@ -149,6 +140,10 @@ def _page(
 def _card(answer: Answer, data: PairData, pictures: dict[str, str]) -> dict[str, Any]:
     true, expected, said = _true_images(data, answer.query), answer.expected_matches, answer.verdict
     assert expected is not None and said is not None, "the run of the demo is calibrated"
+    hits = []
+    for hit in answer:
+        p, shown = hit.match_probability, {"src": pictures[hit.id], "label": hit.payload["label"]}
+        hits.append(shown | {"true": hit.id in true, "width": round(100 * p), "pct": probability(p)})
     return {
         "query": answer.query,
         "doubtful": said.kind == "unsure",
@@ -156,16 +151,7 @@ def _card(answer: Answer, data: PairData, pictures: dict[str, str]) -> dict[str,
         "expected": f"{expected:.0f}" if said.kind == "many" else f"{expected:.1f}",
         "truth": len(true),
         "top": probability(answer.best_probability),
-        "hits": [
-            {
-                "src": pictures[hit.id],
-                "label": hit.payload["label"],
-                "true": hit.id in true,
-                "width": round(100 * hit.match_probability),
-                "pct": probability(hit.match_probability),
-            }
-            for hit in answer
-        ],
+        "hits": hits,
     }
 
 
@@ -175,20 +161,14 @@ def _true_images(data: PairData, text: str) -> set[str]:
 
 
 def _described(
-    answer: Answer, data: PairData, place: dict[str, int], pictures: dict[str, str], position: int
+    answer: Answer, position: int, data: PairData, place: dict[str, int], pictures: dict[str, str]
 ) -> dict[str, Any]:
     """One image and the texts that are closest to it."""
     true, image_id = set(data.pairs[data.pairs[:, 0] == position, 1].tolist()), data.image_ids[position]
-    rows = [
-        {
-            "text": data.texts[t],
-            "kind": data.text_kinds[t],
-            "pct": probability(hit.match_probability),
-            "true": t in true,
-        }
-        for hit in answer
-        for t in [place[hit.id]]
-    ]
+    rows = []
+    for hit in answer:
+        t, pct = place[hit.id], probability(hit.match_probability)
+        rows.append({"text": data.texts[t], "kind": data.text_kinds[t], "pct": pct, "true": t in true})
     return {"src": pictures[image_id], "label": emoji_names()[image_id.split("/")[0]], "texts": rows}
 
 

@@ -403,9 +403,8 @@ def test_a_sample_of_many_rounded_to_what_the_file_holds():
     reference = logits.ReferenceQueries.of(many, "csd", "t2i", seed=1)
     assert reference.embeddings.n == logits.N_REFERENCE
     assert reference.embeddings.dtype == np.float16
-    assert not np.array_equal(
-        reference.embeddings.mean, logits.ReferenceQueries.of(many, "csd", "t2i", seed=2).embeddings.mean
-    )
+    other = logits.ReferenceQueries.of(many, "csd", "t2i", seed=2)
+    assert not np.array_equal(reference.embeddings.mean, other.embeddings.mean)
 
 
 def items(n=4000, seed=0, *, gallery=30):

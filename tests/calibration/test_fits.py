@@ -42,15 +42,11 @@ def test_more_evidence_is_more_probable(n_words):
     of, steps = FITS.of(n_words), np.arange(6.0)[None]
     n = np.array([float(n_words)])
     base = evidence(n_words=n)
-    for changed in (
-        replace(base, image=-14 + 2 * steps),
-        replace(base, agreement=steps / 7),
-        replace(base, agreement=np.full((1, 6), np.nan), image=-14 + 2 * steps),
-        replace(base, agreement=np.full((1, 6), np.nan), words=steps / 5),
-    ):
-        pair = of.of_pairs(changed)[0]
+    bare, nearer = replace(base, agreement=np.full((1, 6), np.nan)), {"image": -14 + 2 * steps}
+    changes = (base, nearer), (base, {"agreement": steps / 7}), (bare, nearer), (bare, {"words": steps / 5})
+    for before, change in changes:
+        pair = of.of_pairs(replace(before, **change))[0]
         assert (np.diff(pair) > 0).all(), "a closer image, a closer text, a word of the name"
-    bare = replace(base, agreement=np.full((1, 6), np.nan))
     gain = of.of_pairs(replace(bare, words=0 * steps + 1, together=0 * steps + 1)) - of.of_pairs(bare)
     assert (gain > (3 if n_words < 3 else 1)).all(), "two words of a folder's name say as much as one"
     every = replace(base, words=steps * 0 + 1, together=steps * 0 + 1, missing=steps * 0)

@@ -263,10 +263,8 @@ def test_bad_input_and_prediction_needs_numpy_alone():
     ):  # fmt: skip
         raises(ValueError, message, function, *given)
     assert prior.predict_proba([]).shape == (0, 2)
-    code = (
-        "import sys\nfrom sfumato import ScoreCalibrator\nScoreCalibrator(prior='bm25').predict_proba([3., 1.])\n"
-        "print([m for m in ('torch', 'scipy', 'sklearn', 'pydantic', 'PIL', 'transformers') if m in sys.modules])"
-    )
+    code = "import sys\nfrom sfumato import ScoreCalibrator\nScoreCalibrator(prior='bm25').predict_proba([3., 1.])\n"
+    code += "print([m for m in ('torch', 'scipy', 'sklearn', 'pydantic', 'PIL', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -14,15 +14,9 @@ from support.words import folded, too_wide
 from sfumato import GaussianEmbedding, find_recipe, fit, load_recipe, read_ground_truths, save_embeddings
 from sfumato.distances.distance import seeded_samples
 from sfumato.errors import UserError
+from sfumato.evaluation import embedded_input
 from sfumato.evaluation.benchmarks import per_query_table
-from sfumato.evaluation.embedded_input import (
-    Files,
-    measure,
-    measure_files,
-    measure_lists,
-    measure_scores,
-    read_embedded_set,
-)
+from sfumato.evaluation.embedded_input import measure, measure_files, measure_lists, measure_scores, read_embedded_set
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.protocols import EmbeddedSet
 from sfumato.models.embed import embed_for_evaluation
@@ -181,10 +175,9 @@ def test_a_run_on_scans_features_meets_cocos_ids_by_their_order(tmp_path, sfumat
     if ids != "none":
         times = 5 if ids == "of captions" else 1
         (tmp_path / "test_ids.txt").write_text("".join(f"{900 + i}\n" * times for i in range(10)))
-    small = (
-        f"data.path={tmp_path}", "model.image.channels=4", "model.image.graph_layers=1", "model.dim=4",
-        "model.text.hidden=4", "model.text.width=4", "model.text.min_count=1", "train.epochs=1", "train.batch_size=20",
-    )  # fmt: skip
+    small = [f"data.path={tmp_path}", "model.dim=4", "train.epochs=1", "train.batch_size=20"]
+    small += ["model.image.channels=4", "model.image.graph_layers=1"]
+    small += ["model.text.hidden=4", "model.text.width=4", "model.text.min_count=1"]
     fit(load_recipe(find_recipe("coco-vsrn"), small), tmp_path / "run")
     own = sfumato.json("evaluate", "run", tmp_path / "run")
     wanted = "--benchmark", "coco", "--annotations", tmp_path / "dataset_coco.json"
@@ -299,15 +292,9 @@ def test_a_matrix_of_scores_is_the_ranking_by_it(folder, ground_truths, capsys):
 @pytest.mark.parametrize(
     ("scores", "kind", "message"),
     [
-        (
-            np.zeros((N, M)), None,
-            "--scores-are similarity .larger is closer. or --scores-are distance .* found nothing",
-        ),
+        (np.zeros((N, M)), None, "--scores-are similarity .larger is .* or --scores-are distance .* found nothing"),
         (np.zeros((N, M)), "cosine", "found 'cosine'"),
-        (
-            np.zeros((M, N)), "distance",
-            "12 by 6, but there are 6 images .* expected 6 by 12.*texts by images: write it",
-        ),
+        (np.zeros((M, N)), "distance", "12 by 6, but .* 6 images .* expected 6 by 12.*texts by images: write it"),
         (np.zeros((N, M + 1)), "distance", "6 by 13, but .* 12 texts .* expected 6 by 12, images by texts$"),
         (np.full((N, M), np.nan), "distance", "the score of image 0 and text 0 is NaN"),
         (np.zeros(N), "distance", "shape .6,. .* expected a matrix of numbers, images by texts"),
@@ -322,7 +309,7 @@ def test_matrices_that_cannot_be_ranked(folder, ground_truths, scores, kind, mes
 def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
     np.save(folder / "d.npy", np.zeros((N, M)))
     wanted = {"scores": folder / "d.npy", "scores_are": "distance", "ground_truth": folder / "truth.json"}
-    measured, embedded = measure_files(Files(**wanted))
+    measured, embedded = measure_files(embedded_input.Files(**wanted))
     assert embedded is None and measured.score == "distance matrix"
     truth, both = {"ground_truth": folder / "truth.json"}, {"images": "a.npy", "texts": "b.npy"}
     own = {"images": f"{folder}/i.npy", "texts": f"{folder}/t.npy"}
@@ -337,7 +324,7 @@ def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
         (truth | lists, "csd", "leave out --score"),
         (truth | own, "match_probability", "match_probability needs the logits of a model"),
     ):  # fmt: skip
-        raises(UserError, message, measure_files, Files(**files), score)
+        raises(UserError, message, measure_files, embedded_input.Files(**files), score)
 
 
 def test_numbers_and_padded_file_names_of_coco_are_one_image():

@@ -1,5 +1,6 @@
 """Estimators against slow loops and on data with a known truth; probabilities of hits."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -173,9 +174,8 @@ def test_sizes_populations_errors_by_chance_and_verdicts_of_few_and_of_many_quer
     distance, match = pairs(n=120)
     calibration = of_distance(2.0, 2.0)
     planted = measure_hits(calibration, distance, match, sizes=(30, 60, 5000), n_galleries=2)
-    assert [(f.direction, f.n_gallery, f.hits) for f in planted] == [
-        (d, n, h) for d in ("t2i", "i2t") for n in (30, 60, 120) for h in (1, 10)
-    ]
+    every = [*itertools.product(("t2i", "i2t"), (30, 60, 120), (1, 10))]
+    assert [(f.direction, f.n_gallery, f.hits) for f in planted] == every
     every = measure_hits(calibration, distance, match, sizes=(30,), population="independent")
     assert every[0].n > planted[0].n and every[0].rate < planted[0].rate and without_nearest(calibration) == calibration
     p = torch.rand(3000, generator=torch.Generator().manual_seed(1)).double()

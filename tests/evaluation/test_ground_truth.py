@@ -14,14 +14,8 @@ from support.raising import raises
 from sfumato import GaussianEmbedding, GroundTruth, Relevance, load_emoji, read_ground_truth, read_ground_truths
 from sfumato.data.coco import coco_image_id
 from sfumato.errors import UserError
-from sfumato.evaluation.benchmark_ground_truths import (
-    cub_captions,
-    eccv_caption,
-    emoji,
-    pmrp,
-    read_coco,
-    read_karpathy_ground_truth,
-)
+from sfumato.evaluation import benchmark_ground_truths as benchmarks
+from sfumato.evaluation.benchmark_ground_truths import eccv_caption, pmrp, read_coco, read_karpathy_ground_truth
 from sfumato.evaluation.embedded_input import measure, told_apart
 from sfumato.evaluation.ground_truth import ground_truth_from_data, ground_truth_from_pairs, in_folds, in_folds_of
 from sfumato.evaluation.protocols import EmbeddedSet
@@ -38,10 +32,9 @@ def shared(*parts):
 
 def matches(ground_truth):
     rows = {}
-    for side, relevance, queries, gallery in (
-        ("i2t", ground_truth.i2t, ground_truth.image_ids, ground_truth.text_ids),
-        ("t2i", ground_truth.t2i, ground_truth.text_ids, ground_truth.image_ids),
-    ):
+    images, texts = ground_truth.image_ids, ground_truth.text_ids
+    sides = ("i2t", ground_truth.i2t, images, texts), ("t2i", ground_truth.t2i, texts, images)
+    for side, relevance, queries, gallery in sides:
         rows[side] = {q: set() for q in queries}
         for i, j in zip(relevance.query_of_item, relevance.indices, strict=True):
             rows[side][queries[i]].add(gallery[j])
@@ -61,11 +54,11 @@ def test_pairs_make_both_directions_and_folds_are_consecutive_images():
     raises(ValueError, "text 'a1' does not belong to the images of exactly one fold", folded, [*pairs, ("j", "a1")])
     raises(ValueError, "text 'a0' does not belong", folded, pairs[:-1])
     data = load_emoji()["test"]
-    for ground_truth in (emoji(), ground_truth_from_data(data, name="mine")):
+    for ground_truth in (benchmarks.emoji(), ground_truth_from_data(data, name="mine")):
         assert ground_truth.image_ids == data.image_ids and ground_truth.text_ids == data.text_ids
         assert ground_truth.i2t.indices.tolist() == data.relevance().indices.tolist()
-    assert len(emoji("style").image_ids) > len(data.images)
-    raises(ValueError, "unknown split 'dev'; known: train, val, test, style", emoji, "dev")
+    assert len(benchmarks.emoji("style").image_ids) > len(data.images)
+    raises(ValueError, "unknown split 'dev'; known: train, val, test, style", benchmarks.emoji, "dev")
     ground_truth = ground_truth_from_pairs("mine", ["b", "a"], [7, "x", 8], [("a", 7), ("b", "x"), ("a", 8), ("a", 7)])
     assert matches(ground_truth) == ({"b": {"x"}, "a": {"7", "8"}}, {"7": {"a"}, "x": {"b"}, "8": {"a"}})
     assert ground_truth.with_metrics("recall@3").metrics == ("recall@3",)
@@ -97,9 +90,8 @@ def test_eccv_caption_has_the_published_numbers():
         "eccv": ((1261, 22550), (1332, 11279)),
     }  # fmt: skip
     for name, sides in expected.items():
-        for relevance, (queries, positives) in zip(
-            (ground_truths[name].i2t, ground_truths[name].t2i), sides, strict=True
-        ):
+        both = ground_truths[name].i2t, ground_truths[name].t2i
+        for relevance, (queries, positives) in zip(both, sides, strict=True):
             assert ((relevance.totals > 0).sum(), relevance.totals.sum()) == (queries, positives), name
     assert ground_truths["eccv"].i2t.n_outside.sum() == 2 and ground_truths["eccv"].t2i.n_outside is None
     for image in ("575916", "421999"):
@@ -125,12 +117,9 @@ def test_eccv_caption_has_the_published_numbers():
 
 
 def test_rpc2_is_of_both_and_folds_leave_out_what_a_ground_truth_lacks(tmp_path):
-    files = small_eccv(
-        tmp_path,
-        cxc_image_to_caption={"1": [10, 11], "2": [21, 10], "3": [30, 31], "4": [40, 41], "5": [50, 51]},
-        cxc_caption_to_image={str(c): [c // 10] for c in (11, 21, 30, 31, 40, 41, 50, 51)} | {"10": [1, 2]},
-    )
-    both = eccv_caption(files)
+    to_caption = {"1": [10, 11], "2": [21, 10], "3": [30, 31], "4": [40, 41], "5": [50, 51]}
+    to_image = {str(c): [c // 10] for c in (11, 21, 30, 31, 40, 41, 50, 51)} | {"10": [1, 2]}
+    both = eccv_caption(small_eccv(tmp_path, cxc_image_to_caption=to_caption, cxc_caption_to_image=to_image))
     assert matches(both["rpc2"])[0]["2"] == {"20", "21", "10"} and matches(both["rpc2"])[1]["20"] == {"2"}
     assert matches(both["rpc2_cxc"]) == matches(both["cxc"])
     assert matches(both["cxc"])[0]["2"] == {"21", "10"} and matches(both["cxc"])[1]["20"] == set()
@@ -143,9 +132,8 @@ def test_rpc2_is_of_both_and_folds_leave_out_what_a_ground_truth_lacks(tmp_path)
     assert {one.averaged_as for one in found.values()} == {"pmrp", "pmrp_1k"}
     for name in ("pmrp_1k@0", "pmrp_1k@1"):
         assert [(i.tolist(), t.tolist()) for i, t in found[name].folds] == [([0, 1], [0, 1]), ([2], [2])]
-    assert [(i.tolist(), t.tolist()) for i, t in in_folds_of(folded, base, name="x").folds] == [
-        ([0, 1], [0, 1]), ([2, 3], [2, 3])
-    ]  # fmt: skip
+    found_folds = [(i.tolist(), t.tolist()) for i, t in in_folds_of(folded, base, name="x").folds]
+    assert found_folds == [([0, 1], [0, 1]), ([2, 3], [2, 3])]
     # Image 1 matches A and B with one difference, and D of the other fold, which does not count in its own.
     scores = np.array([[1.0, 2, 9, 3], [2, 1, 9, 0], [0, 0, 9, 0], [9, 8, 9, 1]])
     figures = evaluate_score_matrix(scores, list("1234"), list("ABCD"), found.values(), better="larger")
@@ -271,7 +259,7 @@ def birds(tmp_path):
 
 def test_birds_match_by_class_in_the_public_lists(birds, tmp_path):
     (birds / "classes.txt").write_text("001.Wren\n002.Owl\n003.Kite\n")
-    ground_truth = cub_captions(birds, classes=birds / "classes.txt")
+    ground_truth = benchmarks.cub_captions(birds, classes=birds / "classes.txt")
     assert ground_truth.image_ids[:3] == ("001.Wren/Wren_0.jpg", "001.Wren/Wren_1.jpg", "002.Owl/Owl_0.jpg")
     assert ground_truth.text_ids[:3] == ("001.Wren/Wren_0.jpg#0", "001.Wren/Wren_0.jpg#1", "001.Wren/Wren_1.jpg#0")
     birds_of = lambda ids: np.array([one.split("/")[0] for one in ids])
@@ -279,19 +267,16 @@ def test_birds_match_by_class_in_the_public_lists(birds, tmp_path):
     assert (ground_truth.i2t.to_dense() == expected).all() and (ground_truth.t2i.to_dense() == expected.T).all()
     lists = tmp_path / "lists"
     lists.mkdir()
-    for name, classes in (
-        ("testclasses", ["002.Owl"]), ("trainvalclasses", ["001.Wren", "003.Kite"]),
-        ("trainclasses2", ["001.Wren"]), ("valclasses2", ["003.Kite"]),
-    ):  # fmt: skip
-        (lists / f"{name}.txt").write_text("\n".join(classes))
+    classes = {"test": "002.Owl", "trainval": "001.Wren\n003.Kite", "train": "001.Wren", "val": "003.Kite"}
+    for name, text in classes.items():
+        (lists / f"{name}classes{'2' * (name in ('train', 'val'))}.txt").write_text(text)
     (lists / "seen_test_images.txt").write_text("001.Wren/Wren_1.jpg\n002.Owl/Owl_0.jpg\n003.Kite/Kite_0.jpg\n")
     expected = {
         "test": ["002.Owl/Owl_0.jpg"],  # An unseen class, whatever the list of seen test images says.
         "seen": ["001.Wren/Wren_1.jpg", "003.Kite/Kite_0.jpg"],
         "train": ["001.Wren/Wren_0.jpg", "003.Kite/Kite_1.jpg"],
-        "train2": ["001.Wren/Wren_0.jpg"],
-        "val2": ["003.Kite/Kite_1.jpg"],
     }
+    expected |= {"train2": expected["train"][:1], "val2": expected["train"][1:]}
     for split, images in expected.items():
         (found,) = read_ground_truths("cub", annotations=birds, classes=lists, split=split)
         assert list(found.image_ids) == images and found.name == ("cub" if split == "test" else f"cub_{split}")

@@ -158,9 +158,8 @@ def test_groups_widen_the_intervals_where_texts_have_one_image():
     assert trust.resampled_together(few, groups, True).tolist() == [0, 0, 1, *range(2, 10)]
     shared = Relevance.from_lists([[0, 1], [1], *[[k] for k in range(2, 11)]], n_gallery=11)
     assert trust.resampled_together(shared, groups, True).tolist() == [0, 1, *range(2, 11)]
-    assert (
-        trust.resampled_together(many, groups, True) is None and trust.resampled_together(many, groups, False) is groups
-    )
+    assert trust.resampled_together(many, groups, True) is None
+    assert trust.resampled_together(many, groups, False) is groups
 
 
 PROTOCOLS_N, PROTOCOLS_M, PROTOCOLS_D = 23, 31, 4
@@ -175,9 +174,8 @@ def protocols_scene(seed=0):
     ground_truth[0, 23:29] = True
     generator = torch.Generator().manual_seed(seed)
     image = torch.randn(PROTOCOLS_N, PROTOCOLS_D, generator=generator)
-    text = torch.cat(
-        [image, torch.randn(PROTOCOLS_M - PROTOCOLS_N, PROTOCOLS_D, generator=generator)]
-    ) + 0.8 * torch.randn(PROTOCOLS_M, PROTOCOLS_D, generator=generator)
+    text = torch.cat([image, torch.randn(PROTOCOLS_M - PROTOCOLS_N, PROTOCOLS_D, generator=generator)])
+    text += 0.8 * torch.randn(PROTOCOLS_M, PROTOCOLS_D, generator=generator)
     log_vars = [torch.randn(n, PROTOCOLS_D, generator=generator) - 1 for n in (PROTOCOLS_N, PROTOCOLS_M)]
     relevance = Relevance.from_pairs(*np.nonzero(ground_truth), n_queries=PROTOCOLS_N, n_gallery=PROTOCOLS_M)
     return GaussianEmbedding(image, log_vars[0]), GaussianEmbedding(text, log_vars[1]), relevance, ground_truth
@@ -206,9 +204,8 @@ def test_every_figure_by_loops():
     assert result.total_variance["text"] == pytest.approx(float(texts.var.sum(1).mean()), rel=1e-5)
     text = json.dumps(result.to_json(), allow_nan=False)
     assert json.loads(text)["i2t"]["recall@1"] == result.i2t["recall@1"]
-    assert [name for name, _ in table_rows(result)] == [
-        "image -> text", "text -> image", "image -> name", "image -> tag", "name -> image", "tag -> image",
-    ]  # fmt: skip
+    names = "image -> text", "text -> image", "image -> name", "image -> tag", "name -> image", "tag -> image"
+    assert tuple(name for name, _ in table_rows(result)) == names
 
 
 MEASURES = {  # by the formulas of the three papers
@@ -251,9 +248,7 @@ def test_points_and_one_to_one_truth_leave_out_what_has_no_meaning():
     assert result.uncertainty["t2i"]["correlation"] is not None
     json.dumps(result.to_json(), allow_nan=False)
     images, texts, _, _ = protocols_scene(3)
-    names, one_to_one = (
-        texts[: images.n], Relevance.from_lists([[i] for i in range(PROTOCOLS_N)], n_gallery=PROTOCOLS_N),
-    )  # fmt: skip
+    names, one_to_one = texts[: images.n], Relevance.from_lists([[i] for i in range(images.n)], n_gallery=images.n)
     points = evaluate_retrieval(GaussianEmbedding.point(images.mean), GaussianEmbedding.point(names.mean), one_to_one)
     assert points.uncertainty is points.multiplicity is None and points.total_variance == {"image": 0.0, "text": 0.0}
     spread = evaluate_retrieval(images, names, one_to_one, text_kinds=["name"] * PROTOCOLS_N)
@@ -268,9 +263,8 @@ def test_what_ranks_no_better_than_chance_is_told_apart():
     images, texts = (GaussianEmbedding.point(torch.randn(n, 8, generator=generator)) for n in (60, 120))
     random = evaluate_retrieval(images, texts, relevance)
     assert not random.above_chance
-    assert random.chance_rsum == pytest.approx(
-        sum(1 - comb(118, k) / comb(120, k) for k in (1, 5, 10)) + sum(k / 60 for k in (1, 5, 10))
-    )
+    by_chance = sum(1 - comb(118, k) / comb(120, k) + k / 60 for k in (1, 5, 10))
+    assert random.chance_rsum == pytest.approx(by_chance)
     near = GaussianEmbedding.point(images.mean.repeat_interleave(2, 0) + torch.randn(120, 8, generator=generator))
     assert evaluate_retrieval(images, near, relevance).above_chance
     # Among eight images every recall@10 is 1; recall@1 tells.
@@ -325,8 +319,8 @@ def test_the_latest_verdict_of_one_judge_counts_and_files_and_qrels_come_back(tm
     (tmp_path / "q").write_text(judgements.qrels_of([ONE, *others, second]))
     lines = (tmp_path / "q").read_text().splitlines()
     assert lines[0] == "a%20dog 0 x%20y.jpg 1" and all(len(line.split()) == 4 for line in lines)
-    back = judgements.read_qrels(tmp_path / "q", "team")
-    verdicts = [("a dog", "x y.jpg", 1, "team"), ("100% ü", "b", 0, "team")]
+    back = judgements.read_qrels(tmp_path / "q")
+    verdicts = [("a dog", "x y.jpg", 1, "imported"), ("100% ü", "b", 0, "imported")]
     assert [(b.query, b.id, b.yes, b.judge) for b in back] == verdicts
     assert [b.pair for b in judgements.read_verdicts(tmp_path / "q")] == [b.pair for b in back]
     (tmp_path / "q").write_text("301\tQ0\tdoc\t2\n301 0 spam -2\n")
@@ -348,16 +342,11 @@ def test_a_sample_has_known_probabilities():
         found = judgements.sample_hits(hits, n)
         assert len(found) == min(n, len(hits)) == len({hit.pair for hit in found})
         assert sum(hit.weight for hit in found) == pytest.approx(len(hits))
-    assert (
-        judgements.sample_hits(hits, 40)
-        == judgements.sample_hits(hits[::-1], 40)
-        != judgements.sample_hits(hits, 40, seed=1)
-    )
+    forty = judgements.sample_hits(hits, 40)
+    assert forty == judgements.sample_hits(hits[::-1], 40) != judgements.sample_hits(hits, 40, seed=1)
     strata = {hit.why: hit.weight for hit in judgements.sample_hits(hits, 60)}
     assert "rank 1, probability 0.9-1" in strata and strata["rank 4-10, probability 0.1-0.5"] > 2
-    assert {hit.pair for hit in judgements.sample_hits(hits, 40)} <= {
-        hit.pair for hit in judgements.sample_hits(hits, 80)
-    }
+    assert {hit.pair for hit in forty} <= {hit.pair for hit in judgements.sample_hits(hits, 80)}
     assert judgements.sample_hits([], 5) == []
     bare = [replace(hit, probability=None) for hit in hits]
     assert {hit.why for hit in judgements.sample_hits(bare, 60)} == {"rank 1", "rank 2-3", "rank 4-10", "rank 11-"}

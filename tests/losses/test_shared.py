@@ -50,9 +50,8 @@ def test_terms_sum_to_the_total_in_half_precision_and_autocast(loss):
 
 
 FORMULAS = [
-    PCMEPPOptions(), PCMEPPOptions(distance="kl", infonce_weight=0.3),
-    PCMEPPOptions(infonce_weight=0.3, pseudo_positives_from=1), InfoNCEOptions(), InfoNCEOptions(distance="elk"),
-    ProLIPOptions(inclusion_weight=0.1),
+    PCMEPPOptions(), PCMEPPOptions(distance="kl", infonce_weight=0.3), InfoNCEOptions(), InfoNCEOptions(distance="elk"),
+    PCMEPPOptions(infonce_weight=0.3, pseudo_positives_from=1), ProLIPOptions(inclusion_weight=0.1),
     PCMEOptions(uniformity_weight=0.5, sigmoid="compressed", beta=0.2),
 ]  # fmt: skip
 
@@ -113,7 +112,7 @@ def test_shapes_emptiness_labels_and_options_are_checked(loss):
     assert totals[0] == totals[1] == totals[2]
     defaults = loss_options(loss)
     for item in dataclasses.fields(defaults):
-        for bound, wrong in (("gt", -0.5), ("ge", -1), ("lt", 2**40)):
+        for bound, wrong in (("gt", -0.5), ("ge", -1)):
             if bound in item.metadata:
                 with pytest.raises(ValueError, match=rf"{type(defaults).__name__}: {item.name} must be .*got {wrong}"):
                     dataclasses.replace(defaults, **{item.name: wrong})

@@ -106,10 +106,8 @@ def test_gradients_are_finite_where_distances_and_cosines_are_nought(mean):
     assert torch.isfinite(leaf.grad).all()
 
 
-GRADED = torch.tensor(
-    [[1, 0.1, 0.2, 0, 0.9, 0.2], [0.1, 1, 0, 0.3, 0, 0], [0.4, 0, 1, 0, 0, 0.7], [0, 0.2, 0.1, 1, 0, 0.3]],
-    dtype=torch.float64,
-)
+GRADED = [[1, 0.1, 0.2, 0, 0.9, 0.2], [0.1, 1, 0, 0.3, 0, 0], [0.4, 0, 1, 0, 0, 0.7], [0, 0.2, 0.1, 1, 0, 0.3]]
+GRADED = torch.tensor(GRADED, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("temperature", [0.02, 0.5, 7.0])

@@ -10,23 +10,17 @@ import torch
 from support.raising import raises
 
 from sfumato.metrics import bootstrap as measures
-from sfumato.metrics.reliability import (
-    RecallByUncertainty,
-    binomial_tail,
-    brier_score,
-    expected_calibration_error,
-    mean_loss_p_value,
-    reliability_curve,
-    wilson_interval,
-)
+from sfumato.metrics import reliability
+from sfumato.metrics.reliability import RecallByUncertainty, mean_loss_p_value, reliability_curve, wilson_interval
 
-aurc, excess_aurc, prediction_rejection_ratio, risk_at_coverage = (
+aurc, risk_at_coverage = (
     lambda u, e, *given, statistic=statistic: measures.on_all(statistic(u, e, *given), len(u))
-    for statistic in (
-        measures.aurc_statistic, lambda u, e: measures.risk_coverage_statistics(u, e)["e_aurc"],
-        lambda u, e: measures.risk_coverage_statistics(u, e)["prr"], measures.risk_statistic,
-    )
-)  # fmt: skip
+    for statistic in (measures.aurc_statistic, measures.risk_statistic)
+)
+excess_aurc, prediction_rejection_ratio = (
+    lambda u, e, name=name: measures.on_all(measures.risk_coverage_statistics(u, e)[name], len(u))
+    for name in ("e_aurc", "prr")
+)
 
 
 def scene(seed, n=57, levels=8):
@@ -98,10 +92,9 @@ def test_undefined_figures_are_none_and_bad_input_is_named():
     only_right = measures.auroc_statistic(np.arange(4.0), np.zeros(4))
     assert measures.bootstrap({"a": only_right}, 4, n_resamples=9)["a"] == measures.Interval(None, None, None)
     assert np.isnan(prediction_rejection_ratio(np.arange(4.0), np.ones(4)))
-    assert measures.bootstrap({"m": measures.mean_statistic(np.ones(3))}, 3, n_resamples=0)["m"] == measures.Interval(
-        1.0, None, None
-    )
-    assert measures.percentile_interval(1.0, np.array([np.nan, np.nan, 1.0])) == measures.Interval(1.0, None, None)
+    alone, ones = measures.Interval(1.0, None, None), measures.mean_statistic(np.ones(3))
+    assert measures.bootstrap({"m": ones}, 3, n_resamples=0)["m"] == alone
+    assert measures.percentile_interval(1.0, np.array([np.nan, np.nan, 1.0])) == alone
     constant = measures.spearman_statistic(np.zeros(5), np.arange(5.0))
     assert measures.bootstrap({"s": constant}, 5, n_resamples=9)["s"].value is None
     assert measures.bootstrap({"m": measures.mean_statistic(np.empty(0))}, 0)["m"].value is None
@@ -109,10 +102,9 @@ def test_undefined_figures_are_none_and_bad_input_is_named():
     raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([1.5]), good)
     raises(ValueError, r"\[0, 1\]", reliability_curve, torch.tensor([torch.nan]), good)
     raises(ValueError, "n_bins", reliability_curve, good, good, n_bins=0)
-    raises(ValueError, "unknown binning 'mass'; known: width, count", reliability_curve, good, good, binning="mass")
-    for function in (reliability_curve, brier_score):
+    for function in (reliability_curve, reliability.brier_score):
         raises(ValueError, r"must be \(k,\)", function, torch.zeros(2), torch.zeros(3))
-    raises(ValueError, "got no probabilities", expected_calibration_error, torch.zeros(0), torch.zeros(0))
+    raises(ValueError, "got no probabilities", reliability.expected_calibration_error, torch.zeros(0), torch.zeros(0))
 
 
 def test_balanced_spearman_and_its_resamples_are_exact_of_whole_bins_seeded_otherwise_and_see_ties():
@@ -124,10 +116,8 @@ def test_balanced_spearman_and_its_resamples_are_exact_of_whole_bins_seeded_othe
     assert drawn["x"].shape == (300,) and (drawn["x"] == drawn["same"]).all() and np.isnan(drawn["flat"]).all()
     # 300 resamples: the mean is within five standard errors of the value on the data, and a bias of 0.03 is allowed for
     # ties.
-    assert (
-        abs(drawn["x"].mean() - measures.balanced_spearman(x, multiplicity))
-        < 5 * drawn["x"].std() / np.sqrt(300) + 0.03
-    )
+    gap = abs(drawn["x"].mean() - measures.balanced_spearman(x, multiplicity))
+    assert gap < 5 * drawn["x"].std() / np.sqrt(300) + 0.03
     # Everything in one set: each draw is the plain correlation of its resample.
     whole = measures.resampled_balanced_spearman({"x": x}, multiplicity, per_bin=1000, n_resamples=200, n_sets=1)["x"]
     assert abs(whole.mean() - measures.spearman(x, multiplicity)) < 0.03 and 0.01 < whole.std() < 0.1
@@ -158,10 +148,8 @@ def test_correlations_equal_scipys(levels):
         assert measures.spearman(x, y) == pytest.approx(scipy.stats.spearmanr(x, y).statistic, abs=1e-12)
         np.testing.assert_allclose(measures.average_ranks(x), scipy.stats.rankdata(x) - 1)
         assert measures.pearson(x, y) == pytest.approx(scipy.stats.pearsonr(x, y).statistic, abs=1e-12)
-    assert np.isnan(measures.spearman(np.zeros(5), np.arange(5))) and np.isnan(
-        measures.spearman(np.array([1.0]), np.array([2.0]))
-    )
-    raises(ValueError, "must be equal", measures.pearson, np.zeros(3), np.zeros(4))
+    for x, y in ((np.zeros(5), np.arange(5)), (np.array([1.0]), np.array([2.0]))):
+        assert np.isnan(measures.spearman(x, y))
 
 
 def test_recall_by_uncertainty_worked_by_hand_in_ten_bins_of_equal_size():
@@ -212,27 +200,24 @@ def test_the_figure_has_each_group_with_its_interval():
 def test_bins_worked_by_hand(binning, probability, match, bins, ece):
     probability, match = torch.tensor(probability), torch.tensor(match, dtype=torch.float32)
     curve = reliability_curve(probability, match, n_bins=2, binning=binning)
-    assert [tuple(b[key] for key in ("count", "probability", "observed")) for b in curve] == list(
-        map(pytest.approx, bins)
-    )
-    assert expected_calibration_error(probability, match, n_bins=2, binning=binning) == pytest.approx(ece)
-    by_default = expected_calibration_error(probability, match, n_bins=2)
-    assert by_default == expected_calibration_error(probability, match, n_bins=2, binning="count")
+    found = [tuple(b[key] for key in ("count", "probability", "observed")) for b in curve]
+    assert found == list(map(pytest.approx, bins))
+    assert reliability.expected_calibration_error(probability, match, n_bins=2, binning=binning) == pytest.approx(ece)
+    by_default = reliability.expected_calibration_error(probability, match, n_bins=2)
+    assert by_default == reliability.expected_calibration_error(probability, match, n_bins=2, binning="count")
     slow = sum((p - y) ** 2 for p, y in zip(probability.tolist(), match.tolist(), strict=True)) / len(match)
-    assert brier_score(probability, match) == pytest.approx(slow)
+    assert reliability.brier_score(probability, match) == pytest.approx(slow)
 
 
 def test_intervals_of_means_and_binomials_are_scipys_and_resamples_seeded_and_common():
-    for hits, n, confidence in itertools.product((0, 2, 8), (8, 20, 400), (0.8, 0.95)):
-        expected = scipy.stats.binomtest(hits, n).proportion_ci(confidence, method="wilson")
-        found = wilson_interval(hits / n, n, confidence=confidence)
-        assert found == pytest.approx((expected.low, expected.high), abs=1e-12), (hits, n, confidence)
+    for hits, n in itertools.product((0, 2, 8), (8, 20, 400)):
+        expected = scipy.stats.binomtest(hits, n).proportion_ci(method="wilson")
+        assert wilson_interval(hits / n, n) == pytest.approx((expected.low, expected.high), abs=1e-12), (hits, n)
     assert wilson_interval(0.25, 0) == (0.0, 1.0)
-    raises(ValueError, "confidence must be between 0 and 1, got 95", wilson_interval, 1, 3, confidence=95)
     for k, n in ((0, 1), (0, 29), (3, 10), (10, 10), (0, 0), (40, 3000), (2999, 3000)):
         for p in (0.0, 1e-5, 0.02, 0.5, 0.97, 1.0):
             right = scipy.stats.binom.cdf(k, n, p)
-            assert binomial_tail(k, n, p) == pytest.approx(right, rel=1e-9, abs=1e-12), (k, n, p)
+            assert reliability.binomial_tail(k, n, p) == pytest.approx(right, rel=1e-9, abs=1e-12), (k, n, p)
     values = np.random.default_rng(5).exponential(size=400)
     ours = measures.bootstrap({"mean": measures.mean_statistic(values)}, 400, n_resamples=4000, seed=1)["mean"]
     theirs = scipy.stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=0).confidence_interval

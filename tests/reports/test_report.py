@@ -1,6 +1,5 @@
 """Pages, charts, tables and summaries: they agree with figures computed otherwise; nothing breaks out or fetches."""
 
-import dataclasses
 import html.parser
 import re
 import xml.etree.ElementTree as ET
@@ -115,16 +114,10 @@ def test_the_page_is_whole_and_needs_nothing_else():
 
 def test_what_users_wrote_cannot_become_markup():
     data = scene()
-    bad = {
-        "captions": [EVIL] * data.texts.n,
-        "image_names": [f"{EVIL}{i}" for i in range(data.images.n)],
-        "text_kinds": [EVIL if i % 2 else "plain" for i in range(data.texts.n)],
-        "model": EVIL,
-        "split": EVIL,
-        "recipe": EVIL,
-        "notes": [EVIL],
-        "version": EVIL,
-    }  # fmt: skip
+    kinds = [EVIL if i % 2 else "plain" for i in range(data.texts.n)]
+    bad = {"captions": [EVIL] * data.texts.n, "text_kinds": kinds, "notes": [EVIL]}
+    bad |= {"image_names": [f"{EVIL}{i}" for i in range(data.images.n)]}
+    bad |= dict.fromkeys(("model", "split", "recipe", "version"), EVIL)
     checked = Checker(undrawn_report(scene(**bad)).html)
     assert sum(EVIL in text for text in checked.text) > 20
     gone = undrawn_report(scene(thumbnail=lambda i: None, image_names=[EVIL] * data.images.n)).html
@@ -147,10 +140,8 @@ def test_mistakes_and_calibration_are_as_loops_count_them():
     found, ground_truth = undrawn_report(data).calibration, truth(data).double()
     has = data.relevance.counts > 0
     first = distance.argmin(1)
-    sets = {
-        "pairs": (distance.flatten(), ground_truth.flatten()),
-        "i2t": (distance.amin(1)[has], ground_truth[torch.arange(len(first)), first][has]),
-    }
+    sets = {"pairs": (distance.flatten(), ground_truth.flatten())}
+    sets["i2t"] = distance.amin(1)[has], ground_truth[torch.arange(len(first)), first][has]
     for key, (d, match) in sets.items():
         assert found[key]["n"] == len(d) and found[key]["matches"] == pytest.approx(match.mean().item())
         for version, logits in (("before", data.learnt_logits), ("after", data.logits)):
@@ -204,13 +195,10 @@ def test_words_about_the_uncertainty_follow_its_sign_and_few_points_or_a_perfect
     Checker(page)
     assert "there is no uncertainty to look at" in page and 'id="extremes"' not in page
     mean = torch.eye(3, 4)
-    perfect = {
-        "images": GaussianEmbedding(mean, torch.full((3, 4), -6.0) + mean),
-        "texts": GaussianEmbedding(mean, torch.full((3, 4), -5.0) - mean * torch.arange(3)[:, None]),
-        "relevance": Relevance.from_lists([[0], [1], [2]], n_gallery=3),
-        "captions": ["one", "two", "three"],
-        "image_names": ["a", "b", "c"],
-    }  # fmt: skip
+    perfect = {"captions": ["one", "two", "three"], "image_names": ["a", "b", "c"]}
+    perfect["images"] = GaussianEmbedding(mean, torch.full((3, 4), -6.0) + mean)
+    perfect["texts"] = GaussianEmbedding(mean, torch.full((3, 4), -5.0) - mean * torch.arange(3)[:, None])
+    perfect["relevance"] = Relevance.from_lists([[0], [1], [2]], n_gallery=3)
     page = undrawn_report(scene(**perfect)).html
     Checker(page)
     assert page.count("Every first result is right.") == 2
@@ -228,11 +216,10 @@ def test_the_probabilities_of_results_are_those_of_searches():
     split = PairData(*given, np.argwhere(dense))
     calibration = calibrate_split((data.images, data.texts), split, "csd", split="val")
     logits = calibration.logit_scale, calibration.logit_bias
-    data = dataclasses.replace(data, calibration=calibration, logits=logits)
+    data = replace(data, calibration=calibration, logits=logits)
     found = undrawn_report(data).calibration
-    for direction, queries, gallery, match in (
-        ("t2i", data.texts, data.images, dense.T), ("i2t", data.images, data.texts, dense),
-    ):  # fmt: skip
+    sides = ("t2i", data.texts, data.images, dense.T), ("i2t", data.images, data.texts, dense)
+    for direction, queries, gallery, match in sides:
         names = [str(i) for i in range(gallery.n)]
         index = GaussianIndex.build(gallery, names, calibration=calibration, direction=direction)
         hits = [(query, found[0]) for query, found in enumerate(index.search(queries, k=1)) if match[query].any()]
@@ -305,7 +292,6 @@ def test_first_hits_at_chance_are_named_instead_of_show_it(capsys, recall):
 
 
 LINK = "{http://www.w3.org/1999/xlink}href"
-parsed = lambda svg: ET.fromstring(str(svg).replace("<svg", '<svg xmlns:xlink="http://www.w3.org/1999/xlink"', 1))
 
 
 def test_a_chart_is_one_element_without_references_to_elsewhere():
@@ -315,7 +301,7 @@ def test_a_chart_is_one_element_without_references_to_elsewhere():
     chart.axes.set_xlabel(EVIL)
     chart.legend()
     svg = chart.svg()
-    root = parsed(svg)
+    root = ET.fromstring(str(svg).replace("<svg", '<svg xmlns:xlink="http://www.w3.org/1999/xlink"', 1))
     assert root.tag == "svg" and root.attrib["aria-label"] == f"label {EVIL}" and root.attrib["role"] == "img"
     assert not re.search(r"https?://|url\(|@import|<style|<script|<!DOCTYPE", svg)
     texts = [e.text for e in root.iter("text")]

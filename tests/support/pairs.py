@@ -10,14 +10,9 @@ def many_to_many(n=23, m=17, n_pairs=60, seed=0):
     random = np.random.default_rng(seed)
     images = np.concatenate([np.arange(n), random.integers(0, n, n_pairs)])
     pairs = np.stack([images, random.integers(0, m, n + n_pairs)], 1)
-    return PairData(
-        tuple(f"i{k}" for k in range(n)),
-        tuple(FileImage(f"{k}.png") for k in range(n)),
-        tuple(f"t{k}" for k in range(m)),
-        tuple(f"text {k}" for k in range(m)),
-        tuple(("name", "tag", "group")[k % 3] for k in range(m)),
-        pairs,
-    )
+    names, files = tuple(f"i{k}" for k in range(n)), tuple(FileImage(f"{k}.png") for k in range(n))
+    texts = tuple(f"t{k}" for k in range(m)), tuple(f"text {k}" for k in range(m))
+    return PairData(names, files, *texts, tuple(("name", "tag", "group")[k % 3] for k in range(m)), pairs)
 
 
 def captions(n, each):

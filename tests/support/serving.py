@@ -53,11 +53,8 @@ def embedding_sources(run_folder):
     images, texts = run.model.embed_images(npy_rows(tables[0])), run.model.embed_texts(npy_rows(tables[1]))
     run = replace(run, calibrated=True, calibration=calibration(texts, images))
     ids, words = [f"photo-{i}" for i in range(48)], [f"text {i % 5}" for i in range(48)]
-    galleries = {
-        "images": ServedGallery(build_index(run, GalleryPart(images, ids))),
-        "texts": ServedGallery(build_index(run, GalleryPart(texts, ids, words))),
-    }
-    return Sources(run.model, "run", galleries)
+    parts = {"images": GalleryPart(images, ids), "texts": GalleryPart(texts, ids, words)}
+    return Sources(run.model, "run", {name: ServedGallery(build_index(run, part)) for name, part in parts.items()})
 
 
 def npy_rows(table):
@@ -110,10 +107,8 @@ def read_only(run_folder, pictures):
     texts = [f"a {c} {s}" for c in ("red", "green", "blue") for s in ("circle", "square", "cross")]
     lines = GalleryPart(run.model.embed_texts(texts), [str(i) for i in range(len(texts))], texts)
     run = replace(run, calibration=calibration(lines.embeddings, images.embeddings))
-    galleries = {
-        "images": ServedGallery(build_index(run, images), FolderImages(pictures)),
-        "texts": ServedGallery(build_index(run, lines)),
-    }
+    galleries = {"images": ServedGallery(build_index(run, images), FolderImages(pictures))}
+    galleries["texts"] = ServedGallery(build_index(run, lines))
     return Sources(run.model, "run", galleries)
 
 

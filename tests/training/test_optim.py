@@ -40,53 +40,48 @@ def options_of(optimiser, parameter):
     return group["lr"], group["weight_decay"]
 
 
-# Image, text, variance blocks -> learning rates at lr = 1, layer_decay = 0.7, multipliers 0.5 (image) and 0.1 (text).
-TABLE = [
-    (
-        (3, 2, 1),
-        {
-            "image.encoder.embeddings.class_embedding": 0.5, "image.encoder.embeddings.position_embedding.weight": 0.5,
-            "image.encoder.norm_in.weight": 0.5, "image.encoder.shared_blocks.0.mlp.fc1.weight": 0.5 * 0.343,
-            "image.encoder.shared_blocks.1.mlp.fc1.bias": 0.5 * 0.49,
-            "image.encoder.mean_blocks.0.self_attn.q_proj.weight": 0.5 * 0.7,
-            "image.encoder.variance_blocks.0.self_attn.q_proj.weight": 0.5 * 0.7,
-            "text.encoder.embeddings.token_embedding.weight": 0.1, "text.encoder.norm_out.weight": 0.1,
-            "text.encoder.shared_blocks.0.layer_norm1.weight": 0.1 * 0.49,
-            "text.encoder.mean_blocks.0.layer_norm1.weight": 0.1 * 0.7,
-            "text.encoder.variance_blocks.0.mlp.fc2.weight": 0.1 * 0.7, "image.head.mean.linear.weight": 1.0,
-            "text.head.log_var.linear.bias": 1.0,
+# Image, text, variance blocks -> factors of the multiplier of a side, with layer_decay = 0.7.
+TABLE = {
+    (3, 2, 1): {
+        "image": {
+            "embeddings.class_embedding": 1, "embeddings.position_embedding.weight": 1, "norm_in.weight": 1,
+            "shared_blocks.0.mlp.fc1.weight": 0.343, "shared_blocks.1.mlp.fc1.bias": 0.49,
+            "mean_blocks.0.self_attn.q_proj.weight": 0.7, "variance_blocks.0.self_attn.q_proj.weight": 0.7,
         },
-    ),
-    (
-        (12, 24, 1),
-        {
-            "image.encoder.shared_blocks.0.mlp.fc1.weight": 0.5 * 0.013841287201,
-            "image.encoder.shared_blocks.10.mlp.fc1.weight": 0.5 * 0.49,
-            "image.encoder.mean_blocks.0.mlp.fc1.weight": 0.5 * 0.7,
-            "text.encoder.shared_blocks.0.mlp.fc1.weight": 0.1 * 0.000191581231380566,
-            "text.encoder.shared_blocks.22.mlp.fc1.weight": 0.1 * 0.49,
-            "text.encoder.variance_blocks.0.mlp.fc1.weight": 0.1 * 0.7,
+        "text": {
+            "embeddings.token_embedding.weight": 1, "norm_out.weight": 1, "shared_blocks.0.layer_norm1.weight": 0.49,
+            "mean_blocks.0.layer_norm1.weight": 0.7, "variance_blocks.0.mlp.fc2.weight": 0.7,
         },
-    ),
-    (
-        (4, 2, 2),
-        {
-            "image.encoder.shared_blocks.0.mlp.fc1.weight": 0.5 * 0.2401,
-            "image.encoder.shared_blocks.1.mlp.fc1.weight": 0.5 * 0.343,
-            "image.encoder.mean_blocks.0.mlp.fc1.weight": 0.5 * 0.49,
-            "image.encoder.mean_blocks.1.mlp.fc1.weight": 0.5 * 0.7,
-            "image.encoder.variance_blocks.0.mlp.fc1.weight": 0.5 * 0.49,
-            "image.encoder.variance_blocks.1.mlp.fc1.weight": 0.5 * 0.7,
-            "text.encoder.mean_blocks.0.mlp.fc1.weight": 0.1 * 0.49,
+    },
+    (12, 24, 1): {
+        "image": {
+            "shared_blocks.0.mlp.fc1.weight": 0.013841287201, "shared_blocks.10.mlp.fc1.weight": 0.49,
+            "mean_blocks.0.mlp.fc1.weight": 0.7,
         },
-    ),
-]  # fmt: skip
+        "text": {
+            "shared_blocks.0.mlp.fc1.weight": 0.000191581231380566, "shared_blocks.22.mlp.fc1.weight": 0.49,
+            "variance_blocks.0.mlp.fc1.weight": 0.7,
+        },
+    },
+    (4, 2, 2): {
+        "image": {
+            "shared_blocks.0.mlp.fc1.weight": 0.2401, "shared_blocks.1.mlp.fc1.weight": 0.343,
+            "mean_blocks.0.mlp.fc1.weight": 0.49, "mean_blocks.1.mlp.fc1.weight": 0.7,
+            "variance_blocks.0.mlp.fc1.weight": 0.49, "variance_blocks.1.mlp.fc1.weight": 0.7,
+        },
+        "text": {"mean_blocks.0.mlp.fc1.weight": 0.49},
+    },
+}  # fmt: skip
+MULTIPLIERS = {"image": 0.5, "text": 0.1}
 
 
 def test_learning_rates_are_counted_from_the_top_whatever_the_depth_and_the_schedule_is_the_table():
-    multipliers = {"image_lr_multiplier": 0.5, "text_lr_multiplier": 0.1, "logits_lr_multiplier": 20}
-    config = OptimConfig(lr=1.0, layer_decay=0.7, **multipliers)
-    for (depths, table), kind in itertools.product(TABLE, ("adamw", "adamp")):
+    multipliers = {f"{side}_lr_multiplier": multiplier for side, multiplier in MULTIPLIERS.items()}
+    config = OptimConfig(lr=1.0, layer_decay=0.7, logits_lr_multiplier=20, **multipliers)
+    for (depths, sides), kind in itertools.product(TABLE.items(), ("adamw", "adamp")):
+        table = {"image.head.mean.linear.weight": 1.0, "text.head.log_var.linear.bias": 1.0}
+        for side, factors in sides.items():
+            table |= {f"{side}.encoder.{name}": MULTIPLIERS[side] * factor for name, factor in factors.items()}
         model, loss = clip_model(*depths[:2], variance_blocks=depths[2]), LOSSES["pcmepp"]()
         optimiser = step.build_optimiser(model, loss, config.model_copy(update={"name": kind}))
         got = {name: options_of(optimiser, model.get_parameter(name))[0] for name in table}
@@ -190,6 +185,7 @@ def test_running_statistics_rest_with_their_network_and_go_on_where_layers_learn
 
 # Options, epochs, {epochs done: factor}.
 COSINE, CONSTANT, STEP = ({"schedule": name, "warmup_epochs": 0} for name in ("cosine", "constant", "step"))
+STEP["step_at"], HALVED = 0.6, {"first_stage_epochs": 4, "second_stage_factor": 0.5}
 LATE = {"warmup_epochs": 2, "freeze_image_epochs": 2}
 C, D = 0.8535533905932737, 0.14644660940672624  # (1 + cos(pi / 4)) / 2 and its complement
 SCHEDULES = [
@@ -199,30 +195,17 @@ SCHEDULES = [
     (COSINE, 12, {0: 1.0, 3: C, 4: 0.75, 6: 0.5, 8: 0.25, 12: 0.0}),
     (COSINE | LATE, 12, {0: 1.0, 1.9: 1.0, 2: 0.0, 2.5: 0.25, 3: 0.5, 4: 1.0, 6: C, 8: 0.5, 10: D, 12: 0}),
     (COSINE | {"warmup_epochs": 9}, 6, {0: 0.0, 3: 1 / 3, 6: 2 / 3}),
-    (STEP | {"warmup_epochs": 1, "step_at": 0.6}, 10, {0: 0.0, 0.5: 0.5, 1: 1.0, 5.99: 1.0, 6: 0.1, 9.9: 0.1}),
-    (
-        STEP | {"warmup_epochs": 2, "freeze_image_epochs": 5, "step_at": 0.6},
-        10,
-        {0: 1.0, 5: 0.0, 5.5: 0.25, 6: 0.05, 6.5: 0.075, 7: 0.1},
-    ),
+    (STEP | {"warmup_epochs": 1}, 10, {0: 0.0, 0.5: 0.5, 1: 1.0, 5.99: 1.0, 6: 0.1, 9.9: 0.1}),
+    (STEP | LATE | {"freeze_image_epochs": 5}, 10, {0: 1.0, 5: 0.0, 5.5: 0.25, 6: 0.05, 6.5: 0.075, 7: 0.1}),
     (COSINE | {"first_stage_epochs": 4}, 8, {0: 1.0, 1: C, 2: 0.5, 4: 0.1, 5: C / 10, 6: 0.05, 8: 0.0}),
     (COSINE | {"first_stage_epochs": 4}, 6, {0: 1.0, 1: C, 2: 0.5, 4: 0.1, 5: 0.05, 6: 0.0}),
-    (
-        {"schedule": "cosine", "warmup_epochs": 2, "first_stage_epochs": 4, "second_stage_factor": 0.5},
-        8,
-        {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.5, 3.9999999999: 0.0, 4: 0.0, 5: 0.25, 6: 0.5, 7: 0.25, 8: 0.0},
-    ),
-    (  # cub-pcme: the first stage runs ten epochs of a cosine of 50, (1 + cos(pi/5)) / 2 at its end.
-        COSINE | {"first_stage_epochs": 10, "second_stage_factor": 1.0},
-        60,
-        {0: 1.0, 5: 0.9755282581475768, 9.9999999999999: 0.9045084971874737, 10: 1.0, 35: 0.5, 60: 0.0},
-    ),
-    (
-        STEP | {"step_at": 0.5, "first_stage_epochs": 4, "second_stage_factor": 0.5},
-        10,
-        {0: 1.0, 2.9: 1.0, 3: 0.1, 3.9: 0.1, 4: 0.5, 6.9: 0.5, 7: 0.05, 9: 0.05},
-    ),
+    (STEP | HALVED | {"step_at": 0.5}, 10, {0: 1, 2.9: 1, 3: 0.1, 3.9: 0.1, 4: 0.5, 6.9: 0.5, 7: 0.05, 9: 0.05}),
 ]
+own = {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.5, 3.9999999999: 0.0, 4: 0.0, 5: 0.25, 6: 0.5, 7: 0.25, 8: 0.0}
+SCHEDULES.append((COSINE | HALVED | {"warmup_epochs": 2}, 8, own))
+# cub-pcme: the first stage runs ten epochs of a cosine of 50, (1 + cos(pi/5)) / 2 at its end.
+own = {0: 1.0, 5: 0.9755282581475768, 9.9999999999999: 0.9045084971874737, 10: 1.0, 35: 0.5, 60: 0.0}
+SCHEDULES.append((COSINE | {"first_stage_epochs": 10, "second_stage_factor": 1.0}, 60, own))
 
 
 def with_gradients(*gradients):

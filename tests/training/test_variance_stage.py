@@ -115,11 +115,9 @@ def test_a_teacher_gives_its_value_over_the_training_gallery_scaled_to_1(teacher
     distance = torch.cdist(texts.mean.double(), images.mean.double()).square()
     scale, bias = fit_logits(distance, torch.from_numpy(relevance.to_dense()))
     logit = bias - scale * distance
-    slow = {
-        "listed_matches": torch.from_numpy(relevance.counts).log(),
-        "expected_matches": torch.sigmoid(logit).sum(1).log(),
-        "match_entropy": -(logit.softmax(1) * logit.log_softmax(1)).sum(1),
-    }[teacher].numpy()
+    slow = {"listed_matches": torch.from_numpy(relevance.counts).log()}
+    slow |= {"expected_matches": torch.sigmoid(logit).sum(1).log()}
+    slow = (slow | {"match_entropy": -(logit.softmax(1) * logit.log_softmax(1)).sum(1)})[teacher].numpy()
     low, high = np.quantile(slow, [0.01, 0.99])
     np.testing.assert_allclose(found, np.clip((slow - low) / (high - low), 0, 1), atol=1e-4)
 
@@ -194,8 +192,6 @@ def test_the_loss_is_the_likelihood_of_the_matches_and_least_at_their_dispersion
     for shift in (-0.5, 0.0, 0.7):
         torch.testing.assert_close(loss(shift), negative_log_likelihood(shift))
     assert loss(0.0) < loss(0.02) and loss(0.0) < loss(-0.02)
-    with pytest.raises(ValueError, match="floor must be positive, got 0"):
-        dispersion_loss(torch.zeros(2, 5), torch.ones(2), floor=0)
 
 
 GRU = 'model.text={ kind = "gru", width = 3, hidden = 8, bidirectional = true }'
@@ -244,15 +240,11 @@ def test_several_processes_average_running_statistics_and_no_word_vectors(monkey
 def pcme(folder, *overrides):
     """A small PCME: residual network, two-way GRU from files, local attention, and two stages, the first one epoch."""
     tiny_resnet(folder / "resnet")
-    return load_recipe(
-        make_toy(folder),
-        [
-            f'model.image={{ kind = "resnet", weights = "{folder / "resnet"}", size = 32, augment = "none" }}', GRU,
-            f"model.text.vectors={vectors_file(folder)}", "model.pooling=average", "model.local_attention=true",
-            "loss.name=pcme", "optim.name=adamp", "optim.lr=1e-2", "optim.warmup_epochs=0",
-            "optim.first_stage_epochs=1", "augment.erase=0.2", "augment.drop_words=0.1", *overrides,
-        ],
-    )  # fmt: skip
+    image = f'model.image={{ kind = "resnet", weights = "{folder / "resnet"}", size = 32, augment = "none" }}'
+    words = [GRU, f"model.text.vectors={vectors_file(folder)}", "model.pooling=average", "model.local_attention=true"]
+    optim = ["optim.name=adamp", "optim.lr=1e-2", "optim.warmup_epochs=0", "optim.first_stage_epochs=1"]
+    changes = ["loss.name=pcme", "augment.erase=0.2", "augment.drop_words=0.1", *overrides]
+    return load_recipe(make_toy(folder), [image, *words, *optim, *changes])
 
 
 def resting(state):

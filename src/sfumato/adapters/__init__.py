@@ -19,14 +19,10 @@ def text_of(hit: Hit) -> str:
 
 def fields_of(hit: Hit, answer: Answer) -> dict[str, Any]:
     """Metadata of a document: the payload, and what is known of the hit. No probability if it is not calibrated."""
-    return {
-        **handed_out(hit.payload),
-        "id": hit.id,
-        "distance": hit.distance,
-        "match_probability": hit.match_probability if answer.calibrated else None,
-        "verdict": answer.sentence,
-        "verdict_kind": None if answer.verdict is None else answer.verdict.kind,
-    }
+    kind = None if answer.verdict is None else answer.verdict.kind
+    p = hit.match_probability if answer.calibrated else None
+    found = {"id": hit.id, "distance": hit.distance, "match_probability": p}
+    return {**handed_out(hit.payload), **found, "verdict": answer.sentence, "verdict_kind": kind}
 
 
 def calibrated(

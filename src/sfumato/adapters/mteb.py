@@ -28,13 +28,10 @@ class MTEBEncoder:
             hint = "and MTEB does not say which side are the images; give a symmetric one: distance='csd'"
             raise UserError(f"MTEBEncoder: the distance {self.distance.name} is not symmetric, {hint}")
         self._with_variances = model.model.image.variances or model.model.text.variances
-        known = {
-            "name": name or f"sfumato/{Path(model.source).name or 'model'}",
-            "revision": model_digest(model.model)[:16],  # By name and revision MTEB finds earlier results.
-            "modalities": ["image", "text"],
-            "embed_dim": model.model.text.dim * (1 + self._with_variances),
-            "framework": ["PyTorch"],
-        }
+        dim = model.model.text.dim * (1 + self._with_variances)
+        known: dict[str, Any] = {"modalities": ["image", "text"], "embed_dim": dim, "framework": ["PyTorch"]}
+        known["name"] = name or f"sfumato/{Path(model.source).name or 'model'}"
+        known["revision"] = model_digest(model.model)[:16]  # By name and revision MTEB finds earlier results.
         self.mteb_model_meta = ModelMeta.create_empty(known)
 
     def encode(

@@ -56,10 +56,8 @@ class QueryScores:
     group: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        return (
-            f"QueryScores({len(self.closest_match)} queries, {self.n_gallery} items,"
-            f" {self.matches_per_query:.2f} matches per query)"
-        )
+        sizes = f"{len(self.closest_match)} queries, {self.n_gallery} items"
+        return f"QueryScores({sizes}, {self.matches_per_query:.2f} matches per query)"
 
     @classmethod
     def fit(
@@ -107,9 +105,8 @@ class QueryScores:
             raise ValueError("QueryScores: got no queries")
         sizes = {m for m, _ in parts}
         if len(sizes) > 1:
-            raise ValueError(
-                f"QueryScores: blocks have galleries of {sorted(sizes)} items; they must be of one gallery"
-            )
+            found = f"blocks have galleries of {sorted(sizes)} items"
+            raise ValueError(f"QueryScores: {found}; they must be of one gallery")
         every = np.concatenate([scores for _, scores in parts], axis=1)
         count, kept = every[0], every[:, every[0] > 0]
         if not kept.shape[1]:
@@ -178,10 +175,8 @@ class QueryScores:
         for name in _PER_QUERY:
             read[name] = tuple(math.inf if x is None else float(np.float32(x)) for x in values[name])
         if len(read["group"]) not in (0, len(read["closest_match"])):
-            raise ValueError(
-                f"QueryScores: got {len(read['group'])} groups for {len(read['closest_match'])} queries;"
-                " calibrate again"
-            )
+            found = f"got {len(read['group'])} groups for {len(read['closest_match'])} queries"
+            raise ValueError(f"QueryScores: {found}; calibrate again")
         return cls(**read)
 
 
@@ -299,15 +294,13 @@ def precision_limit(scores: QueryScores, precision: float, *, confidence: float 
         passing = (limit for limit, n, value in limits if mean_loss_p_value(1 - value, n, 1 - wanted) <= level)
         return next(passing, None)
 
-    if (found := loosest(precision)) is None:
+    if (limit := loosest(precision)) is None:
         best = _strictest(lambda allowed: loosest(1 - allowed) is not None, 1 - precision)
-        raise ValueError(
-            f"threshold: no limit has a precision of {precision:g} with confidence {confidence:g} on"
-            f" {len(scores.nearest)} held-out queries;"
-            + ("" if best is None else f" the largest that works is {1 - best:.2f};")
-            + " give a lower precision, or calibrate on more queries"
-        )
-    return found
+        found = f"a precision of {precision:g} with confidence {confidence:g} on {len(scores.nearest)} held-out queries"
+        most = "" if best is None else f" the largest that works is {1 - best:.2f};"
+        way = "give a lower precision, or calibrate on more queries"
+        raise ValueError(f"threshold: no limit has {found};{most} {way}")
+    return limit
 
 
 def answer_limit(scores: QueryScores, risk: float, *, confidence: float = 0.9, absent: float = 0.0) -> float:
@@ -328,15 +321,13 @@ def answer_limit(scores: QueryScores, risk: float, *, confidence: float = 0.9, a
         passing = (x for x in limits if _risk_p_value(nearest < x, ~right, allowed, scores.groups) <= level)
         return next(passing, None)
 
-    if (found := loosest(risk)) is None:
+    if (limit := loosest(risk)) is None:
         best = _strictest(lambda allowed: loosest(allowed) is not None, risk)
-        raise ValueError(
-            f"abstention: no limit has a risk of at most {risk:g} with confidence {confidence:g} on {len(nearest)}"
-            " held-out queries;"
-            + ("" if best is None else f" the smallest that works is {best:.2f};")
-            + " allow more risk, or calibrate on more queries"
-        )
-    return found
+        found = f"a risk of at most {risk:g} with confidence {confidence:g} on {len(nearest)} held-out queries"
+        least = "" if best is None else f" the smallest that works is {best:.2f};"
+        way = "allow more risk, or calibrate on more queries"
+        raise ValueError(f"abstention: no limit has {found};{least} {way}")
+    return limit
 
 
 def _strictest(works: Callable[[float], bool], above: float) -> float | None:

@@ -113,12 +113,9 @@ class ScoreCalibrator:
     def __sklearn_tags__(self) -> Any:
         from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags
 
-        return Tags(
-            estimator_type="classifier",
-            target_tags=TargetTags(required=True),
-            classifier_tags=ClassifierTags(multi_class=False),
-            input_tags=InputTags(one_d_array=True),
-        )
+        target, classes = TargetTags(required=True), ClassifierTags(multi_class=False)
+        inputs = InputTags(one_d_array=True)
+        return Tags(estimator_type="classifier", target_tags=target, classifier_tags=classes, input_tags=inputs)
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "formula_") or self.prior is not None
@@ -334,10 +331,8 @@ class ScoreCalibrator:
         """The lists, and (n,) logits in their order."""
         lists, known = self._read(X, groups), self._known()
         if (n := lists.evidence.shape[1]) != known.n_evidence:
-            raise ValueError(
-                f"ScoreCalibrator: X has {n} columns of further evidence, and the fit had {known.n_evidence}; give the"
-                " same columns"
-            )
+            found = f"X has {n} columns of further evidence, and the fit had {known.n_evidence}"
+            raise ValueError(f"ScoreCalibrator: {found}; give the same columns")
         return lists, known.logit(lists)
 
 

@@ -16,20 +16,8 @@ import math
 from typing import get_args
 
 from sfumato.arrays import Array, as_numpy, as_tensor, is_tensor, namespace
-from sfumato.distances.distance import (
-    Distance,
-    Form,
-    Gaussians,
-    Lift,
-    Points,
-    Side,
-    added_product,
-    centred,
-    closed_form,
-    safe_sqrt,
-    sampled,
-    squared_l2_product,
-)
+from sfumato.distances import distance as pairwise
+from sfumato.distances.distance import Distance, Form, Gaussians, Lift, Points, Side, closed_form, safe_sqrt
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.imports import HOW, claim_name, load_plugins
 
@@ -143,10 +131,8 @@ def nearest(x: Side, y: Side, *, embeddings: int) -> Array:
 def _split(mean: Array, embeddings: int) -> tuple[Array, ...]:
     """K means of (..., d / K)."""
     if embeddings < 1 or mean.shape[-1] % embeddings:
-        raise ValueError(
-            f"nearest_of_{embeddings}: d = {mean.shape[-1]} dimensions cannot be divided into {embeddings} embeddings"
-            " of equal size per item"
-        )
+        parts = f"{embeddings} embeddings of equal size per item"
+        raise ValueError(f"nearest_of_{embeddings}: d = {mean.shape[-1]} dimensions cannot be divided into {parts}")
     width = mean.shape[-1] // embeddings
     return tuple(mean[..., i * width : (i + 1) * width] for i in range(embeddings))
 
@@ -174,18 +160,20 @@ def bhattacharyya_in_place(x: Side, y: Side) -> Array:
 def nearest_product(x: GaussianEmbedding, y: GaussianEmbedding, *, embeddings: int) -> Array:
     """:func:`nearest`."""
     sides = _split(x.mean, embeddings), _split(y.mean, embeddings)
-    return functools.reduce(namespace(x.mean).minimum, [squared_l2_product(a, b) for a in sides[0] for b in sides[1]])
+    return functools.reduce(
+        namespace(x.mean).minimum, [pairwise.squared_l2_product(a, b) for a in sides[0] for b in sides[1]]
+    )
 
 
 def kl_product(x: GaussianEmbedding, y: GaussianEmbedding) -> Array:
     """:func:`kl`."""
     xp = namespace(x.mean)
-    a, b = centred(x.mean, y.mean)
+    a, b = pairwise.centred(x.mean, y.mean)
     precision = xp.exp(-y.log_var)
     features = xp.concat([x.var + a**2, a], axis=1)
     weights = xp.concat([precision, -2 * b * precision], axis=1)
     constant = (b**2 * precision + y.log_var).sum(-1) - x.log_var.sum(-1)[:, None] - x.d
-    return xp.clip(added_product(constant, features, weights) / 2, 0, None)
+    return xp.clip(pairwise.added_product(constant, features, weights) / 2, 0, None)
 
 
 def _min_kl_product(x: GaussianEmbedding, y: GaussianEmbedding) -> Array:
@@ -209,7 +197,9 @@ DISTANCES: dict[str, Distance] = {
         closed_form(js, lambda x, y: (kl_product(x, y) + kl_product(y, x).T) / 2, points="refused"),
         closed_form(elk, in_place=elk_in_place, points="on one side"),
         closed_form(bhattacharyya, in_place=bhattacharyya_in_place, points="refused"),
-        sampled("average_l2", lambda distance: distance.mean((2, 3))),  # Chun et al., CVPR 2021, table 1; not squared
+        pairwise.sampled(
+            "average_l2", lambda distance: distance.mean((2, 3))
+        ),  # Chun et al., CVPR 2021, table 1; not squared
     )
 }
 """Every distance by name; recipes and commands choose from these, or take nearest_of_K for items of K embeddings."""
@@ -298,9 +288,8 @@ def _of_tensors(function: Form) -> Form:
     def converted(*sides: Side) -> Array:
         if is_tensor(sides[0].mean):
             return function(*sides)
-        return as_numpy(
-            function(*(Gaussians(*(as_tensor(v, "x", "x") for v in (e.mean, e.log_var, e.var))) for e in sides))
-        )
+        tensors = ([as_tensor(v, "x", "x") for v in (e.mean, e.log_var, e.var)] for e in sides)
+        return as_numpy(function(*(Gaussians(*values) for values in tensors)))
 
     return converted
 

@@ -132,12 +132,7 @@ class Distance:
         if self.symmetric:
             return replace(self, direction=direction)
         row, matrix = self.row, self.matrix
-        return replace(
-            self,
-            direction=direction,
-            row=lambda queries, items: row(items, queries),
-            matrix=lambda queries, gallery: matrix(gallery, queries).T,
-        )
+        return replace(self, direction=direction, row=lambda x, y: row(y, x), matrix=lambda x, y: matrix(y, x).T)
 
 
 def closed_form(
@@ -209,10 +204,8 @@ def sampled(name: str, reduce: Callable[[Array], Array], *, n_samples: int = 8) 
 def check_embedding(value: object, who: str, name: str) -> None:
     """Refuse anything but an embedding."""
     if not isinstance(value, GaussianEmbedding):
-        raise TypeError(
-            f"{who}: {name} must be a GaussianEmbedding, got {type(value).__name__};"
-            " wrap means in GaussianEmbedding.point"
-        )
+        found = f"{name} must be a GaussianEmbedding, got {type(value).__name__}"
+        raise TypeError(f"{who}: {found}; wrap means in GaussianEmbedding.point")
 
 
 def checked(
@@ -230,10 +223,8 @@ def checked(
         found = [bool((e.log_var == -math.inf).any()) for e in (x, y)]
         if all(found) if points == "on one side" else any(found):
             where = " on at least one side" if points == "on one side" else ""
-            raise ValueError(
-                f"{who}: needs positive variances{where}, got points (log_var = -inf);"
-                " use csd, squared_l2 or wasserstein2 for deterministic embeddings"
-            )
+            ways = "use csd, squared_l2 or wasserstein2 for deterministic embeddings"
+            raise ValueError(f"{who}: needs positive variances{where}, got points (log_var = -inf); {ways}")
     dtype = accumulation_dtype(x.dtype)
     return (x, y) if dtype == x.dtype else (x.to(dtype), y.to(dtype))
 
@@ -244,9 +235,8 @@ def checked_rows(
     """:func:`checked` for the row form, which also needs equally many rows. x, y (n, d)."""
     x, y = checked(x, y, who, points=points)
     if x.n != y.n:
-        raise ValueError(
-            f"{who}: x has {x.n} rows and y has {y.n}; row by row they must be equal, for all pairs use the matrix form"
-        )
+        way = "row by row they must be equal, for all pairs use the matrix form"
+        raise ValueError(f"{who}: x has {x.n} rows and y has {y.n}; {way}")
     return x, y
 
 
@@ -339,7 +329,7 @@ def blockwise(
     y: Sequence[Array],
     *,
     floats_per_pair: int = 0,
-    memory_mb: float,
+    memory_mb: float = DEFAULT_MEMORY_MB,
 ) -> Array:
     """A function of all pairs in square blocks of x and y, recomputed in the backward pass.
 

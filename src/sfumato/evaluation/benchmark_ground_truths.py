@@ -13,17 +13,8 @@ import numpy as np
 from sfumato.data.coco import coco_image_id, karpathy_entries
 from sfumato.data.emoji import Style, load_emoji
 from sfumato.errors import UserError
-from sfumato.evaluation.ground_truth import (
-    GroundTruth,
-    distinct_keys,
-    first_twice,
-    ground_truth_from_data,
-    ground_truth_from_pairs,
-    in_folds,
-    in_folds_of,
-    read_lists,
-    relevance_from_table,
-)
+from sfumato.evaluation import ground_truth
+from sfumato.evaluation.ground_truth import GroundTruth, in_folds, in_folds_of, read_lists, relevance_from_table
 from sfumato.files import read_json
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RECALLS
@@ -74,19 +65,17 @@ def _coco_of_package(root: Path) -> GroundTruth:
         raise UserError(f"{own_path}: caption {missing[0]} has {len(own.get(missing[0], []))} images, expected one")
     images = tuple(dict.fromkeys(own[text][0] for text in texts))
     pairs = ((own[text][0], text) for text in texts)
-    return ground_truth_from_pairs("coco_5k", images, texts, pairs, metrics=RECALLS, source=str(root))
+    return ground_truth.ground_truth_from_pairs("coco_5k", images, texts, pairs, metrics=RECALLS, source=str(root))
 
 
 def _union(first: GroundTruth, second: GroundTruth) -> GroundTruth:
     """The matches of both, of ground truths with the same ids."""
-    sides = [
-        Relevance.from_pairs(
-            np.concatenate([a.query_of_item, b.query_of_item]), np.concatenate([a.indices, b.indices]),
-            n_queries=a.n_queries, n_gallery=a.n_gallery, n_outside=a.n_outside,
-        )
-        for a, b in ((first.i2t, second.i2t), (first.t2i, second.t2i))
-    ]  # fmt: skip
-    return replace(first, i2t=sides[0], t2i=sides[1])
+
+    def both(a: Relevance, b: Relevance) -> Relevance:
+        pairs = np.concatenate([a.query_of_item, b.query_of_item]), np.concatenate([a.indices, b.indices])
+        return Relevance.from_pairs(*pairs, n_queries=a.n_queries, n_gallery=a.n_gallery, n_outside=a.n_outside)
+
+    return replace(first, i2t=both(first.i2t, second.i2t), t2i=both(first.t2i, second.t2i))
 
 
 def _installed() -> Path:
@@ -99,13 +88,10 @@ def _installed() -> Path:
 
 
 def _from_lists(root: Path, prefix: str, base: GroundTruth, metrics: tuple[str, ...]) -> GroundTruth:
-    directions = (
-        ("image_to_caption", "image", base.image_ids, base.text_ids),
-        ("caption_to_image", "caption", base.text_ids, base.image_ids),
-    )
     sides = []
-    for file, what, queries, gallery in directions:
-        path = root / f"{prefix}_{file}.json"
+    both = base.image_ids, base.text_ids
+    for what, other, (queries, gallery) in (("image", "caption", both), ("caption", "image", both[::-1])):
+        path = root / f"{prefix}_{what}_to_{other}.json"
         listed = read_lists(path)
         columns, rows = {x: j for j, x in enumerate(gallery)}, {q: i for i, q in enumerate(queries)}
         if unknown := [query for query in listed if query not in rows]:
@@ -141,9 +127,9 @@ def read_karpathy_ground_truth(
         raise UserError(f"{path}: the split {split!r} has no image with captions")
     texts = [text for _, text in pairs]
     for what, ids in (("filename", images), ("sentid", texts)):
-        if (twice := first_twice(ids)) is not None:
+        if (twice := ground_truth.first_twice(ids)) is not None:
             raise UserError(f"{path}: {what} {twice} occurs more than once in the split {split!r}")
-    return ground_truth_from_pairs(name, images, texts, pairs, metrics=RECALLS, source=f"{path}, {split}")
+    return ground_truth.ground_truth_from_pairs(name, images, texts, pairs, metrics=RECALLS, source=f"{path}, {split}")
 
 
 def read_coco(path: str | Path, *, split: str = "test") -> dict[str, GroundTruth]:
@@ -213,18 +199,15 @@ def _class_table(captions: GroundTruth, paths: Sequence[Path]) -> np.ndarray:
 def _classes_of_images(paths: Sequence[Path]) -> dict[str, set[int]]:
     classes: dict[str, set[int]] = {}
     for path in paths:
-        loaded = read_json(path, hook=distinct_keys)
+        loaded = read_json(path, hook=ground_truth.distinct_keys)
         if not isinstance(loaded, dict) or not all(isinstance(loaded.get(k), list) for k in ("images", "annotations")):
             raise UserError(f"{path}: not COCO's instance annotations; expected lists under 'images' and 'annotations'")
-        for what in ("images", "annotations"):
+        for what, key, others in (("images", "id", ()), ("annotations", "image_id", ("category_id",))):
             for number, entry in enumerate(loaded[what]):
                 try:
-                    if what == "images":
-                        classes.setdefault(str(int(entry["id"])), set())
-                    else:
-                        classes.setdefault(str(int(entry["image_id"])), set()).add(int(entry["category_id"]))
+                    classes.setdefault(str(int(entry[key])), set()).update(int(entry[other]) for other in others)
                 except (KeyError, TypeError, ValueError) as error:
-                    expected = "id" if what == "images" else "image_id and category_id"
+                    expected = " and ".join((key, *others))
                     raise UserError(f"{path}:{what}[{number}]: expected an object with {expected}") from error
     return classes
 
@@ -234,7 +217,7 @@ def emoji(split: str = "test", *, held_out_style: Style = "fluent3d") -> GroundT
     splits = load_emoji(held_out_style=held_out_style)
     if split not in splits:
         raise ValueError(f"emoji: unknown split {split!r}; known: {', '.join(splits)}")
-    return replace(ground_truth_from_data(splits[split], name="emoji"), source=f"emoji, {split}")
+    return replace(ground_truth.ground_truth_from_data(splits[split], name="emoji"), source=f"emoji, {split}")
 
 
 CUB_SPLITS = ("test", "seen", "train", *(f"{part}{k}" for k in (1, 2, 3) for part in ("train", "val")))
@@ -295,8 +278,10 @@ def cub_captions(
             if not counts[image]:
                 raise UserError(f"{path}: no captions; expected one per line")
             class_of_image.append(number)
-    if keep is not None and (lost := sorted(keep - present)) and len(lost) == len(keep):
-        raise UserError(f"{root}: none of the {len(keep)} images of only= is in these classes, for instance {lost[0]}")
+    if keep and keep.isdisjoint(present):
+        raise UserError(
+            f"{root}: none of the {len(keep)} images of only= is in these classes, for instance {min(keep)}"
+        )
     if not counts:
         raise UserError(f"{root}: found no captions CLASS/IMAGE.txt for this choice of classes and images")
     text_ids = tuple(f"{image}#{i}" for image, n in counts.items() for i in range(n))

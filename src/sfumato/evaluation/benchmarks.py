@@ -8,7 +8,7 @@ block is in memory, and ranks that several ground truths share are counted once.
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,11 +61,9 @@ class GroundTruthRanks:
                 raise ValueError(f"{where}: the list of {name!r} {error.reason}") from error
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
+        values = {name: [part[name] for part in parts] for name in parts[0]}
         counted = ("n_queries", "n_without_positives")
-        return {
-            name: sum(p[name] for p in parts) if name in counted else float(np.mean([p[name] for p in parts]))
-            for name in parts[0]
-        }
+        return {name: sum(own) if name in counted else float(np.mean(own)) for name, own in values.items()}
 
     def per_query(self, names: Sequence[str] | None = None) -> tuple[list[str], dict[str, np.ndarray]]:
         """(ids, metrics) of the single queries that have a relevant item."""
@@ -99,8 +97,6 @@ def figures(ranks: BenchmarkRanks) -> dict[str, dict[str, Any]]:
         if (average := next(iter(both.values())).ground_truth.averaged_as) is not None:
             averages.setdefault(average, []).append(found)
     for name, members in averages.items():
-        if name in result:
-            raise ValueError(f"figures: {name!r} is the name of a ground truth and of an average; rename one")
         result[name] = _mean(members)
     return result
 
@@ -182,13 +178,9 @@ def plan_ranks(
     ground_truths: Iterable[GroundTruth], image_ids: Sequence[str], text_ids: Sequence[str]
 ) -> list[RankPlan]:
     """Plan the rankings of several ground truths in both directions, so that common ranks are counted once."""
-    chosen = list(ground_truths)
-    names = [ground_truth.name for ground_truth in chosen]
-    if len(set(names)) != len(names):
-        raise ValueError(f"benchmarks: the ground truths are named {', '.join(names)}; names must be distinct")
-    images, texts = _Positions(image_ids, "image", coco_image_id), _Positions(text_ids, "text")
+    images, texts = _Positions(image_ids, "image"), _Positions(text_ids, "text")
     groups: dict[Direction, dict[bytes, GalleryGroup]] = {direction: {} for direction in DIRECTIONS}
-    for one in chosen:
+    for one in ground_truths:
         place = images.of(one.image_ids, one), texts.of(one.text_ids, one)
         for direction, found in groups.items():
             step = 1 if direction == "i2t" else -1
@@ -212,22 +204,20 @@ def plan_ranks(
 class _Positions:
     """The positions of the ids of ground truths among the given ids."""
 
-    def __init__(self, ids: Sequence[str], what: str, other_name: Callable[[str], str] | None = None) -> None:
+    def __init__(self, ids: Sequence[str], what: str) -> None:
         self.ids, self.what = [str(identity) for identity in ids], what
         self.position = {identity: i for i, identity in enumerate(self.ids)}
         if len(self.position) != len(ids):
             raise ValueError(f"benchmarks: only {len(self.position)} of the {len(ids)} {what}_ids are distinct")
-        self.other_name, self.by_other_name = other_name, dict[str, int]()
-        if other_name is not None:
-            for identity, i in self.position.items():
-                self.by_other_name.setdefault(other_name(identity), i)
-        self.known: dict[tuple[str, ...], np.ndarray] = {}
+        self.known, self.by_other_name = dict[tuple[str, ...], np.ndarray](), dict[str, int]()
+        for identity, i in self.position.items():
+            self.by_other_name.setdefault(coco_image_id(identity), i)
 
     def _find(self, identity: str) -> int | None:
         """The position of an id, else of the same image under another of COCO's names."""
-        if identity in self.position or self.other_name is None:
+        if identity in self.position or self.what == "text":
             return self.position.get(identity)
-        return self.by_other_name.get(self.other_name(identity))
+        return self.by_other_name.get(coco_image_id(identity))
 
     def of(self, ids: tuple[str, ...], ground_truth: GroundTruth) -> np.ndarray:
         """(k,) positions of the ids of a ground truth."""
@@ -317,16 +307,10 @@ def per_query_table(
             missing = np.full(len(ids), np.nan)
             own = (uncertainty or {}).get(direction)
             values = missing if own is None else np.array([own.get(i, math.nan) for i in ids], float)
-            groups = [group for part in of.parts for group in _groups(part.relevance, part.queries)]
-            columns = {
-                "truth": np.full(len(ids), name),
-                "direction": np.full(len(ids), direction),
-                "query": strings(ids),
-                "group": strings([of.query_ids[g] for g in groups]),
-            }
-            parts.append(columns | {m: single.get(m, missing) for m in _METRICS} | {"uncertainty": values})
-    if not parts:
-        raise ValueError("per_query_table: there is no ground truth")
+            groups = [of.query_ids[g] for part in of.parts for g in _groups(part.relevance, part.queries)]
+            texts = np.full(len(ids), name), np.full(len(ids), direction), strings(ids), strings(groups)
+            columns = dict(zip(KEYS, texts, strict=True)) | {m: single.get(m, missing) for m in _METRICS}
+            parts.append(columns | {"uncertainty": values})
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -351,15 +335,10 @@ def _groups(relevance: Relevance, queries: np.ndarray) -> list[int]:
 def write_per_query(path: str | Path, columns: Mapping[str, np.ndarray]) -> None:
     """Write a table atomically as Parquet or CSV. Undefined metrics are empty."""
     path = Path(path)
-    check_per_query_path(path)
     if path.suffix == ".parquet":
         arrow = need_pyarrow(*NEEDS_PYARROW)
-        arrays = {
-            name: arrow.array(values.tolist(), arrow.string())
-            if name in KEYS
-            else arrow.array(values, arrow.float64(), from_pandas=True)
-            for name, values in columns.items()
-        }
+        kinds = {name: arrow.string() if name in KEYS else arrow.float64() for name in columns}
+        arrays = {name: arrow.array(v.tolist(), kinds[name], from_pandas=True) for name, v in columns.items()}
         sink = io.BytesIO()
         arrow.parquet.write_table(arrow.table(arrays), sink)
         write_atomically(path, sink.getvalue())
@@ -367,12 +346,9 @@ def write_per_query(path: str | Path, columns: Mapping[str, np.ndarray]) -> None
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    # repr of a float is the shortest text that reads back as the same number.
-    shown = [
-        values.tolist() if name in KEYS else ["" if math.isnan(v) else repr(v) for v in values.tolist()]
-        for name, values in columns.items()
-    ]
-    writer.writerows(zip(*shown, strict=True))
+    # repr of a float, which a writer takes, is the shortest text that reads back as the same number.
+    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+    writer.writerows(["" if value != value else value for value in row] for row in rows)
     write_atomically(path, text.getvalue())
 
 

@@ -73,11 +73,10 @@ def read_ground_truths(
         if annotations is None:
             wanted = "the folder of captions" if benchmark == "cub" else f"dataset_{benchmark}.json"
             raise UserError(f"--benchmark {benchmark} is read from {wanted}; name it with --annotations")
-        found = [
-            _read_cub(annotations, classes, split)
-            if benchmark == "cub"
-            else benchmark_ground_truths.read_karpathy_ground_truth(annotations, split=split, name=benchmark)
-        ]
+        if benchmark == "cub":
+            found = [_read_cub(annotations, classes, split)]
+        else:
+            found = [benchmark_ground_truths.read_karpathy_ground_truth(annotations, split=split, name=benchmark)]
     else:
         raise UserError(f"unknown benchmark {benchmark!r}; known: {', '.join(BENCHMARKS)}")
     return tuple(one.with_metrics(*metrics) if metrics else one for one in found)
@@ -356,10 +355,11 @@ def _check_files(files: Files, score: str | None) -> None:
     """Check that the files are embeddings, ranked lists or a matrix of scores, with no option of another kind."""
     pair = files.images is not None and files.texts is not None
     kinds = (pair, files.ranked is not None, files.scores is not None)
-    if sum(kinds) != 1 or (files.images is None) != (files.texts is None):
-        if sum(kinds) > 1:
-            raise UserError("give a model, or --images and --texts, or --ranked, or --scores; not several of them")
-        raise UserError("nothing to evaluate: give a model, or --images and --texts, or --ranked, or --scores")
+    ways = "give a model, or --images and --texts, or --ranked, or --scores"
+    if sum(kinds) > 1:
+        raise UserError(f"{ways}; not several of them")
+    if not any(kinds) or (files.images is None) != (files.texts is None):
+        raise UserError(f"nothing to evaluate: {ways}")
     if files.scores_are is not None and files.scores is None:
         raise UserError("--scores-are belongs to a matrix of scores; add --scores FILE, or leave it out")
     if not pair and score is not None:
@@ -379,10 +379,8 @@ def measure_files(
     if score == MATCH_PROBABILITY:
         raise UserError(f"--score {score} needs the logits of a model: sfumato evaluate run MODEL --distance {score}")
     metrics = [name.strip() for name in files.metrics.split(",")] if files.metrics else []
-    ground_truths = read_ground_truths(
-        files.benchmark, ground_truth=files.ground_truth, split=split, metrics=metrics,
-        **told_apart(files.benchmark, files.annotations),
-    )  # fmt: skip
+    given = {"ground_truth": files.ground_truth, **told_apart(files.benchmark, files.annotations)}
+    ground_truths = read_ground_truths(files.benchmark, split=split, metrics=metrics, **given)
     ids = {"image_ids": files.image_ids, "text_ids": files.text_ids}
     if files.ranked is not None:
         return measure_lists(files.ranked, ground_truths, **ids), None

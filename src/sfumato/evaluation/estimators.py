@@ -152,13 +152,11 @@ ESTIMATORS: dict[str, Estimator] = {
             "aleatoric", "n d", lambda block: block.queries.total_variance, needs_gallery=False,
         ),
         Estimator(
-            "expected_matches",
-            "sum of the match probabilities over the gallery: the expected number of true matches",
+            "expected_matches", "sum of the match probabilities over the gallery: the expected number of true matches",
             "aleatoric", "n m", _expected_matches,
         ),
         Estimator(
-            "match_entropy",
-            "entropy, in nats, of the softmax of the match logits over the gallery",
+            "match_entropy", "entropy, in nats, of the softmax of the match logits over the gallery",
             "both", "n m", lambda block: entropy(block.logit),
         ),
         Estimator(
@@ -167,8 +165,7 @@ ESTIMATORS: dict[str, Estimator] = {
             "both", "n m", _top1_mismatch,
         ),
         Estimator(
-            "margin",
-            "second best match logit minus the best; under csd independent of the query's own variance",
+            "margin", "second best match logit minus the best; under csd independent of the query's own variance",
             "both", "n m", _margin,
         ),
         Estimator(

@@ -42,11 +42,22 @@ _VERDICTS_A_BIN = 10
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """A person's verdict on a hit."""
+class _Pair:
+    """A query with an item."""
 
     query: str
     id: str  # of the item
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Query and item."""
+        return self.query, self.id
+
+
+@dataclass(frozen=True)
+class Judgement(_Pair):
+    """A person's verdict on a hit."""
+
     yes: int  # 1: the query describes the item, 0: it does not
     judge: str
     when: str  # time, ISO 8601
@@ -54,11 +65,6 @@ class Judgement:
     probability: float | None = None  # that stood beside the hit; None if there was none
     weight: float = 1.0  # one over the probability that the hit was sampled
     target: str = "fits"
-
-    @property
-    def pair(self) -> tuple[str, str]:
-        """Query and item."""
-        return self.query, self.id
 
     def time(self) -> datetime:
         """When it was; in UTC, if it does not say."""
@@ -177,11 +183,9 @@ def merged(*files: Iterable[Judgement]) -> list[Judgement]:
 
 
 @dataclass(frozen=True)
-class PairVerdict:
+class PairVerdict(_Pair):
     """What all judges say about one pair."""
 
-    query: str
-    id: str
     yes: float  # fraction of the judges who say yes
     weight: float  # mean of their weights
 
@@ -215,7 +219,7 @@ def read_verdicts(path: str | Path) -> list[Judgement]:
     return read_qrels(path) if lines and not lines[0][1].lstrip().startswith("{") else read_judgements(path)
 
 
-def read_qrels(path: str | Path, judge: str = IMPORTED) -> list[Judgement]:
+def read_qrels(path: str | Path) -> list[Judgement]:
     """The verdicts of a TREC qrels file. A relevance above 0 is yes, 0 is no, and below 0 nobody judged."""
     found, when = [], now()
     for number, line in numbered_lines(Path(path)):
@@ -227,25 +231,18 @@ def read_qrels(path: str | Path, judge: str = IMPORTED) -> list[Judgement]:
             where = f"{path}, line {number}: {line.strip()!r}"
             raise UserError(f"{where} is no line of TREC qrels; expected {expected}") from error
         if grade >= 0:
-            found.append(Judgement(unquote(query), unquote(item), int(grade > 0), judge, when, IMPORTED))
+            found.append(Judgement(unquote(query), unquote(item), int(grade > 0), IMPORTED, when, IMPORTED))
     return found
 
 
 @dataclass(frozen=True)
-class ShownHit:
+class ShownHit(_Pair):
     """A hit of a query, to be judged or judged."""
 
-    query: str
-    id: str
     rank: int
     probability: float | None = None
     why: str = ""  # stratum
     weight: float = 1.0  # one over the probability that it is sampled
-
-    @property
-    def pair(self) -> tuple[str, str]:
-        """Query and item."""
-        return self.query, self.id
 
 
 def _rank_name(rank: int) -> str:
@@ -304,11 +301,10 @@ def sample_hits(hits: Sequence[ShownHit], n: int, *, seed: int = 0) -> list[Show
     for hit, name in zip(hits, _strata(hits, n), strict=True):
         members[name].append(hit)
     numbers = _allocated({name: len(own) for name, own in members.items()}, n)
-    found = [
-        replace(hit, why=name, weight=len(own) / numbers[name])
-        for name, own in members.items()
-        for hit in sorted(own, key=lambda hit: _number(hit.pair, seed, "draw"))[: numbers[name]]
-    ]
+    found = []
+    for name, own in members.items():
+        drawn = sorted(own, key=lambda hit: _number(hit.pair, seed, "draw"))[: numbers[name]]
+        found += [replace(hit, why=name, weight=len(own) / numbers[name]) for hit in drawn]
     return sorted(found, key=lambda hit: _number(hit.pair, seed, "order"))
 
 
@@ -348,7 +344,7 @@ def judged_figures(
 
     The means are weighted by one over the probability that a hit was sampled (Hajek 1971), nDCG is not.
     """
-    verdicts = {(one.query, one.id): one for one in pair_verdicts(judgements)}
+    verdicts = {one.pair: one for one in pair_verdicts(judgements)}
     known = [(hit, verdicts[hit.pair]) for hit in hits if hit.pair in verdicts]
     if not known:
         raise UserError("none of the hits was judged; judge some on the page of sfumato serve INDEX --judgements FILE")

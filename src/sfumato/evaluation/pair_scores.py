@@ -167,8 +167,6 @@ _CHI_SQUARE = 3.841
 
 def wrong_probability(log_odds: np.ndarray, fraction: float) -> np.ndarray:
     """(p,) probabilities that listed pairs are wrong, given the fraction of wrong pairs."""
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"wrong_probability: fraction must lie in [0, 1], got {fraction}")
     with np.errstate(divide="ignore"):
         prior = np.log(1 - fraction) - np.log(fraction)
     return sigmoid(-(np.asarray(log_odds, np.float64) + prior))

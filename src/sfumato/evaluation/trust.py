@@ -15,24 +15,8 @@ from sfumato.arrays import as_numpy
 from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
 from sfumato.evaluation.hits import HitFigures
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.metrics.bootstrap import (
-    Interval,
-    Resampling,
-    Statistic,
-    aurc_statistic,
-    auroc_statistic,
-    average_ranks,
-    balanced_spearman,
-    decile_statistic,
-    mean_statistic,
-    paired_auroc,
-    percentile_interval,
-    remembered,
-    resampled_balanced_spearman,
-    risk_coverage_statistics,
-    risk_statistic,
-    spearman_statistic,
-)
+from sfumato.metrics import bootstrap
+from sfumato.metrics.bootstrap import Interval, Resampling, Statistic
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import RecallByUncertainty
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
@@ -195,7 +179,7 @@ def measure_trust(
     n_removed, removed = _of_removed_items(scene, informative)
     found |= removed
     figures = {n: {f: found[f"{n}/{f}"] for f in FIGURES if f"{n}/{f}" in found} for n in scores}
-    bins = {n: RecallByUncertainty.of(average_ranks(u), scene.hit).bins for n, u in informative.items()}
+    bins = {n: RecallByUncertainty.of(bootstrap.average_ranks(u), scene.hit).bins for n, u in informative.items()}
     return DirectionTrust(
         n_queries=len(kept), n_gallery=gallery.n, recall=found["recall"], chance=by_chance["recall@1"],
         above_chance=beats_chance(recalls, by_chance, min(len(kept), gallery.n)), risk_best=found["best"],
@@ -233,19 +217,19 @@ class _Scene:
 
 def error_statistics(u: np.ndarray, error: np.ndarray, best: Statistic | None = None) -> dict[str, Statistic]:
     """The figures of wrong best items, see FIGURES. u (n,), error (n,) 1 where the best item is wrong."""
-    found = risk_coverage_statistics(u, error, best)
+    found = bootstrap.risk_coverage_statistics(u, error, best)
     keys = {"wrong_aurc": "aurc", "wrong_excess_aurc": "e_aurc", "wrong_gain": "prr"}
-    return {"wrong_auroc": auroc_statistic(u, error)} | {name: found[key] for name, key in keys.items()}
+    return {"wrong_auroc": bootstrap.auroc_statistic(u, error)} | {name: found[key] for name, key in keys.items()}
 
 
 def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Interval]:
     """The recall, the best risk, and the figures of wrong best items by "NAME/FIGURE"."""
     error = 1 - scene.hit
-    best = remembered(aurc_statistic(error, error))
-    statistics = {"recall": mean_statistic(scene.hit), "best": best}
+    best = bootstrap.remembered(bootstrap.aurc_statistic(error, error))
+    statistics = {"recall": bootstrap.mean_statistic(scene.hit), "best": best}
     for name, u in scores.items():
         own = error_statistics(u, error, best) | {
-            "risk_at_half": risk_statistic(u, error, 0.5), "deciles": decile_statistic(u, scene.hit)
+            "risk_at_half": bootstrap.risk_statistic(u, error, 0.5), "deciles": bootstrap.decile_statistic(u, scene.hit)
         }  # fmt: skip
         statistics |= {f"{name}/{figure}": statistic for figure, statistic in own.items()}
     return scene.intervals(statistics)
@@ -254,18 +238,24 @@ def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Int
 def _of_multiplicity(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Interval]:
     """Correlations with the number of true items."""
     counts, options = scene.relevance.counts, scene.resampling
-    found = scene.intervals({f"{name}/multiplicity": spearman_statistic(u, counts) for name, u in scores.items()})
-    resampled = resampled_balanced_spearman(scores, counts, n_resamples=options.n_resamples, seed=options.seed)
+    found = scene.intervals(
+        {f"{name}/multiplicity": bootstrap.spearman_statistic(u, counts) for name, u in scores.items()}
+    )
+    resampled = bootstrap.resampled_balanced_spearman(
+        scores, counts, n_resamples=options.n_resamples, seed=options.seed
+    )
     for name, u in scores.items():
-        value = balanced_spearman(u, counts)
-        found[f"{name}/multiplicity_balanced"] = percentile_interval(value, resampled[name], options.level)
+        value = bootstrap.balanced_spearman(u, counts)
+        found[f"{name}/multiplicity_balanced"] = bootstrap.percentile_interval(value, resampled[name], options.level)
     return found
 
 
 def _of_proxy(scene: _Scene, scores: Mapping[str, np.ndarray], proxy: str, values: np.ndarray) -> dict[str, Interval]:
     """Correlations with a proxy of ambiguity, over the queries that have it."""
     known = np.flatnonzero(~np.isnan(values))
-    statistics = {f"{name}/{proxy}": spearman_statistic(u[known], values[known]) for name, u in scores.items()}
+    statistics = {
+        f"{name}/{proxy}": bootstrap.spearman_statistic(u[known], values[known]) for name, u in scores.items()
+    }
     return scene.intervals(statistics, known)
 
 
@@ -275,11 +265,8 @@ def _of_removed_items(scene: _Scene, scores: Mapping[str, np.ndarray]) -> tuple[
     removed = {}
     if len(enough):
         removed = scene.estimate(scene.queries[enough], without=scene.relevance.select_queries(enough))
-    statistics = {
-        f"{name}/out_of_gallery": paired_auroc(scores[name][enough], values)
-        for name, values in removed.items()
-        if name in scores and scene.estimators[name].needs_gallery
-    }
+    kept = [name for name in removed if name in scores and scene.estimators[name].needs_gallery]
+    statistics = {f"{n}/out_of_gallery": bootstrap.paired_auroc(scores[n][enough], removed[n]) for n in kept}
     return len(enough), scene.intervals(statistics, enough)
 
 
@@ -299,7 +286,7 @@ def _right_pairs(scene: _Scene) -> Interval:
 
             seeded["generator"] = torch.Generator().manual_seed(seed)
         gaps.append(as_numpy(distance.row(*sides, **seeded)).astype(np.float64))
-    return scene.intervals({"right_pairs": paired_auroc(*gaps)}, pairs[:, 0])["right_pairs"]
+    return scene.intervals({"right_pairs": bootstrap.paired_auroc(*gaps)}, pairs[:, 0])["right_pairs"]
 
 
 def random_pairs(ground_truth: Relevance, random: np.random.Generator) -> np.ndarray:

@@ -30,14 +30,12 @@ FREE_SCALE = "learn the scale itself, as the released code; by its logarithm, 5 
 _T = TypeVar("_T")
 
 
-_BOUNDS = {"gt": ("above", operator.gt), "ge": ("at least", operator.ge), "lt": ("below", operator.lt)}
+_BOUNDS = {"gt": ("above", operator.gt), "ge": ("at least", operator.ge)}
 
 
-def option(
-    default: _T, description: str, *, gt: float | None = None, ge: float | None = None, lt: float | None = None
-) -> _T:
+def option(default: _T, description: str, *, gt: float | None = None, ge: float | None = None) -> _T:
     """A field of a :class:`LossOptions` class, with its default, its description and its range."""
-    bounds = {name: bound for name, bound in (("gt", gt), ("ge", ge), ("lt", lt)) if bound is not None}
+    bounds = {name: bound for name, bound in (("gt", gt), ("ge", ge)) if bound is not None}
     return field(default=default, metadata={"description": description, **bounds})
 
 

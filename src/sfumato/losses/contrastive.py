@@ -152,9 +152,8 @@ def log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
     """
     if x.mean.shape != y.mean.shape or x.dtype != y.dtype or x.device != y.device:
         first, second = (f"{tuple(e.mean.shape)} {e.dtype} on {e.device}" for e in (x, y))
-        raise ValueError(
-            f"log_inclusion: x is {first} and y is {second}; both must have the same n, d, dtype and device"
-        )
+        needed = "both must have the same n, d, dtype and device"
+        raise ValueError(f"log_inclusion: x is {first} and y is {second}; {needed}")
     x, y = (e.to(accumulation_dtype(e.dtype)) for e in (x, y))
     log_v = torch.logaddexp(x.log_var, y.log_var + math.log(2))
     # Divided before squaring: small variances do not overflow.
@@ -256,9 +255,8 @@ def prolip_loss(
         The loss with its weighted terms and statistics.
     """
     distance, label = base.whole_batch(options, image, text, match, "prolip_loss")
-    logit = match_logit(
-        distance, base.or_start(logit_scale, options.logit_scale), base.or_start(logit_bias, options.logit_bias)
-    )
+    scale, bias = base.or_start(logit_scale, options.logit_scale), base.or_start(logit_bias, options.logit_bias)
+    logit = match_logit(distance, scale, bias)
     cross_entropy = functional.binary_cross_entropy_with_logits(logit, label, reduction="sum")
     terms = {"match": 2 * cross_entropy / (image.n + text.n)}
     if options.inclusion_weight:

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.distances.distance import (
-    DEFAULT_MEMORY_MB,
-    blockwise,
-    by_pair,
-    reduce_sample_distances,
-    squared_l2_product,
-)
+from sfumato.distances.distance import blockwise, by_pair, reduce_sample_distances, squared_l2_product
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, reparametrised
 from sfumato.losses import base
 from sfumato.losses.tiles import dense_labels
@@ -179,7 +173,7 @@ def _reduced_exponents(
         return reduce(by_pair(exponent, a, b))
 
     parts = [
-        blockwise(exponents, (a, a_number), (b, b_number), memory_mb=DEFAULT_MEMORY_MB).flatten()
+        blockwise(exponents, (a, a_number), (b, b_number)).flatten()
         for a, a_number in zip(own, own_numbers, strict=True)
         for b, b_number in zip(everything, all_numbers, strict=True)
     ]

@@ -86,9 +86,8 @@ def pcmepp_loss(
         The loss with its weighted terms and statistics.
     """
     distance, label = base.whole_batch(options, image, text, match, "pcmepp_loss")
-    logit = match_logit(
-        distance, base.or_start(logit_scale, options.logit_scale), base.or_start(logit_bias, options.logit_bias)
-    )
+    scale, bias = base.or_start(logit_scale, options.logit_scale), base.or_start(logit_bias, options.logit_bias)
+    logit = match_logit(distance, scale, bias)
     cross_entropy = functools.partial(functional.binary_cross_entropy_with_logits, logit)
     terms = {"match": 2 * cross_entropy(label)}
     if options.alpha and (epoch is None or epoch >= options.pseudo_positives_from):

@@ -68,10 +68,6 @@ def bootstrap(
 
     groups (n,).
     """
-    if n_resamples < 0:
-        raise ValueError(f"bootstrap: n_resamples must not be negative, got {n_resamples}")
-    if not 0 < level < 1:
-        raise ValueError(f"bootstrap: level must be between 0 and 1, got {level}")
     if groups is not None and len(groups) != n:
         raise ValueError(f"bootstrap: got {len(groups)} groups for {n} queries; give one for each")
     whole = {name: on_all(statistic, n) for name, statistic in statistics.items()}
@@ -134,8 +130,6 @@ def average_ranks(x: np.ndarray) -> np.ndarray:
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
     """Pearson correlation. x, y (n,)."""
     x, y = np.asarray(x, float), np.asarray(y, float)
-    if x.shape != y.shape:
-        raise ValueError(f"pearson: got {x.shape} and {y.shape} values; the shapes must be equal")
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return float("nan")
     return float(np.corrcoef(x, y)[0, 1])
@@ -158,12 +152,6 @@ def balanced_spearman(
     x (n,), multiplicity (n,).
     """
     x, multiplicity = np.asarray(x, float), np.asarray(multiplicity)
-    if x.shape != multiplicity.shape:
-        raise ValueError(
-            f"balanced_spearman: got {x.shape} values for {multiplicity.shape} multiplicities; the shapes must be equal"
-        )
-    if min(per_bin, n_sets) < 1:
-        raise ValueError(f"balanced_spearman: per_bin and n_sets must be at least 1, got {per_bin} and {n_sets}")
     if len(multiplicity) and multiplicity.min() < 1:
         raise ValueError(f"balanced_spearman: multiplicities must be at least 1, got {multiplicity.min()}")
     bins = np.floor(np.log2(multiplicity)).astype(int)
@@ -319,8 +307,6 @@ def risk_coverage_statistics(
 
 def risk_statistic(uncertainty: np.ndarray, error: np.ndarray, coverage: float) -> Statistic:
     """Mean error of the ceil(coverage * n) most certain items; for ties at the limit, the expectation."""
-    if not 0 < coverage <= 1:
-        raise ValueError(f"risk_at_coverage: coverage must be in (0, 1], got {coverage}")
     uncertainty, error = _checked(uncertainty, error, "risk_at_coverage")
     order, starts = _groups(uncertainty)
     ordered = error[order]

@@ -31,10 +31,8 @@ class Relevance:
             return
         outside = np.asarray(self.n_outside, np.int64)
         if outside.shape != (self.n_queries,) or (outside < 0).any():
-            raise ValueError(
-                f"Relevance: n_outside has shape {outside.shape} for {self.n_queries} queries"
-                f"{' and negative numbers' if (outside < 0).any() else ''}; give each query one number, at least 0"
-            )
+            found = f"has shape {outside.shape} for {self.n_queries} queries, the least is {outside.min(initial=0)}"
+            raise ValueError(f"Relevance: n_outside {found}; give each query one number, at least 0")
         object.__setattr__(self, "n_outside", outside)
 
     def __repr__(self) -> str:
@@ -65,14 +63,12 @@ class Relevance:
         """
         query, gallery = np.asarray(query_index, np.int64), np.asarray(gallery_index, np.int64)
         if query.shape != gallery.shape or query.ndim != 1:
-            raise ValueError(
-                f"Relevance: got {query.shape} queries for {gallery.shape} gallery items; the numbers must be equal"
-            )
+            found = f"got {query.shape} queries for {gallery.shape} gallery items"
+            raise ValueError(f"Relevance: {found}; the numbers must be equal")
         for what, index, n in (("query", query, n_queries), ("gallery", gallery, n_gallery)):
             if len(index) and not (index.min() >= 0 and index.max() < n):
-                raise ValueError(
-                    f"Relevance: a {what} position is outside of 0..{n - 1} (found {index.min()}..{index.max()})"
-                )
+                found = f"(found {index.min()}..{index.max()})"
+                raise ValueError(f"Relevance: a {what} position is outside of 0..{n - 1} {found}")
         keys = sorted_distinct(query * n_gallery + gallery)
         rows = keys // max(n_gallery, 1)
         return cls(np.searchsorted(rows, np.arange(n_queries + 1)), keys % max(n_gallery, 1), n_gallery, n_outside)
@@ -129,9 +125,8 @@ class Relevance:
         Returns:
             The ground truth of m queries and a gallery of n items.
         """
-        return Relevance.from_pairs(
-            self.indices, self.query_of_item, n_queries=self.n_gallery, n_gallery=self.n_queries
-        )
+        n, m = self.n_gallery, self.n_queries
+        return Relevance.from_pairs(self.indices, self.query_of_item, n_queries=n, n_gallery=m)
 
     def select_queries(self, index: np.ndarray) -> "Relevance":
         """Select the queries at some positions, in this order.
@@ -165,9 +160,8 @@ class Relevance:
         position = np.full(self.n_gallery, -1)
         position[index] = np.arange(len(index))
         kept = position[self.indices] >= 0
-        return Relevance.from_pairs(
-            self.query_of_item[kept], position[self.indices[kept]], n_queries=self.n_queries, n_gallery=len(index)
-        )
+        pairs = self.query_of_item[kept], position[self.indices[kept]]
+        return Relevance.from_pairs(*pairs, n_queries=self.n_queries, n_gallery=len(index))
 
     def to_dense(self) -> np.ndarray:
         """The ground truth as a matrix.

@@ -6,7 +6,7 @@ The inputs are predictions and outcomes of any source. :class:`Reliability` and 
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -31,12 +31,9 @@ def reliability_curve(
     probability, match = _arrays("reliability_curve", probability, match)
     if n_bins < 1:
         raise ValueError(f"reliability_curve: n_bins must be at least 1, got {n_bins}")
-    if binning not in get_args(Binning):
-        raise ValueError(f"reliability_curve: unknown binning {binning!r}; known: {', '.join(get_args(Binning))}")
     if probability.shape != match.shape or probability.ndim != 1:
-        raise ValueError(
-            f"reliability_curve: got {probability.shape} probabilities for {match.shape} labels; both must be (k,)"
-        )
+        found = f"{probability.shape} probabilities for {match.shape} labels"
+        raise ValueError(f"reliability_curve: got {found}; both must be (k,)")
     if not ((probability >= 0) & (probability <= 1)).all():
         raise ValueError("reliability_curve: probabilities must lie in [0, 1]")
     which = _which_bin(probability, n_bins, binning)
@@ -121,18 +118,16 @@ def calibration_error_by_chance(probability: Array) -> float:
     return float(simulated_calibration_errors(p, p).mean())
 
 
-def wilson_interval(fraction: float, n: int, *, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a fraction of n independent cases; approximate, and never outside of [0, 1].
+def wilson_interval(fraction: float, n: int) -> tuple[float, float]:
+    """Wilson's score interval of 95 % of a fraction of n independent cases; approximate, and never outside of [0, 1].
 
     Paper: Wilson, "Probable inference, the law of succession, and statistical inference", JASA 1927.
 
     Returns (low, high).
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"wilson_interval: confidence must be between 0 and 1, got {confidence}")
     if n == 0:
         return 0.0, 1.0
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf(0.975)
     centre, shrink = fraction + z * z / (2 * n), 1 + z * z / n
     half = z * math.sqrt(fraction * (1 - fraction) / n + z * z / (4 * n * n))
     return max(0.0, (centre - half) / shrink), min(1.0, (centre + half) / shrink)
@@ -228,10 +223,9 @@ class Reliability:
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        return (
-            f"Reliability({self.n} hits, {self.mean_probability:.1%} probable on average, right in {self.rate:.1%};"
-            f" calibration error {self.ece:.3f}, of perfect probabilities {self.ece_by_chance:.3f})"
-        )
+        hits = f"{self.n} hits, {self.mean_probability:.1%} probable on average, right in {self.rate:.1%}"
+        errors = f"calibration error {self.ece:.3f}, of perfect probabilities {self.ece_by_chance:.3f}"
+        return f"Reliability({hits}; {errors})"
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw the curve with the 95 % intervals and the number of cases of each bin.
@@ -248,9 +242,8 @@ class Reliability:
         with styled_axes(ax, 4.4, 4.2) as axes:
             from matplotlib.ticker import PercentFormatter
 
-            x, y, low, high, count = (
-                [b[key] for b in self.curve] for key in ("probability", "observed", "low", "high", "count")
-            )
+            names = "probability", "observed", "low", "high", "count"
+            x, y, low, high, count = ([b[name] for b in self.curve] for name in names)
             axes.plot([0, 1], [0, 1], linestyle="--", color=FAINT, zorder=1)
             draw_intervals(axes, x, y, low, high)
             beside = [f"n = {size}" if i == 0 else str(size) for i, size in enumerate(count)]
@@ -322,10 +315,9 @@ class RecallByUncertainty:
     def __repr__(self) -> str:
         n = sum(b["count"] for b in self.bins)
         first, last = (f"{b['recall']:.1%}" for b in (self.bins[0], self.bins[-1]))
-        return (
-            f"RecallByUncertainty({n} queries in {len(self.bins)} groups: recall@1 {first} of the most certain, {last}"
-            f" of the least; correlation {_digits(self.correlation)})"
-        )
+        recalls = f"recall@1 {first} of the most certain, {last} of the least"
+        found = f"{recalls}; correlation {_digits(self.correlation)}"
+        return f"RecallByUncertainty({n} queries in {len(self.bins)} groups: {found})"
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw recall@1 of each group with its 95 % interval.

@@ -9,7 +9,7 @@ docs/concepts/evaluation.md.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -63,10 +63,6 @@ def score_blocks(
 
     scores (n, m).
     """
-    if better not in get_args(Better):
-        raise ValueError(f"score_blocks: better is {better!r}; say 'larger' for similarities, 'smaller' for distances")
-    if len(scores.shape) != 2:
-        raise ValueError(f"score_blocks: scores have shape {tuple(scores.shape)}; expected (images, texts)")
     n, m = (int(size) for size in (scores.shape if queries == "rows" else scores.shape[::-1]))
     rows = max(1, int(memory_mb * 2**20 / 4 / max(m, 1)))
     for start in range(0, n, rows):
@@ -93,23 +89,20 @@ def ranks_from_lists(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ranks of the relevant items from ranked lists of gallery positions."""
     n, m = relevance.n_queries, relevance.n_gallery
-    if len(lists) != n:
-        raise ValueError(f"ranks_from_lists: got {len(lists)} lists for {n} queries; give one for each")
     ranks, depth = np.full(len(relevance.indices), UNLISTED), np.zeros(n, np.int64)
     position = np.full(m, -1)
     for i, given in enumerate(lists):
         row = np.asarray(given, np.int64)
         if len(row) and not (row.min() >= 0 and row.max() < m):
-            raise ValueError(
-                f"ranks_from_lists: the list of query {i} holds {row.min()}..{row.max()},"
-                f" but the gallery has positions 0..{m - 1}"
-            )
+            found = f"the list of query {i} holds {row.min()}..{row.max()}"
+            raise ValueError(f"ranks_from_lists: {found}, but the gallery has positions 0..{m - 1}")
         own = np.arange(len(row))
         position[row] = own
         if (twice := position[row] != own).any():
             raise ValueError(f"ranks_from_lists: the list of query {i} holds position {row[twice][0]} more than once")
-        found = position[relevance.indices[relevance.indptr[i] : relevance.indptr[i + 1]]]
-        ranks[relevance.indptr[i] : relevance.indptr[i + 1]] = np.where(found >= 0, found, UNLISTED)
+        part = slice(*relevance.indptr[i : i + 2])
+        places = position[relevance.indices[part]]
+        ranks[part] = np.where(places >= 0, places, UNLISTED)
         depth[i] = len(row)
         position[row] = -1
     return ranks, depth
@@ -120,10 +113,6 @@ def relevant_ranks(distance: Array, relevance: Relevance, first_query: int = 0) 
     b, m = distance.shape
     if m != relevance.n_gallery:
         raise ValueError(f"relevant_ranks: distance has {m} columns for a gallery of {relevance.n_gallery} items")
-    if first_query + b > relevance.n_queries:
-        raise ValueError(
-            f"relevant_ranks: rows for queries {first_query}..{first_query + b - 1} of {relevance.n_queries} queries"
-        )
     # A few rows at a time: values that are compared repeatedly stay in the processor's cache, which is about ten times
     # faster.
     if on_accelerator(distance):
@@ -216,11 +205,6 @@ def per_query_metrics(
     names: Sequence[str] = (*RECALLS, "r_precision", "map@r", "best_rank"),
 ) -> dict[str, np.ndarray]:
     """Metrics of every query. ranks (p,), depth (n,) -> (n,)."""
-    if len(ranks) != len(relevance.indices):
-        raise ValueError(
-            f"per_query_metrics: got {len(ranks)} ranks for {len(relevance.indices)} relevant items;"
-            " the numbers must be equal"
-        )
     at = {name: _k_of(name) for name in names}
     n, counts, totals, query = relevance.n_queries, relevance.counts, relevance.totals, relevance.query_of_item
     has, found = totals > 0, counts > 0
@@ -288,9 +272,8 @@ def retrieval_metrics(
     asked = dict.fromkeys("best_rank" if name in RANK_METRICS else name for name in names)
     has = relevance.totals > 0
     if not has.any():
-        raise ValueError(
-            "retrieval_metrics: no query has a relevant item; check that ids of images and texts fit together"
-        )
+        way = "check that ids of images and texts fit together"
+        raise ValueError(f"retrieval_metrics: no query has a relevant item; {way}")
     single = per_query_metrics(ranks, relevance, depth=depth, names=list(asked))
     result = {}
     for name in names:
@@ -319,8 +302,6 @@ def _k_of(name: str, *, also: tuple[str, ...] = ("best_rank",)) -> int | None:
 
 def _check_depth(depth: np.ndarray, relevance: Relevance, at: dict[str, int | None], best: np.ndarray) -> None:
     """Refuse lists that do not determine a metric."""
-    if depth.shape != (relevance.n_queries,):
-        raise ValueError(f"got depths of shape {depth.shape} for {relevance.n_queries} queries; give one for each")
     has, m = relevance.totals > 0, relevance.n_gallery
     for name, k in at.items():
         if name == "best_rank":
@@ -332,8 +313,5 @@ def _check_depth(depth: np.ndarray, relevance: Relevance, at: dict[str, int | No
         if short.any():
             i = int(np.flatnonzero(short)[0])
             metric = "the rank of its best item" if name == "best_rank" else name
-            raise ShortListError(
-                i,
-                f"holds {depth[i]} of {m} items, but {metric} needs {needed[i]} ({short.sum()} of {has.sum()} lists are"
-                " too short): give longer lists, or ask for other metrics",
-            )
+            lists = f"({short.sum()} of {has.sum()} lists are too short): give longer lists, or ask for other metrics"
+            raise ShortListError(i, f"holds {depth[i]} of {m} items, but {metric} needs {needed[i]} {lists}")

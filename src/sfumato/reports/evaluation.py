@@ -11,24 +11,8 @@ from sfumato.evaluation.trust import FIGURES, DirectionTrust, TrustReport
 from sfumato.ids import DIRECTIONS
 from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
-from sfumato.reports.tables import (
-    ARROWS,
-    MISSING,
-    Table,
-    column_decimals,
-    compact_interval,
-    compact_number,
-    digits,
-    in_words,
-    latex,
-    mean_and_deviation,
-    percent,
-    print_table,
-    print_wrapped,
-    short_name,
-    signed,
-    tex,
-)
+from sfumato.reports import tables
+from sfumato.reports.tables import ARROWS, MISSING, compact_interval, compact_number, in_words, print_wrapped, signed
 
 if TYPE_CHECKING:
     from sfumato.workflows.table import OverSeeds, Row
@@ -57,7 +41,7 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
             by_chance = list(evaluation.chance.values())[k]
             shown = [f"{by_chance[name]:.1%}" if name in by_chance else "" for name in names]
             rows.append(["  by chance", *shown, "", ""])
-    print_table(title, ["direction", "recall@1", "@5", "@10", "R-P", "mAP@R", "median rank", "queries"], rows)
+    tables.print_table(title, ["direction", "recall@1", "@5", "@10", "R-P", "mAP@R", "median rank", "queries"], rows)
     rsum = f"RSUM {evaluation.rsum * 100:.1f} of 600, {evaluation.chance_rsum * 100:.1f} by chance"
     print_wrapped(f"{rsum} | images {evaluation.n_images}, texts {evaluation.n_texts}")
     for line in (_RSUM, _R_PRECISION, *([_CSD] if evaluation.distance == "csd" else [])):
@@ -99,7 +83,7 @@ def print_measured(measured: Measured, title: str) -> None:
         for direction, found in one.items():
             cells = [metric_cell(name, found.get(name)) for name in names]
             rows.append([ground_truth, direction, *cells, f"{found['n_queries']:g}"])
-    print_table(f"{title}, by {measured.score}", ["ground truth", "direction", *names, "queries"], rows, left=2)
+    tables.print_table(f"{title}, by {measured.score}", ["ground truth", "direction", *names, "queries"], rows, left=2)
     rsums = {name: one["rsum"] for name, one in measured.figures.items() if "rsum" in one}
     sums = [f"{name} RSUM {rsum * 100:.1f} of 600" for name, rsum in rsums.items()]
     print_wrapped(" | ".join([*sums, f"images {measured.n_images}, texts {measured.n_texts}"]))
@@ -117,7 +101,7 @@ def print_measured(measured: Measured, title: str) -> None:
 
 def metric_cell(name: str, value: float | None) -> str:
     """A metric for a table."""
-    return digits(value, 6) if name in RANK_METRICS else percent(value)
+    return tables.digits(value, 6) if name in RANK_METRICS else tables.percent(value)
 
 
 _TELLING = 500
@@ -216,11 +200,13 @@ def print_trust(report: TrustReport, title: str) -> None:
         known = {name: values for name, values in direction.estimators.items() if values}
         cells = {name: [compact_interval(of.get(column)) for column in columns] for name, of in known.items()}
         rows = [[in_words(name), *own] for name, own in cells.items()]
-        print_table(f"{ARROWS[key]}; {perfect}; {pairs}", ["estimator", *map(in_words, columns)], rows)
+        tables.print_table(f"{ARROWS[key]}; {perfect}; {pairs}", ["estimator", *map(in_words, columns)], rows)
     print()
     about = [[in_words(name), f"{report.estimators[name]['estimates']} [{name}]"] for name in shown]
     about += [[in_words(name), f"{FIGURES[name]} [{name}]"] for name in figures]
-    print_table("What they are; in square brackets the key in the file", ["name", "what it is"], about, running=(1,))
+    tables.print_table(
+        "What they are; in square brackets the key in the file", ["name", "what it is"], about, running=(1,)
+    )
     intervals = f"{report.level:.0%} intervals from {report.n_resamples} bootstrap resamples of the queries"
     print_wrapped(f"Higher is less certain. In brackets: {intervals}.")
     for note in report.notes:
@@ -235,7 +221,7 @@ def _print_hit_table(report: TrustReport) -> None:
         cells = (f.rate, f.mean_probability, f.ece, baseline.ece, f.ece_by_chance, f.brier_skill, f.auroc)
         rows.append([f"{f.direction}, {f.n_gallery:,}, {f.hits}", *[compact_number(c) for c in cells]])
     print()
-    print_table("Are the probabilities of hits right?", ["queries, images, first hits", *labels], rows)
+    tables.print_table("Are the probabilities of hits right?", ["queries, images, first hits", *labels], rows)
 
 
 _FRACTIONS = ("recall@", "map@", "r_precision", "rsum")
@@ -243,22 +229,22 @@ _FRACTIONS = ("recall@", "map@", "r_precision", "rsum")
 
 def runs_table(
     rows: Sequence["Row"], keys: Sequence[str], title: str, text: Callable[[str], str] = lambda cell: cell
-) -> Table:
+) -> tables.Table:
     """The rows of a table as texts."""
     metrics = list(dict.fromkeys(name for row in rows for name in row.figures))
     cells = [[*map(text, labels(row)), *(text(cell(name, row.figures.get(name))) for name in metrics)] for row in rows]
-    headings = [*(keys or ("",)), *(short_name(name.replace(".", " ")) for name in metrics)]
+    headings = [*(keys or ("",)), *(tables.short_name(name.replace(".", " ")) for name in metrics)]
     n = sorted({len(row.runs) for row in rows})
     number = f"{n[0]} to {n[-1]}" if len(n) > 1 else f"{n[0]}"
     seeds = "one seed" if n == [1] else f"mean ± standard deviation over {number} seeds"
-    return Table(f"{title}; per cent, RSUM of 600; {seeds}", headings, cells, left=max(1, len(keys)))
+    return tables.Table(f"{title}; per cent, RSUM of 600; {seeds}", headings, cells, left=max(1, len(keys)))
 
 
-def runs_latex(table: Table) -> str:
+def runs_latex(table: tables.Table) -> str:
     """A table of runs for LaTeX with the package booktabs; its cells are LaTeX."""
     columns = "l" * table.left + "r" * (len(table.headings) - table.left)
-    head = " & ".join(map(tex, table.headings)) + r" \\"
-    return latex(columns, head, table.rows, " ".join([table.title + ".", *table.notes]))
+    head = " & ".join(map(tables.tex, table.headings)) + r" \\"
+    return tables.latex(columns, head, table.rows, " ".join([table.title + ".", *table.notes]))
 
 
 def labels(row: "Row") -> list[str]:
@@ -273,6 +259,6 @@ def cell(metric: str, value: "OverSeeds | None") -> str:
         return MISSING
     last = metric.rpartition(".")[2]
     if last.startswith(_FRACTIONS):
-        return mean_and_deviation(100 * value.mean, value.deviation and 100 * value.deviation)
-    decimals = 1 if last in RANK_METRICS else column_decimals((value.mean, value.deviation))
-    return mean_and_deviation(value.mean, value.deviation, decimals)
+        return tables.mean_and_deviation(100 * value.mean, value.deviation and 100 * value.deviation)
+    decimals = 1 if last in RANK_METRICS else tables.column_decimals((value.mean, value.deviation))
+    return tables.mean_and_deviation(value.mean, value.deviation, decimals)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sfumato import __version__
+from sfumato import __version__, ids
 from sfumato.charts import render_page, require_matplotlib
 from sfumato.data.images import Problems, thumbnail
 from sfumato.data.sources import DataConfig
@@ -57,6 +57,7 @@ def make_report(data: report_charts.ReportData) -> Report:
     thumbnails = report_charts.Thumbnails(data)
     mistakes, shown_mistakes = report_charts.wrong_first_results(data, directions, thumbnails)
     points = evaluation.uncertainty is None
+    deciles = [] if points else [report_charts.recall_by_uncertainty(one, evaluation) for one in directions]
     values = {
         "data": data,
         "evaluation": evaluation,
@@ -65,9 +66,7 @@ def make_report(data: report_charts.ReportData) -> Report:
         "headline": [_recall(direction) for direction in directions],
         "summary": _summary(evaluation, calibration, mistakes, directions),
         "rows": [_table_row(name.replace("->", "→"), metrics) for name, metrics in table_rows(evaluation)],
-        "deciles": []
-        if points
-        else [report_charts.recall_by_uncertainty(direction, evaluation) for direction in directions],
+        "deciles": deciles,
         "histogram": None if points else report_charts.variance_histogram(data),
         "correlation": evaluation.multiplicity,
         "calibration": calibration,
@@ -95,10 +94,7 @@ def _evaluate(data: report_charts.ReportData) -> tuple[Evaluation, list[report_c
     evaluation = evaluate_retrieval(
         data.images, data.texts, data.relevance, distance=data.distance, text_kinds=data.text_kinds, rank=rank
     )
-    return evaluation, [
-        report_charts.direction_result(data, "i2t", found["i2t"]),
-        report_charts.direction_result(data, "t2i", found["t2i"]),
-    ]
+    return evaluation, [report_charts.direction_result(data, d, found[d]) for d in ids.DIRECTIONS]
 
 
 def _recall(direction: report_charts.DirectionResult) -> dict[str, str]:
@@ -129,11 +125,11 @@ def _summary(
             sentences.append(_meaning_of_variance(direction, evaluation))
     version = "after" if "after" in calibration["pairs"] else "before"
     which = "Calibrated match probabilities" if version == "after" else "Match probabilities without calibration"
-    gaps = [
-        f"{calibration[d.key][version]['ece']:.1%} ({DIRECTIONS[d.key]};"
-        f" perfect probabilities: {calibration[d.key][version]['ece_of_perfect']:.1%})"
-        for d in directions
-    ]
+    gaps = []
+    for d in directions:
+        own = calibration[d.key][version]
+        perfect = f"({DIRECTIONS[d.key]}; perfect probabilities: {own['ece_of_perfect']:.1%})"
+        gaps.append(f"{own['ece']:.1%} {perfect}")
     sentences.append(f"{which} are off by {' and '.join(gaps)} on average at first results.")
     plausible = sum(m["plausible"] for m in mistakes.values())
     wrong = sum(m["wrong"] for m in mistakes.values())

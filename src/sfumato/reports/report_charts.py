@@ -14,14 +14,8 @@ from sfumato.evaluation.protocols import Evaluation
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.matching import match_probability
+from sfumato.metrics import reliability
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.reliability import (
-    brier_score,
-    calibration_error_by_chance,
-    expected_calibration_error,
-    reliability_curve,
-    wilson_interval,
-)
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.reports.tables import DIRECTIONS, clipped, digits, percent, probability, signed
 from sfumato.search.exact import distance_blocks, top_k
@@ -123,7 +117,7 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
     bins, name = found["bins"], DIRECTIONS[direction.key]
     chart = Chart(f"Recall at 1 of ten groups by uncertainty, {name}: " + ", ".join(f"{b['recall']:.0%}" for b in bins))
     rows = []
-    intervals = [wilson_interval(b["recall"], b["count"]) for b in bins]
+    intervals = [reliability.wilson_interval(b["recall"], b["count"]) for b in bins]
     draw_recall_bins(chart.axes, [b["recall"] for b in bins], intervals)
     for i, (b, (low, high)) in enumerate(zip(bins, intervals, strict=True), 1):
         between, variance = f"{low:.1%} to {high:.1%}", digits(b["uncertainty"], 3)
@@ -185,8 +179,7 @@ def calibration_panels(
     """The calibration of match probabilities, over all pairs and over first results."""
     calibrated = data.calibration is not None
     learnt = data.learnt_logits or (None if calibrated else data.logits)
-    figures: dict[str, dict[str, Any]] = {}
-    panels = []
+    figures, panels = dict[str, dict[str, Any]](), []
     for key, (name, distance, fitted, match) in _judged_pairs(data, directions).items():
         figures[key] = {"n": len(match), "matches": float(match.mean())}
         versions = {} if learnt is None else {"before": match_probability(distance.astype(np.float64), *learnt)}
@@ -194,15 +187,16 @@ def calibration_panels(
         curves = {}
         for version, p in versions.items():
             # Of all pairs, bins with equally many would all lie near 0.
-            curves[version] = reliability_curve(p, match, binning="width" if key == "pairs" else "count")
-            figures[key][version] = {"ece": expected_calibration_error(p, match), "brier": brier_score(p, match)}
+            curves[version] = reliability.reliability_curve(p, match, binning="width" if key == "pairs" else "count")
+            figures[key][version] = {
+                "ece": reliability.expected_calibration_error(p, match),
+                "brier": reliability.brier_score(p, match),
+            }
             if key != "pairs":
-                figures[key][version]["ece_of_perfect"] = calibration_error_by_chance(p)
-        rows = [
-            [version, percent(b["probability"]), percent(b["observed"]), f"{b['count']:,}"]
-            for version, curve in curves.items()
-            for b in curve
-        ]
+                figures[key][version]["ece_of_perfect"] = reliability.calibration_error_by_chance(p)
+        rows = []
+        for version, curve in curves.items():
+            rows += [[version, percent(b["probability"]), percent(b["observed"]), f"{b['count']:,}"] for b in curve]
         panels.append({"key": key, "name": name, "chart": _reliability_chart(curves, name).svg(), "rows": rows})
     return figures, panels
 
@@ -306,11 +300,9 @@ def _query(
     data: ReportData, direction: DirectionResult, thumbnails: Thumbnails, query: int, expected: float
 ) -> dict[str, Any]:
     true, of_text = direction.true_items(query), direction.key == "t2i"
-    distances = direction.distances[query]
+    found = direction.closest[query], direction.distances[query], direction.probabilities[query]
     results = []
-    for item, distance, p in zip(
-        direction.closest[query].tolist(), distances.tolist(), direction.probabilities[query].tolist(), strict=True
-    ):
+    for item, distance, p in zip(*(values.tolist() for values in found), strict=True):
         shown = thumbnails[item] if of_text else {"text": clipped(data.captions[item])}
         results.append(shown | {"true": item in true, **_match(p, distance)})
     kinds = data.text_kinds
@@ -335,16 +327,14 @@ def wrong_first_results(
     data: ReportData, directions: Sequence[DirectionResult], thumbnails: Thumbnails
 ) -> tuple[dict[str, dict[str, int]], list[dict[str, Any]]]:
     """The counts of wrong first results, and the most probable of them, one for each wrong item."""
-    counts: dict[str, dict[str, int]] = {}
-    shown = []
+    counts, shown = dict[str, dict[str, int]](), []
     for direction in directions:
         right = direction.first_is_right
         wrong = np.flatnonzero(right == 0)
         probabilities, distances = direction.probabilities[:, 0], direction.distances[:, 0]
         plausible = int((probabilities[wrong] >= 0.5).sum())
         counts[direction.key] = {"n": int((~np.isnan(right)).sum()), "wrong": len(wrong), "plausible": plausible}
-        rows: list[dict[str, Any]] = []
-        seen: set[int] = set()
+        rows, seen = list[dict[str, Any]](), set[int]()
         for query in wrong[np.lexsort((distances[wrong], -probabilities[wrong]))].tolist():
             item = int(direction.closest[query, 0])
             if item not in seen and direction.ground_truth.counts[query] and len(rows) < MISTAKES:

@@ -16,17 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.data import transforms
 from sfumato.data.pairs import EqualTexts, PairBatch, PairSampler, normal_wording
 from sfumato.data.shards import ShardBatch, ShardStream
-from sfumato.data.transforms import (
-    MixPlan,
-    augment,
-    augment_token_ids,
-    crop_and_mirror,
-    erase_rectangles,
-    plan_mixing,
-    smooth_match,
-)
+from sfumato.data.transforms import MixPlan
 from sfumato.encoders.encoder_protocol import Inputs, Store
 from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
 from sfumato.encoders.towers import DualEncoder
@@ -68,7 +61,7 @@ class Augmentation:
         inputs = self._reshaped(store, index, generator)
         if not self.config.erase or not len(index):
             return inputs
-        return Inputs(erase_rectangles(inputs.values, fraction=self.config.erase, generator=generator))
+        return Inputs(transforms.erase_rectangles(inputs.values, fraction=self.config.erase, generator=generator))
 
     def _reshaped(self, store: Store, index: np.ndarray, generator: torch.Generator) -> Inputs:
         """The images with random changes of geometry and colour."""
@@ -78,7 +71,7 @@ class Augmentation:
         inputs = store.batch(index).to("cpu")
         if self.pictures == "none" or not len(index):  # More processes than pairs.
             return inputs
-        change = augment if self.pictures == "style" else crop_and_mirror
+        change = transforms.augment if self.pictures == "style" else transforms.crop_and_mirror
         return Inputs(change(inputs.values, generator=generator))
 
     def texts(self, inputs: Inputs, generator: torch.Generator) -> Inputs:
@@ -89,7 +82,7 @@ class Augmentation:
         # (rate, masked fraction, replaced fraction) of the chosen tokens: SizeAugment, then PCME's caption dropping.
         for rate, masked, replaced in ((self.config.text_tokens, 0.5, 0.1), (self.config.drop_words, 0.0, 0.0)):
             if rate:
-                ids, mask = augment_token_ids(
+                ids, mask = transforms.augment_token_ids(
                     ids, mask, special=self.words.special, mask_id=self.words.mask_id,
                     vocabulary_size=self.words.tokenizer.get_vocab_size(), forbidden=self.words.forbidden, rate=rate,
                     masked=masked, replaced=replaced, generator=generator,
@@ -98,30 +91,24 @@ class Augmentation:
 
     def plans(self, counts: list[int], size: tuple[int, int], epoch: int, step: int) -> list[MixPlan] | None:
         """The mixing plans of all processes in a step, the same on every process. size (height, width)."""
-        if not self.config.mixed_share:
+        config = self.config
+        if not config.mixed_share:
             return None
-        if self.config.mix_choice == "whole":
-            return self._whole(counts, size, torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step)))
-        return [
-            plan_mixing(
-                n,
-                size=size,
-                generator=torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step, rank)),
-                choice_generator=torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step, 0)),
-                fraction=self.config.mixed_share,
-                mixup_alpha=self.config.mixup_alpha,
-                cutmix_alpha=self.config.cutmix_alpha,
-                choice=self.config.mix_choice,
-            )
-            for rank, n in enumerate(counts)
-        ]
 
-    def _whole(self, counts: list[int], size: tuple[int, int], generator: torch.Generator) -> list[MixPlan] | None:
-        """Plans that mix all images with one ratio and one box, or None with probability 1 - mixed_share."""
-        if torch.rand((), generator=generator) >= self.config.mixed_share:
+        def seeded(*rank: int) -> torch.Generator:
+            return torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step, *rank))
+
+        plan = partial(
+            transforms.plan_mixing, size=size, mixup_alpha=config.mixup_alpha, cutmix_alpha=config.cutmix_alpha
+        )
+        if config.mix_choice != "whole":
+            own = partial(plan, fraction=config.mixed_share, choice=config.mix_choice)
+            return [own(n, generator=seeded(rank), choice_generator=seeded(0)) for rank, n in enumerate(counts)]
+        # All images have one ratio and one box, or none is mixed with probability 1 - mixed_share.
+        generator = seeded()
+        if torch.rand((), generator=generator) >= config.mixed_share:
             return None
-        mixup, cutmix = self.config.mixup_alpha, self.config.cutmix_alpha
-        pair = plan_mixing(2, size=size, generator=generator, fraction=1.0, mixup_alpha=mixup, cutmix_alpha=cutmix)
+        pair = plan(2, generator=generator, fraction=1.0)
         fraction, box = pair.own_fraction[:1], pair.box[:1]
         return [MixPlan(torch.arange(n).flip(0), fraction.expand(n), box.expand(n, 4), size) for n in counts]
 
@@ -130,8 +117,8 @@ class Augmentation:
         if plans is not None:
             match_i2t = plans[self.process_group.rank].match(match_i2t)
             match_t2i = MixPlan.cat(plans).match(match_t2i.T).T
-        if self.config.label_smoothing:
-            match_i2t, match_t2i = (smooth_match(m, self.config.label_smoothing) for m in (match_i2t, match_t2i))
+        if smoothing := self.config.label_smoothing:
+            match_i2t, match_t2i = (transforms.smooth_match(m, smoothing) for m in (match_i2t, match_t2i))
         return match_i2t, match_t2i
 
 

@@ -25,18 +25,11 @@ from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, as_typed, counted, say
 from sfumato.files import LAST, MODEL, RECIPE, TOKENIZER
 from sfumato.imports import given_imports
+from sfumato.models import recipe as recipes
 from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer, load_tensors
 from sfumato.models.embed import embed_split, load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone, join_process_group
-from sfumato.models.recipe import (
-    BOOKKEEPING,
-    Recipe,
-    absolute_recipe,
-    differing_keys,
-    find_recipe,
-    load_recipe,
-    save_recipe,
-)
+from sfumato.models.recipe import Recipe
 from sfumato.models.run import ENCODERS, NOISE, PROBLEMS, choose_device, load_assets, load_model, save_assets
 from sfumato.training import saving, validation
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches, epoch_seed, steps
@@ -297,10 +290,11 @@ def preferred_recipe(recipe: Recipe, overrides: Sequence[str], folder: Path) -> 
     """The recipe to train, and why."""
     if not recipe.prefer or any(override.strip().startswith(_CHOOSES) for override in overrides):
         return recipe, ""
-    other = load_recipe(find_recipe(recipe.prefer), overrides).model_copy(update={"imports": recipe.imports})
+    found = recipes.load_recipe(recipes.find_recipe(recipe.prefer), overrides)
+    other = found.model_copy(update={"imports": recipe.imports})
     backbone = other.model.image.frozen_backbone
     if (saved := folder / RECIPE).is_file():
-        if load_recipe(saved).name != other.name:
+        if recipes.load_recipe(saved).name != other.name:
             return recipe, ""
     elif not (place := where_weights_are(backbone)):
         instead = f"using {recipe.model.image.base_model} and {recipe.model.text.base_model} instead"
@@ -327,7 +321,7 @@ _NAMED = 3
 @contextmanager
 def opened(recipe: Recipe, folder: Path) -> Iterator[tuple[Recipe, Path, ProcessGroup]]:
     """Join the processes that train in a folder, and lock it against others; the recipe has absolute paths."""
-    recipe = with_present_imports(absolute_recipe(recipe))
+    recipe = with_present_imports(recipes.absolute_recipe(recipe))
     build_loss(recipe)  # An unknown one is refused before anything is written.
     folder.mkdir(parents=True, exist_ok=True)
     with (
@@ -362,15 +356,16 @@ def claim_folder(folder: Path, recipe: Recipe) -> int | None:
         if any(path.name != LOCK for path in folder.iterdir()):
             raise UserError(f"{folder} is not empty and holds no run; give an empty or new folder with --out")
     elif started:
-        saved = absolute_recipe(load_recipe(folder / RECIPE)).model_copy(update={"imports": recipe.imports})
+        saved = recipes.absolute_recipe(recipes.load_recipe(folder / RECIPE))
+        saved = saved.model_copy(update={"imports": recipe.imports})
         if saved == recipe:
             return None
         _check_extends(folder, saved, recipe)
-        save_recipe(recipe, folder / RECIPE)
+        recipes.save_recipe(recipe, folder / RECIPE)
         return saved.train.epochs if saved.train.epochs < recipe.train.epochs else None
     for name in (TOKENIZER, ENCODERS, NOISE):
         (folder / name).unlink(missing_ok=True)
-    save_recipe(recipe, folder / RECIPE)
+    recipes.save_recipe(recipe, folder / RECIPE)
     return None
 
 
@@ -385,7 +380,8 @@ def with_present_imports(recipe: Recipe) -> Recipe:
 
 def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:
     """Refuse to train a recipe in the folder of a run, unless it only has more epochs or other bookkeeping."""
-    differing = {key: values for key, values in differing_keys(saved, recipe).items() if key not in BOOKKEEPING}
+    found = recipes.differing_keys(saved, recipe)
+    differing = {key: values for key, values in found.items() if key not in recipes.BOOKKEEPING}
     if not differing:
         return
     way_out = f"Give another folder with --out, or delete that one: {as_typed('rm', '-r', folder)}"

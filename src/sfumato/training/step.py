@@ -146,27 +146,19 @@ def _share(leaves: _Pair, own: slice, match_i2t: Tensor, match_t2i: Tensor) -> P
 
 def _own_gradients(leaf: GaussianEmbedding, own: slice, process_group: ProcessGroup) -> tuple[Tensor, Tensor | None]:
     """Gradients of means and log variances (None for points), summed over the processes: the rows of this one."""
-    gradients = [
-        process_group.total(torch.zeros_like(value) if value.grad is None else value.grad)[own]
-        for value in (leaf.mean, leaf.log_var)
-        if value.requires_grad
-    ]
+    learnt = [value for value in (leaf.mean, leaf.log_var) if value.requires_grad]
+    gradients = [process_group.total(torch.zeros_like(v) if v.grad is None else v.grad)[own] for v in learnt]
     return gradients[0], gradients[1] if len(gradients) > 1 else None
 
 
 def _measured(output: LossOutput, leaves: _Pair, match_i2t: Tensor, process_group: ProcessGroup) -> dict[str, float]:
     """The measured quantities of the whole batch: the sums of the terms and statistics of the processes."""
-    parts = {
-        "loss": output.total,
-        **{f"loss/{name}": term for name, term in output.terms.items()},
-        **output.stats,
-        "positives_per_row": match_i2t.double().sum() / leaves[0].n,
-    }
+    parts = {"loss": output.total} | {f"loss/{name}": term for name, term in output.terms.items()} | output.stats
+    parts["positives_per_row"] = match_i2t.double().sum() / leaves[0].n
     values = process_group.total(torch.stack([value.detach().double().cpu() for value in parts.values()]))
-    return dict(zip(parts, values.tolist(), strict=True)) | {
-        f"total_variance/{side}": float(leaf.total_variance.detach().mean())
-        for side, leaf in zip(("image", "text"), leaves, strict=True)
-    }
+    image, text = (float(leaf.total_variance.detach().mean()) for leaf in leaves)
+    variances = {"total_variance/image": image, "total_variance/text": text}
+    return dict(zip(parts, values.tolist(), strict=True)) | variances
 
 
 def _check_terms(measured: dict[str, float]) -> None:

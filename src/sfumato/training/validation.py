@@ -227,11 +227,6 @@ def match_dispersion(
 
     partners (n, d), item (p,), partner (p,) -> (m,).
     """
-    if partners.ndim != 2 or item.shape != partner.shape or item.ndim != 1:
-        shapes = f"{tuple(partners.shape)}, {tuple(item.shape)} and {tuple(partner.shape)}"
-        raise ValueError(f"match_dispersion: partners must be (n, d), item and partner (p,); got {shapes}")
-    if shrinkage < 0:
-        raise ValueError(f"match_dispersion: shrinkage must not be negative, got {shrinkage}")
     w = partners.detach().to(accumulation_dtype(partners.dtype))
     if whiten:
         w = w - w.mean(0)
@@ -254,12 +249,6 @@ def dispersion_loss(log_var: Tensor, dispersion: Tensor, *, floor: float = 0.02)
 
     log_var (n, d), dispersion (n,).
     """
-    if log_var.ndim != 2 or dispersion.shape != log_var.shape[:1]:
-        shapes = f"{tuple(log_var.shape)} and {tuple(dispersion.shape)}"
-        raise ValueError(f"dispersion_loss: log_var must be (n, d) and dispersion (n,), got {shapes}")
-    if not floor > 0:
-        why = "the best variance of a single match would be 0"
-        raise ValueError(f"dispersion_loss: floor must be positive, got {floor}; {why}")
     wanted = (dispersion + floor)[:, None] / log_var.shape[1]
     return (wanted * (-log_var).exp() + log_var).mean() / 2
 
@@ -377,9 +366,6 @@ def fit_variance_stage(
     head = tower.head
     branches = [head.log_var, head.log_var_hidden, head.log_var_local, head.log_var_norm]
     learnt = [p for branch in branches if branch is not None for p in branch.parameters()]
-    if not learnt:
-        way = "build the model with model.variance=true"
-        raise ValueError(f"fit_variance_stage: the tower has no log variance to fit; {way}")
     training, device = tower.training, tower.device
     tower.eval()  # No running statistics, and dropout only inside of what learns.
     if head.log_var_hidden is not None:
