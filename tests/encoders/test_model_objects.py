@@ -55,7 +55,8 @@ def adopted_object(model, encode, manifest, folder):
     shutil.move(folder / "run", folder / "elsewhere")
     for place in ("elsewhere", "exported"):
         loaded = sfumato.load(folder / place)
-        torch.testing.assert_close(loaded.embed_texts(["red blue 1"]).mean, expected, atol=1e-5, rtol=1e-4)
+        found = torch.as_tensor(loaded.embed_texts(["red blue 1"]).mean)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
         assert loaded.calibrated and loaded.embed_images([manifest.parent / "photos/1.png"]).n == 1
     card = (folder / "exported" / "README.md").read_text()
     assert "in this folder: `encoder`" in card and str(folder) not in card

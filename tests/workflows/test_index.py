@@ -285,7 +285,7 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(trust_r
         seen[matching.direction] = options | {"relevance": relevance}
         return real(queries, gallery, relevance, matching, **options)
 
-    monkeypatch.setattr(trust, "measure_trust", spy)
+    monkeypatch.setattr(measures, "measure_trust", spy)
     data = trust_run.recipe.data.model_copy(update={"equal_texts": "separate"})
     trust_model(trust_run, data, "test", n_resamples=0)
     texts, images = seen["t2i"], seen["i2t"]

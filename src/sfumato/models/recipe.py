@@ -69,12 +69,6 @@ class Recipe(sections.Section):
         return self
 
 
-def frozen_sections(channels: int, side: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of a model whose means are the features of its encoders; both sides have the same section."""
-    means = {"dim": channels, "pooling": "average", "identity": True, "variance": False}
-    return {"model": means | {"image": side, "text": side}, "loss": {"name": "infonce", "distance": "squared_l2"}}
-
-
 _SIDES: dict[Any, Side] = {ImageEncoderConfig: "image", TextEncoderConfig: "text"}
 
 _TAG_KEYS = ("loss.name", "model.image.kind", "model.text.kind")

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,7 +96,7 @@ def load_run(folder: str | Path, *, device: Device = "cpu", trainable: bool = Fa
         found = "Its training has not finished an epoch, or the folder was copied incompletely"
         raise UserError(f"{folder} has no weights. {found}; run the same `sfumato train` again, or copy it again")
     recipe = recipe.model_copy(update={"model": with_own_encoder(recipe.model, folder)})
-    if (model := None if trainable else _points(folder, recipe.model)) is not None:
+    if (model := None if trainable else _points(recipe.model, partial(_read_json, folder / ENCODERS))) is not None:
         logits, learnt = (5.0, 0.0), dict[str, Any](distance=recipe.loss.distance)
     else:
         with need("train", needs):
@@ -113,13 +114,19 @@ def load_run(folder: str | Path, *, device: Device = "cpu", trainable: bool = Fa
     )  # fmt: skip
 
 
-def _points(folder: Path, model: "ModelConfig") -> TwoTowers | None:
-    """The towers of a model whose means are embeddings of files as they are; None for other models."""
-    as_they_are = all(side.kind == "embeddings" and dict(side)["whiten"] is None for side in (model.image, model.text))
-    if not (as_they_are and model.identity) or model.variance or model.item_offset:
+def _points(model: "ModelConfig", described: Callable[[], Mapping[str, Any]]) -> TwoTowers | None:
+    """The towers of a model whose means are embeddings of another one as they are; None for other models."""
+    sections: tuple[Any, ...] = (model.image, model.text)
+    if not model.identity or model.variance or model.item_offset or any(one.whiten is not None for one in sections):
         return None
-    described = _read_json(folder / ENCODERS)
-    image, text = (PointTower(EmbeddingProcessor(described[side]["channels"]), model.dim) for side in get_args(Side))
+    if {one.kind for one in sections} == {"embeddings"}:
+        known = described()
+        processors: Any = [EmbeddingProcessor(known[side]["channels"]) for side in get_args(Side)]
+    elif all(one.kind == "frozen" and one.projected for one in sections):
+        processors = [frozen_processor(one, files.cache_folder()) for one in sections]
+    else:
+        return None
+    image, text = (PointTower(processor, model.dim) for processor in processors)
     return TwoTowers(image, text)
 
 
@@ -245,12 +252,12 @@ def load_model(
         if (towers := foreign_towers(graphs, str(device))) is not None:
             places = [os.path.abspath(one) if Path(one).exists() else one for one in str(source).split("+")]
             named = str(source) if len(graphs) == 1 else "+".join(places)
-            return _as_it_is(towers, "squared_l2", (5.0, 0.0), named, ", by ONNX graphs")
+            return _as_it_is(towers, named, ", by ONNX graphs")
     with need("train", f"{source}: models other than {SMALL} need torch"):
         from sfumato.models import pretrained
-    device = _device(device)
     if is_joint(str(source)):
-        return _frozen(str(source), device)
+        return _as_it_is(_frozen(str(source)), str(source))
+    device = _device(device)
     if not folder.exists():
         folder = download(str(source))
     if folder.is_dir() and "sfumato" in (config := pretrained.read_config(folder, str(source))):
@@ -282,25 +289,19 @@ def _of_graphs(folder: Path, source: str, device: str) -> Model:
     return _of_config(TwoTowers(**towers, digest=config["digest"]), config, folder, source)
 
 
-def _frozen(name: str, device: Device) -> Model:
-    """A CLIP or SigLIP model as it is; nothing is calibrated."""
-    from sfumato.encoders.joint import joint_backbone
-    from sfumato.models.build import Assets, build_loss, build_model
-    from sfumato.models.recipe import Recipe, frozen_sections
-
+def _frozen(name: str) -> TwoTowers:
+    """A CLIP or SigLIP model as it is."""
     backbone = str(Path(name).resolve()) if Path(name).exists() else name
-    side = {"kind": "frozen", "backbone": backbone, "projected": True}
-    channels = joint_backbone(backbone, "image").channels
-    recipe = Recipe.model_validate({"name": "frozen", **frozen_sections(channels, side)})
-    model, loss = build_model(recipe.model, Assets()), build_loss(recipe)
-    logits = loss.match_logits() or (1.0, 0.0)
-    return _as_it_is(model.to(device).eval(), loss.distance.name, logits, name)
+    kinds = (FrozenImageConfig, FrozenTextConfig)
+    made = [frozen_processor(kind(backbone=backbone, projected=True), files.cache_folder()) for kind in kinds]
+    image, text = (PointTower(processor, processor.backbone.channels) for processor in made)
+    return TwoTowers(image, text)
 
 
-def _as_it_is(towers: TwoTowers, distance: str, logits: tuple[float, float], source: str, how: str = "") -> Model:
-    scale, bias = logits
+def _as_it_is(towers: TwoTowers, source: str, how: str = "") -> Model:
+    """A model of points, of which nothing is calibrated."""
     kind = f"CLIP or SigLIP as it is{how}"
-    return Model(model=towers, distance=distance, logit_scale=scale, logit_bias=bias, source=source, kind=kind)
+    return Model(model=towers, distance="squared_l2", logit_scale=5.0, logit_bias=0.0, source=source, kind=kind)
 
 
 def _exported(folder: Path, config: dict[str, Any], source: str, device: Device) -> Model:
@@ -326,6 +327,8 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: Device)
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": error.args, "msg": "missing"}
         found = f"{CONFIG} of sfumato {config['sfumato']} does not fit this version, {__version__}"
         raise UserError(f"{folder}: {found}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if (points := _points(model_config, lambda: known["encoders"])) is not None:
+        return _of_config(points, config, folder, source)
     tokenizer = folder / TOKENIZER
     if encoder_entry("text", model_config.text.kind).tokenizer and not tokenizer.is_file():
         raise UserError(f"{tokenizer} is missing; the folder is incomplete, copy it whole")

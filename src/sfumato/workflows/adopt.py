@@ -36,7 +36,7 @@ from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
 from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
 from sfumato.models.model import remember_words
-from sfumato.models.recipe import Recipe, check_recipe, frozen_sections, save_recipe
+from sfumato.models.recipe import Recipe, check_recipe, save_recipe
 from sfumato.models.run import ENCODERS, PROBLEMS, WORDS, Run, load_run
 from sfumato.workflows.search import LoadedModel
 
@@ -176,8 +176,9 @@ def _recipe(
 ) -> Recipe:
     """The recipe of a model whose means are its features; fractions (val, test)."""
     divided = data | {"val_fraction": fractions[0], "test_fraction": fractions[1]}
-    values = {"name": "adopted", "data": divided, "train": {"seed": seed}}
-    return check_recipe(values | frozen_sections(channels, side), "adopt", of_run=True)
+    means = {"dim": channels, "pooling": "average", "identity": True, "variance": False, "image": side, "text": side}
+    values = {"name": "adopted", "data": divided, "train": {"seed": seed}, "model": means}
+    return check_recipe(values | {"loss": {"name": "infonce", "distance": "squared_l2"}}, "adopt", of_run=True)
 
 
 def adopt_encoders(

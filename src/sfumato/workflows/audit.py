@@ -132,7 +132,7 @@ def cross_fit(run: Run, config: DataConfig, n_parts: int, folder: Path) -> Audit
         own = config.model_copy(update={"leave_out": f"{part}/{n_parts}"})
         say(f"part {part + 1} of {n_parts}: training on the others")
         fit(run.recipe.model_copy(update={"data": own}), folder / f"part-{part}")
-        retrieval_model = load_run(folder / f"part-{part}", device=run.model.image.device)
+        retrieval_model = load_run(folder / f"part-{part}", device=getattr(run.model.image, "device", "cpu"))
         prepared, others = prepare_listed(retrieval_model, config, "train")
         data = prepared.data
         scored.append(_score(retrieval_model, prepared, images_of_part(data, part, n_parts)))
