@@ -136,16 +136,14 @@ def test_scores_of_llama_index_become_probabilities(calibrator):
     assert CalibratedScores(calibrator=calibrator).postprocess_nodes([], query_str="q") == []
 
 
-HIT = Hit("a", 1, 0.5, 0.8, 0.1, {"path": "a.png", "label": "one", "id": "other", "_text": "hidden"})
-ANSWER = Answer("q", "csd", True, 0.1, (HIT,), verdict=Verdict("clear", "One clear match"), target="fits")
-
-
 def test_metadata_has_the_verdict_and_calibrated_hits_are_the_most_probable_ones():
+    hit = Hit("a", 1, 0.5, 0.8, 0.1, {"path": "a.png", "label": "one", "id": "other", "_text": "hidden"})
+    answer = Answer("q", "csd", True, 0.1, (hit,), verdict=Verdict("clear", "One clear match"), target="fits")
     found = {"path": "a.png", "label": "one", "id": "a", "distance": 0.5, "match_probability": 0.8}
-    assert fields_of(HIT, ANSWER) == {**found, "verdict": "One clear match", "verdict_kind": "clear"}
-    bare = fields_of(HIT, Answer("q", "csd", False, 0.1, (HIT,)))
+    assert fields_of(hit, answer) == {**found, "verdict": "One clear match", "verdict_kind": "clear"}
+    bare = fields_of(hit, Answer("q", "csd", False, 0.1, (hit,)))
     assert bare["match_probability"] is bare["verdict_kind"] is None and "not calibrated" in bare["verdict"]
-    assert text_of(HIT) == "one" and text_of(Hit("a", 1, 0.5, 0.8, 0.1, {}, best_text="a red bird")) == "a red bird"
+    assert text_of(hit) == "one" and text_of(Hit("a", 1, 0.5, 0.8, 0.1, {}, best_text="a red bird")) == "a red bird"
     distances, calibrator = [0.9, 0.1, 0.8, 0.7, 0.75], ScoreCalibrator(prior="cosine", higher_is_better=False)
     probability = calibrator.predict_proba(distances)[:, 1]
     kept, nothing = calibrated(calibrator, distances, 2, 0.0)

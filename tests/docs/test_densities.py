@@ -34,10 +34,9 @@ def test_sampled_csd_is_the_loop_and_the_closed_form_what_samples_tend_to():
     samples = torch.distributions.Laplace(mean, scale).sample((20_000,)).transpose(0, 1)
     direction = torch.tensor([[0.6, 0.0, 0.8], [0.0, 1.0, 0.0]], dtype=torch.float64)
     kappa = torch.tensor([4.0, 20.0], dtype=torch.float64)
-    on_sphere = [
-        scipy.stats.vonmises_fisher(m, float(k), seed=1).rvs(20_000) for m, k in zip(direction, kappa, strict=True)
-    ]
-    drawn = torch.from_numpy(np.stack(on_sphere))
+    pairs = zip(direction, kappa, strict=True)
+    drawn = [scipy.stats.vonmises_fisher(m, float(k), seed=1).rvs(20_000) for m, k in pairs]
+    drawn = torch.from_numpy(np.stack(drawn))
     closed = csd_matrix(laplace(mean, scale), von_mises_fisher(direction, kappa))
     for i in range(2):
         for j in range(2):

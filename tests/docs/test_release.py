@@ -41,10 +41,8 @@ def wheel(version="1.2"):
     info = f"sfumato-{version}.dist-info"
     files = {"sfumato/__init__.py": b"", "sfumato/py.typed": b"", "sfumato/recipe_files/a.toml": b"a = 1"}
     licences = {f"{info}/licenses/{name}": b"" for name in release.LICENCES}
-    metadata = {
-        f"{info}/METADATA": f"Name: sfumato\nVersion: {version}\n\n".encode(),
-        f"{info}/entry_points.txt": b"[console_scripts]\nsfumato = sfumato.cli:main\n",
-    }
+    metadata = {f"{info}/METADATA": f"Name: sfumato\nVersion: {version}\n\n".encode()}
+    metadata |= {f"{info}/entry_points.txt": b"[console_scripts]\nsfumato = sfumato.cli:main\n"}
     return files, files | licences | metadata
 
 

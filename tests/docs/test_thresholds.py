@@ -23,21 +23,16 @@ def test_the_blocks_print_what_the_guide_says(tmp_path):
     expected = "".join(text for language, text in blocks if language == "text")
     assert len([text for language, text in blocks if language == "text"]) == 7
     code = "".join(text for language, text in blocks if language == "python")
-    data = (ROOT / "docs" / "examples" / "score_lists.csv").as_posix()
-    code = code.replace("docs/examples/score_lists.csv", data)
+    code = code.replace("docs/examples/score_lists.csv", LISTS.as_posix())
     code += "\nimport sys\nassert 'torch' not in sys.modules\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected
 
 
-ADOPT_BLOCKS_GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "adopt.md").read_text(encoding="utf-8")
-
-
 def block_with(word):
-    [block] = [
-        b for b in re.findall(r"^```python\n(.*?)^```", ADOPT_BLOCKS_GUIDE, re.DOTALL | re.MULTILINE) if word in b
-    ]
+    guide = (GUIDE.parent / "adopt.md").read_text(encoding="utf-8")
+    [block] = [code for _, code in BLOCK.findall(guide) if word in code]
     return block
 
 
@@ -65,28 +60,21 @@ def test_the_lines_with_open_clip_run(tmp_path, monkeypatch, capsys):
     assert run_block(block, tmp_path, monkeypatch, capsys).count(".png") == 3
 
 
-ADAPTERS_GUIDE_GUIDE = (ROOT / "docs" / "guides" / "adapters.md").read_text(encoding="utf-8")
 LISTS = ROOT / "docs" / "examples" / "score_lists.csv"
-
-
-def lists():
-    rows = list(csv.DictReader(LISTS.open(encoding="utf-8")))
-    return [np.array([kind(row[name]) for row in rows]) for name, kind in (("cosine", float), ("match", int))] + [
-        [row["query"] for row in rows]
-    ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("guide")
-    score, match, query = lists()
-    sfumato.ScoreCalibrator().fit(score, match, groups=query).save(place / "cut.json")
+    place, rows = tmp_path_factory.mktemp("guide"), list(csv.DictReader(LISTS.open(encoding="utf-8")))
+    score, match = (np.array([float(row[name]) for row in rows]) for name in ("cosine", "match"))
+    sfumato.ScoreCalibrator().fit(score, match, groups=[row["query"] for row in rows]).save(place / "cut.json")
     return place
 
 
 def run(title, folder, monkeypatch, capsys):
-    section = ADAPTERS_GUIDE_GUIDE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    [block] = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    guide = (GUIDE.parent / "adapters.md").read_text(encoding="utf-8")
+    section = guide.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    [block] = [code for language, code in BLOCK.findall(section) if language == "python"]
     monkeypatch.chdir(folder)
     exec(block.replace("docs/examples/score_lists.csv", LISTS.as_posix()), {"__name__": "__main__"})
     return capsys.readouterr().out
@@ -136,9 +124,8 @@ def test_evaluation_packages_read_a_run_of_probabilities_in_the_same_order(folde
         assert scores == sorted(scores, reverse=True)
     measures = [ir_measures.nDCG @ 10, ir_measures.RR]
     found, known = (ir_measures.calc_aggregate(measures, truth, one) for one in (ours, by_score))
-    assert all(
-        found[m] == pytest.approx(known[m], abs=1e-3) for m in measures
-    )  # Items of equal scores may change places.
+    # Items of equal scores may change places.
+    assert all(found[m] == pytest.approx(known[m], abs=1e-3) for m in measures)
     qrels = ranx.Qrels({q: {i: m for i, m in own.items() if m} or {"-": 1} for q, own in truth.items()})
     score = ranx.evaluate(qrels, ranx.Run.from_file("run.trec", kind="trec"), "mrr")
     assert score == pytest.approx(ranx.evaluate(qrels, ranx.Run(by_score), "mrr"), abs=1e-3)

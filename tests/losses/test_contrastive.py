@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import re
 import zlib
@@ -10,7 +9,6 @@ import zlib
 import pytest
 import scipy
 import torch
-from safetensors.torch import load_file
 from support import references
 from support.batches import MATCH, batch
 from support.parity import fixture, released_inclusion_loss, released_inclusion_test, released_log_inclusion
@@ -55,9 +53,6 @@ def test_only_a_free_scale_moves_as_the_released_temperature(free):
     assert (2 * loss.logits.logit_scale.item() == pytest.approx(tau.item(), abs=1e-4)) == free
 
 
-NOTHING_ELSE = ProLIPOptions(beta=0.0, inclusion_weight=0.0)
-
-
 def test_inclusion_is_of_images_in_texts_and_of_matches_only():
     image, text = batch()
     options = ProLIPOptions(beta=0.0, inclusion_weight=1.0)
@@ -71,9 +66,8 @@ def test_inclusion_is_of_images_in_texts_and_of_matches_only():
     assert (term(text, image, one_hot.T).terms["inclusion"] - inside).abs() > 1e-3
     torch.testing.assert_close(term(text, image, one_hot.T).terms["match"], output.terms["match"])
     rows, columns = (MATCH >= 0.5).nonzero(as_tuple=True)
-    torch.testing.assert_close(
-        term(image, text, MATCH).terms["inclusion"], inclusion_losses(image[rows], text[columns]).mean()
-    )
+    every = inclusion_losses(image[rows], text[columns]).mean()
+    torch.testing.assert_close(term(image, text, MATCH).terms["inclusion"], every)
     nothing = term(image, text, torch.zeros(4, 6))
     assert nothing.terms["inclusion"] == 0 and torch.isfinite(nothing.total)
 
@@ -84,12 +78,13 @@ def released_total(case, leaves):
     image, text = of("img"), of("txt")
     n = image.n
     match = torch.zeros(n, n) if case["negative_only"] else torch.eye(n)
+    bare = ProLIPOptions(beta=0.0, inclusion_weight=0.0)
 
     def ppcl(image, text, scale, bias):
         # The stored means are unit in float32 only: a bias for every pair makes the two logits equal for any means.
         norms = [e.mean.square().sum(1) for e in (image, text)]
         bias = bias + scale * (norms[0].unsqueeze(1) + norms[1]) / 2
-        return prolip_loss(image, text, match, NOTHING_ELSE, logit_scale=scale / 2, logit_bias=bias).total
+        return prolip_loss(image, text, match, bare, logit_scale=scale / 2, logit_bias=bias).total
 
     terms = {"ppcl": case.get("ppcl_lambda", 1.0) * ppcl(image, text, leaves["logit_scale"], leaves["logit_bias"])}
     settings = case.get("inclusion_loss_scale", 1000), case.get("inclusion_loss_eps", -10)
@@ -110,9 +105,8 @@ def released_total(case, leaves):
     return terms
 
 
-def test_parity_with_the_released_loss(shared):
-    about = json.loads((shared / "parity" / "prolip" / "loss.json").read_text())
-    tensors = load_file(shared / "parity" / "prolip" / "loss.safetensors")
+def test_parity_with_the_released_loss():
+    about, tensors = fixture("prolip/loss")
     assert len(about["cases"]) > 10
     for name, case in about["cases"].items():
         inputs = {key: value for key, value in tensors.items() if key.startswith("inputs/")}
@@ -169,8 +163,7 @@ def test_log_inclusion_is_the_integral_its_loss_the_loops_and_the_released_form_
         assert loss.item() == pytest.approx(sum(loop) / len(loop), rel=1e-12)
     narrow, wide = (GaussianEmbedding(x.mean, x.log_var + k) for k in (-1, 1))
     assert inclusion_loss(narrow, wide) < 1e-9 < 100 < inclusion_loss(wide, narrow)
-    x, y = pairs()
-    exact = integrated(x, y) - integrated(y, x)
+    exact = exact - integrated(y, x)
     torch.testing.assert_close(inclusion_test(x, y), exact, rtol=1e-8, atol=1e-8)
     expected = exact + (y.log_var - x.log_var) / 2
     torch.testing.assert_close(released_inclusion_test(x, y, eps=0.0), expected, rtol=1e-8, atol=1e-8)
@@ -252,9 +245,6 @@ def test_vib_by_hand_its_guard_and_its_overflow():
     assert log_var.grad.tolist() == [[0.0, 0.0]]
 
 
-OUR_DISTANCE = {"csd": "csd", "wdist": "wasserstein2"}
-
-
 def run_case(case, tensors, dtype):
     names, inputs = ("img_mean", "img_log_var", "txt_mean", "txt_log_var"), f"inputs/{case['group']}"
     leaves = {name: tensors[f"{inputs}/{name}"].to(dtype).clone().requires_grad_() for name in names}
@@ -262,23 +252,10 @@ def run_case(case, tensors, dtype):
     bias = torch.tensor(case["shift"], dtype=dtype, requires_grad=True)
     image = GaussianEmbedding(leaves["img_mean"], leaves["img_log_var"])
     text = GaussianEmbedding(leaves["txt_mean"], leaves["txt_log_var"])
-    distance, match = OUR_DISTANCE[case["prob_distance"]], tensors[f"inputs/{case['group']}/matched"]
+    distance, match = case["prob_distance"].replace("wdist", "wasserstein2"), tensors[f"{inputs}/matched"]
     options = PCMEPPOptions(distance=distance, alpha=case["smoothness_alpha"], beta=case["vib_beta"])
     output = pcmepp_loss(image, text, match, options, logit_scale=scale, logit_bias=bias)
-    return output, leaves, scale, bias, image, text
-
-
-def official_counts(distance, match):
-    """What the released code counts, entries at most as far as the row's own match less one a row, without and with the
-    entries whose order rounding decides (equal embeddings in a batch)."""
-    own = distance.gather(1, match.max(1, keepdim=True).indices)
-    return [int((distance <= own + slack).sum()) - len(distance) for slack in (-1e-12 * own, 1e-12 * own)]
-
-
-def _close(ours, stored, name):
-    torch.testing.assert_close(
-        ours, stored.reshape(ours.shape), rtol=1e-10, atol=1e-13, msg=lambda text: f"{name}: {text}"
-    )
+    return output, leaves, scale, bias, DISTANCES[distance].matrix(image, text), image, text
 
 
 def test_parity_pcmepp_loss():
@@ -286,21 +263,26 @@ def test_parity_pcmepp_loss():
     assert about["cases"]
     for name, case in about["cases"].items():
         value = lambda key, name=name: tensors[f"case/{name}/{key}"]
-        close = lambda a, b, name=name: _close(a, b, name)
-        output, leaves, scale, bias, image, text = run_case(case, tensors, torch.float64)
+
+        def close(ours, stored, name=name):
+            exact = {"rtol": 1e-10, "atol": 1e-13, "msg": lambda said: f"{name}: {said}"}
+            torch.testing.assert_close(ours, stored.reshape(ours.shape), **exact)
+
+        output, leaves, scale, bias, distance, image, text = run_case(case, tensors, torch.float64)
         close(output.total, value("loss"))
         close(output.terms["match"], 2 * value("match_bce"))
         match = tensors[f"inputs/{case['group']}/matched"].double()
-        distance = DISTANCES[OUR_DISTANCE[case["prob_distance"]]].matrix(image, text)
         close(match_logit(distance, scale, bias), value("logits"))
         if case["smoothness_alpha"]:
             both = value("pp_bce_i2t") + value("pp_bce_t2i")
             close(output.terms["pseudo_positive"], case["smoothness_alpha"] * both)
             for direction, d, m in (("i2t", distance, match), ("t2i", distance.T, match.T)):
                 close(pseudo_positives(d, m), value(f"pp_labels_{direction}"))
-                official = int(value(f"n_pseudo_gts_{direction}"))
-                fewest, most = official_counts(d, m)
-                assert fewest <= official <= most, name
+                # Entries at most as far as the row's own match less one a row, without and with those whose order
+                # rounding decides (equal embeddings in a batch).
+                own = d.gather(1, m.max(1, keepdim=True).indices)
+                fewest, most = (int((d <= own + slack).sum()) - len(d) for slack in (-1e-12 * own, 1e-12 * own))
+                assert fewest <= int(value(f"n_pseudo_gts_{direction}")) <= most, name
         if case["vib_beta"] and "warnings" not in case:
             close(vib_loss(image), value("kl_img"))
             close(vib_loss(text), value("kl_txt"))
@@ -364,7 +346,6 @@ def test_parity_sampled_match_probability(kind, factor):
     scale, bias = (float(re.search(rf"\b{x}=([\d.]+)", about["monte_carlo"]["kinds"][kind])[1]) for x in "ab")
     x, y = gaussians(tensors)
     generator = torch.Generator().manual_seed(0)
-
     distance = match_probability_distance(factor * scale, factor * bias, n_samples=24)
     draws = torch.stack([(-distance.matrix(x, y, generator=generator)).exp() for _ in range(40)])
     error = (draws.var(0) / len(draws) + tensors[f"mc/{kind}/stderr"].square()).sqrt()
@@ -400,9 +381,8 @@ def test_every_term_is_its_loop(isotropic):
 def test_neither_logarithm_underflows(distance, label, expected):
     """p = exp(-995) and 1 - p = exp(-50) are 0 in float32."""
     bias = 5.0 if label else 50.0
-    mean = torch.zeros(1, 3), torch.tensor([[distance, 0.0, 0.0]])
-    leaf = mean[1].clone().requires_grad_()
-    image, text = GaussianEmbedding.point(mean[0]), GaussianEmbedding.point(leaf)
+    leaf = torch.tensor([[distance, 0.0, 0.0]], requires_grad=True)
+    image, text = GaussianEmbedding.point(torch.zeros(1, 3)), GaussianEmbedding.point(leaf)
     options, match = PCMEOptions(beta=0), torch.full((1, 1), label)
     output = pcme_loss(image, text, match, options, logit_scale=10.0, logit_bias=bias)
     assert float(output.total.detach()) == pytest.approx(2 * expected)
@@ -433,9 +413,8 @@ def test_its_logits_as_a_function_of_csd_are_near_its_own_probability(sigmoid, f
         assert PCMELoss(options).match_logits() is None
     wrong, right = [], []
     for csd in (0.9, 0.96, 1.0, 1.0167, 1.05, 1.1, 1.2):
-        variance = 0.01
-        mean = torch.zeros(1, d, dtype=torch.float64), torch.zeros(1, d, dtype=torch.float64)
-        mean[1][0, 0] = math.sqrt(csd - 2 * variance)
+        variance, mean = 0.01, torch.zeros(2, 1, d, dtype=torch.float64)
+        mean[1, 0, 0] = math.sqrt(csd - 2 * variance)
         pair = [GaussianEmbedding(m, torch.full_like(m, math.log(variance / d))) for m in mean]
         sampled = match_probability_distance(factor * a, factor * b, n_samples=100)
         true = sampled.matrix(*pair, generator=torch.Generator().manual_seed(0)).neg().exp().item()
@@ -451,9 +430,8 @@ def test_its_logits_as_a_function_of_csd_are_near_its_own_probability(sigmoid, f
 def uniformity_by_loops(leaves, eps):
     """The logarithm of the mean over all pairs of two different samples, one pair after the other."""
     image_mean, image_log_var, text_mean, text_log_var = leaves
-    sides = (image_mean, image_log_var, eps[0]), (text_mean, text_log_var, eps[1])
     vectors = []
-    for mean, log_var, noise in sides:
+    for mean, log_var, noise in ((image_mean, image_log_var, eps[0]), (text_mean, text_log_var, eps[1])):
         vectors += [m + (v / 2).exp() * one for m, v, own in zip(mean, log_var, noise, strict=True) for one in own]
     exponents = [-2 * (x - y).square().sum() for i, x in enumerate(vectors) for y in vectors[:i]]
     return torch.stack(exponents).logsumexp(0) - math.log(len(exponents))
@@ -484,9 +462,9 @@ def test_uniformity_in_float32_is_the_loop_in_float64(total_variance, max_pairs)
         relatively_equal(ours.grad.double(), theirs.grad, 1e-4)
 
 
-def parity(shared):
-    path = shared / "parity" / "pcme_mc_loss.json"
-    return json.loads(path.read_text())["cases"], load_file(path.with_suffix(".safetensors"))
+def parity():
+    about, tensors = fixture("pcme_mc_loss")
+    return about["cases"], tensors
 
 
 def relatively_equal(actual, expected, rtol):
@@ -509,9 +487,9 @@ def run(tensors, case, name):
     return match.numel() * pcme_loss(image, text, match, options, **logits, noise=noise).total, leaf
 
 
-def test_parity_of_values_and_gradients(shared):
+def test_parity_of_values_and_gradients():
     """Released sums over pairs and both directions; their bottleneck reads the head ln s as ln s^2."""
-    cases, tensors = parity(shared)
+    cases, tensors = parity()
     checked = 0
     for name, case in cases.items():
         if case.get("prob_distance") != "non_squared_l2" or case["pdist_fn"] != "iterative" or case["group"] == "soft":
@@ -530,9 +508,9 @@ def test_parity_of_values_and_gradients(shared):
 
 
 @pytest.mark.parametrize("name", ["plain", "vib", "vib_uniform", "coco15"])
-def test_parity_of_the_original_in_all_terms_with_converted_weights(shared, name):
+def test_parity_of_the_original_in_all_terms_with_converted_weights(name):
     """Over the number of pairs; samples are noise around their mean: the head has the bottleneck's gradient alone."""
-    cases, tensors = parity(shared)
+    cases, tensors = parity()
     name = f"pcme_case/{name}"
     case, group = cases[name], f"inputs/{cases[name]['group']}"
     leaf = {}

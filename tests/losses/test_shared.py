@@ -217,9 +217,8 @@ def test_a_learnt_batch_keeps_its_digits_and_means_far_from_the_origin_their_gra
     far = torch.full((6,), 300.0, dtype=torch.float64)
     gradients = []
     for dtype in (torch.float32, torch.float64):
-        tensors = leaves(
-            GaussianEmbedding((e.mean + far).float().to(dtype), e.log_var.to(dtype)) for e in (image, text)
-        )
+        moved = [GaussianEmbedding((e.mean + far).float().to(dtype), e.log_var.to(dtype)) for e in (image, text)]
+        tensors = leaves(moved)
         loss = PCMEPPLoss(PCMEPPOptions(beta=0)).to(dtype)
         gradients.append(value_and_gradients(loss, tensors, torch.eye(8), 2**20)[1])
     for ours, exact in zip(*gradients, strict=True):
@@ -278,8 +277,7 @@ def test_sparse_labels_are_checked_and_gradients_may_be_taken_again():
 @pytest.mark.parametrize("name", ["pcmepp", "infonce"])
 def test_a_large_batch_holds_no_matrix_of_its_pairs(name):
     n, d = 2100, 4
-    tensors = leaves(batch(n, n, d, dtype=torch.float32))
-    places = torch.arange(n).expand(2, -1)
+    tensors, places = leaves(batch(n, n, d, dtype=torch.float32)), torch.arange(n).expand(2, -1)
     match = torch.sparse_coo_tensor(places, torch.ones(n), (n, n), check_invariants=True)
     loss = LOSSES[name]()
     with LargestTensor() as largest:

@@ -19,18 +19,15 @@ COCO = SHARED / "data" / "coco5k_text"
 DIRECTIONS = ("i2t", "t2i")
 
 
-def ranks_both_ways(distance, relevance):
-    other = relevance.transpose()
-    sides = {"i2t": (distance, relevance), "t2i": (distance.T.contiguous(), other)}
-    return {name: (relevant_ranks(*side), side[1]) for name, side in sides.items()}
-
-
 @pytest.mark.parametrize("kind", ["csd_sims", "cosine_sims", "matching_prob_sims"])
 def test_parity_pcmepp_validation(kind):
     described, tensors = fixture("pcmepp_eval")
     n, m = tensors[f"out/{kind}"].shape
     relevance = Relevance.from_pairs(np.arange(m) // (m // n), np.arange(m), n_queries=n, n_gallery=m)
-    for direction, (ranks, ground_truth) in ranks_both_ways(-tensors[f"out/{kind}"], relevance).items():
+    distance = -tensors[f"out/{kind}"]
+    sides = {"i2t": (distance, relevance), "t2i": (distance.T.contiguous(), relevance.transpose())}
+    for direction, (block, ground_truth) in sides.items():
+        ranks = relevant_ranks(block, ground_truth)
         best = np.minimum.reduceat(ranks, ground_truth.indptr[:-1])
         np.testing.assert_array_equal(best, tensors[f"ranks/{kind}/{direction}"].numpy())
         ours, official = retrieval_metrics(ranks, ground_truth), described["metrics"][kind][direction]

@@ -181,10 +181,6 @@ def triplet_total(images, texts, match, margin=0.4):
     return triplet(table(images, texts, squared_l2), match, margin, "hardest")
 
 
-def pvse_total(images, texts, match):
-    return triplet_total(images, texts, match, margin=0.2)  # One embedding an item: neither of the other terms.
-
-
 def daa_total(images, texts, match):
     d = table(images, texts, squared_l2)
     ranks = rank_disagreement(d, match, 0.02) + rank_disagreement(transpose(d), transpose(match), 0.02)
@@ -195,5 +191,7 @@ def daa_total(images, texts, match):
 LOSS_TOTALS = {
     "pcmepp": pcmepp_total, "pcme": pcme_total, "prolip": prolip_total,
     "infonce": lambda images, texts, match: infonce(table(images, texts, squared_l2), match, 5.0),
-    "triplet": triplet_total, "pvse": pvse_total, "daa": daa_total,
+    "triplet": triplet_total, "daa": daa_total,
+    # One embedding an item: neither of the other terms.
+    "pvse": lambda images, texts, match: triplet_total(images, texts, match, margin=0.2),
 }  # fmt: skip

@@ -34,7 +34,10 @@ def test_items_are_made_in_a_thread_while_the_consumer_works():
     items = prefetch(source(), 2)
     assert made == []
     assert next(items) == 0
-    wait_until(lambda: len(made) == 3)
+    end = time.monotonic() + 10
+    while len(made) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.001)
     time.sleep(0.05)
     # 0 is with the consumer; 1 and 2 wait; 3 is not begun.
     assert [i for i, _ in made] == [0, 1, 2] and threading.current_thread() not in {t for _, t in made}
@@ -80,20 +83,12 @@ def endless(closed):
         closed.append(threading.current_thread())
 
 
-def wait_until(condition):
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 CHANGES = ["train.epochs=2"]
 numbers = lambda line: {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
 
 
 def test_a_callback_gets_every_epoch_once(tmp_path):
-    recipe = make_toy(tmp_path)
-    seen = []
+    recipe, seen = make_toy(tmp_path), []
     fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "run", on_epoch=seen.append)
     fit(load_recipe(recipe, CHANGES), tmp_path / "run", on_epoch=seen.append)
     assert seen == log_of(tmp_path / "run") and [line["epoch"] for line in seen] == [0, 1]

@@ -62,12 +62,6 @@ def batch(match=None):
     return TrainBatch(Inputs(image), Inputs(text, mask), lambda _: (match, match.T))
 
 
-def float_batch():
-    pixels = torch.rand(N, 3, 8, 8, generator=torch.Generator().manual_seed(2))
-    texts = Inputs(batch().texts.values.float(), batch().texts.mask)
-    return TrainBatch(Inputs(pixels), texts, lambda _: (labels(), labels().T))
-
-
 def gradients(model, loss):
     """By name; a parameter that the loss does not reach counts as 0."""
     named = [*model.named_parameters(), *loss.named_parameters()]
@@ -163,8 +157,9 @@ def test_no_more_than_a_piece_is_encoded_at_a_time_and_mixed_images_are_mixed_be
 def test_bfloat16_is_for_encoders_and_the_linear_maps_of_heads():
     encoder = PatchEncoder()
     model, loss = build(image=encoder).float(), LOSSES["pcmepp"]()
-    data = float_batch()
-    seen = []
+    pixels = torch.rand(N, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    texts, seen = Inputs(batch().texts.values.float(), batch().texts.mask), []
+    data = TrainBatch(Inputs(pixels), texts, lambda _: (labels(), labels().T))
     encoder.patches.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
     model.image.head.register_forward_hook(lambda _, args, out: seen.append((out.mean.dtype, out.log_var.dtype)))
     forward_backward(model, loss, data, alone(), epoch=5)
@@ -385,18 +380,14 @@ def test_a_run_validates_and_keeps_the_mean_of_its_last_epochs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scores", "changes", "kept"),
-    [
-        ([0.2, 0.6, 0.5, 0.1], ["train.select=auto"], 1),
-        ([0.2, 0.6, 0.5, 0.1], ["train.select=last"], 3),
-        # Single weights from before the average do not compete with it: of the two averaged ones the first wins.
-        ([0.9, 0.8, 0.7, 0.6], ["train.swa_epochs=2"], 2),
-    ],
+    ("change", "kept"), [("train.select=auto", 1), ("train.select=last", 3), ("train.swa_epochs=2", 2)]
 )
-def test_the_epoch_that_is_kept(tmp_path, monkeypatch, scores, changes, kept):
+def test_the_epoch_that_is_kept(tmp_path, monkeypatch, change, kept):
+    """Single weights from before the average do not compete with it: of the two averaged ones the first wins."""
+    scores = [0.9, 0.8, 0.7, 0.6] if "swa" in change else [0.2, 0.6, 0.5, 0.1]
     validate, left = after_module.validate, iter(scores)
     monkeypatch.setattr(after_module, "validate", lambda *args: (validate(*args)[0], next(left)))
-    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=4", *changes])
+    recipe = load_recipe(make_toy(tmp_path), ["train.epochs=4", change])
     result, after, _ = spied_run(recipe, tmp_path / "run")
     assert (result["best_epoch"], result["best_score"]) == (kept, scores[kept])
     if recipe.train.swa_epochs == 0:
