@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from support.hub import ANN, BOB, Hub, Repository
 from support.processes import Started, command
 from support.raising import raises
-from support.tiny_models import WORDS, made_by_hand, taught_clip, tiny_architecture, tiny_clip, two_colours
+from support.tiny_models import WORDS, made_by_hand, taught_clip, tiny_clip, two_colours
 from support.words import folded, too_wide
 
 import sfumato.workflows.adopt as adopting
@@ -68,18 +68,6 @@ def test_round_trip(toy, run, tmp_path, monkeypatch, capsys):
     exec(re.search(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)[1], {})
     values = [float(x) for x in re.findall(r"\d\.\d+(?:e-?\d+)?", capsys.readouterr().out)]
     assert len(values) == 2 and all(0 <= value <= 1 for value in values)
-
-
-@pytest.mark.parametrize("variance_token", [False, True])
-def test_round_trip_of_transformers(variance_token, toy, tmp_path, monkeypatch):
-    pytest.importorskip("transformers", reason="the extra backbones is not installed")
-    tiny_architecture(monkeypatch)
-    shape = {"kind": "clip", "architecture": "ViT-Ti/16", "variance_token": variance_token}
-    model = {"dim": 8, "image": {**shape, "size": 32}, "text": {**shape, "vocabulary": 60, "max_tokens": 12}}
-    folder = made_by_hand(tmp_path / "run", model)
-    out = export_run(folder, tmp_path / "out")
-    assert_embeds_alike(load_run(folder).model, load_model(out).model, toy)
-    assert "as the loss learnt them, not calibrated" in (out / "README.md").read_text()
 
 
 def test_pretrained_weights_are_inside_and_frozen_backbones_keep_their_name(toy, tmp_path):
