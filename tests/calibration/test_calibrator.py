@@ -297,12 +297,24 @@ def test_it_is_that_of_scikit_learn(weighted):
     assert bias == pytest.approx(float(theirs.intercept_[0]), abs=1e-6)
 
 
-def test_the_gradient_vanishes_with_soft_labels():
+def test_the_gradient_vanishes_features_are_those_of_a_loop_and_a_sample_is_rounded_as_its_file():
     x, y = rows(1)
     y = 0.8 * y + 0.1
     w, b = logits.fit_logistic(x, y)
     error = 1 / (1 + np.exp(-x @ w - b)) - y
     assert abs(error.mean()) < 1e-7 and np.abs(x.T @ error / len(y)).max() < 1e-7
+    z = -np.sort(np.random.default_rng(0).random((5, 12))) * 6
+    for row, features in zip(z.tolist(), logits.query_features(z, 200).tolist(), strict=True):
+        slow = [SLOW[name](row) for name in logits.FEATURES[:4]]
+        slow += [slow[3] ** 2, slow[0] ** 2, math.log(200)]
+        assert features == pytest.approx(slow, rel=1e-12)
+    many = gaussians(logits.N_REFERENCE + 500, 3)
+    reference = logits.ReferenceQueries.of(many, "csd", "t2i", seed=1)
+    assert reference.embeddings.n == logits.N_REFERENCE
+    assert reference.embeddings.dtype == np.float16
+    assert not np.array_equal(
+        reference.embeddings.mean, logits.ReferenceQueries.of(many, "csd", "t2i", seed=2).embeddings.mean
+    )
 
 
 SLOW = {
@@ -329,14 +341,6 @@ def galleries(n_queries=3000, sizes=(40, 80), seed=0):
 @pytest.fixture(scope="module")
 def fit():
     return logits.ConditionalLogits.fit(galleries(), n_queries=3000)
-
-
-def test_features_are_those_of_a_loop():
-    z = -np.sort(np.random.default_rng(0).random((5, 12))) * 6
-    for row, features in zip(z.tolist(), logits.query_features(z, 200).tolist(), strict=True):
-        slow = [SLOW[name](row) for name in logits.FEATURES[:4]]
-        slow += [slow[3] ** 2, slow[0] ** 2, math.log(200)]
-        assert features == pytest.approx(slow, rel=1e-12)
 
 
 def test_the_logit_has_one_bias_for_each_query_and_features_outside_of_the_fit_change_only_for_the_size(fit):
@@ -396,15 +400,6 @@ def test_features_are_those_of_a_loop_in_the_orientation_of_the_distance(directi
     hub, isolation = of(kept, first).T.tolist(), of(queries, kept).tolist()
     expected = [[mean_of_smallest(h), mean_of_smallest(i)] for h, i in zip(hub, isolation, strict=True)]
     assert reference.features(queries, first).numpy() == pytest.approx(np.array(expected), rel=1e-5)
-
-
-def test_a_sample_of_many_rounded_to_what_the_file_holds():
-    many = gaussians(logits.N_REFERENCE + 500, 3)
-    reference = logits.ReferenceQueries.of(many, "csd", "t2i", seed=1)
-    assert reference.embeddings.n == logits.N_REFERENCE
-    assert reference.embeddings.dtype == np.float16
-    other = logits.ReferenceQueries.of(many, "csd", "t2i", seed=2)
-    assert not np.array_equal(reference.embeddings.mean, other.embeddings.mean)
 
 
 def items(n=4000, seed=0, *, gallery=30):

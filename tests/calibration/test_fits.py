@@ -53,13 +53,20 @@ def test_more_evidence_is_more_probable(n_words):
     assert (of.of_pairs(every) > of.of_pairs(base) + 1).all(), "all words, or none"
 
 
-def test_what_a_list_says():
+def test_what_a_list_says_and_what_a_probability_comes_from():
     near = np.array([[1.0, -1.0, -2.0], [0.5, 0.5, 0.5], [9.0, -9.0, -9.0]])
     found = list_features(near, np.array([1.0, 2.0, 4.0]), np.array([-5.0, -6.0, -7.0]))
     expected = [sum(1 / (1 + 2.718281828**-z) for z in row) for row in near.tolist()]
     assert found[:, 0].tolist() == [1, 0.5, 9] and found[:, 1].tolist() == [2, 0, 5], "the best, and the gap up to 5"
     assert np.exp(found[:, 2]).tolist() == pytest.approx(expected) and found[:, 3].tolist() == [1, 0.5, 0.25]
     assert list_features(near[:, :1], np.ones(3), np.zeros(3))[:, 1].tolist() == [5, 5, 5], "one item alone"
+    texts, listed = np.array([[0.3, 0.3, 0.3, np.nan, np.nan, np.nan]]), np.array([[-3.0, 1.0, 0.5, 0.3, -5.0]])
+    before, near = evidence(agreement=texts, prior=np.array([-9.0])), np.array([0.5])
+    parts = FITS.of(3).why(before, listed, near)
+    changes = {"image": {"image": before.image + 1}, "texts": {"words": before.words + 0.5}, "other results": {}}
+    for name, change in (changes | {"query": {"prior": before.prior + 1}}).items():
+        now = FITS.of(3).why(replace(before, **change), listed + np.array([0.5, 0.5, -0.5, 0, 0]) * (not change), near)
+        assert {k for k in parts if not np.allclose(now[k], parts[k])} == {name}
 
 
 def test_a_hit_of_a_better_list_and_nothing():
@@ -86,16 +93,6 @@ def test_a_hit_of_a_better_list_and_nothing():
     for one in FitsCalibration.from_json(old).lengths:  # An earlier version.
         of_both = [one.of_hits(pair, has & False, listed[:1], near)[0].tolist() for near in (None, np.array([0.3]))]
         assert of_both[0] == pytest.approx(of_both[1])
-
-
-def test_what_a_probability_comes_from():
-    texts, listed = np.array([[0.3, 0.3, 0.3, np.nan, np.nan, np.nan]]), np.array([[-3.0, 1.0, 0.5, 0.3, -5.0]])
-    before, near = evidence(agreement=texts, prior=np.array([-9.0])), np.array([0.5])
-    parts = FITS.of(3).why(before, listed, near)
-    changes = {"image": {"image": before.image + 1}, "texts": {"words": before.words + 0.5}, "other results": {}}
-    for name, change in (changes | {"query": {"prior": before.prior + 1}}).items():
-        now = FITS.of(3).why(replace(before, **change), listed + np.array([0.5, 0.5, -0.5, 0, 0]) * (not change), near)
-        assert {k for k in parts if not np.allclose(now[k], parts[k])} == {name}
 
 
 def judged(n_queries, each=6, *, shift=0.0, factor=1.0, by_words=0.0, has_texts=True, seed=0):

@@ -357,7 +357,13 @@ def is_halves(data: bytes, size: int = 64) -> bool:
     return red > blue + 100 and blue_right > red_right + 100
 
 
-def test_a_jpeg_of_several_pictures_is_its_first_and_heic_and_avif_are_decoded(monkeypatch, tmp_path):
+def test_large_jpegs_those_of_several_pictures_heic_and_avif_are_decoded(monkeypatch, tmp_path):
+    monkeypatch.setattr(image_decoding, "_QUARTERED", 100_000)
+    assert is_halves(saved("JPEG")) and decode_image(saved("JPEG"), None).shape == (3, 120, 160)
+    assert decode_image(saved("PNG"), None).shape == (3, 480, 640)
+    monkeypatch.setattr(image_decoding, "_MAX_JPEG", 300_000)
+    with pytest.raises(ValueError, match="more than the limit"), image_decoding.opened_image(saved("JPEG"), 300_000):
+        pass
     data = saved("MPO", save_all=True, append_images=[Image.new("RGB", (640, 480))])
     assert is_halves(data) and decode_image(data, 64).dtype == np.uint8
     pytest.importorskip("pillow_heif", reason="needs the extra heif")
@@ -478,12 +484,3 @@ def test_a_cut_jpeg_is_read_as_far_as_it_goes(format, progressive, kept):
     assert is_cut(cut) and not is_cut(whole) and not is_cut(whole + b"\xff\xda trailer") and not is_cut(b"")
     near = np.abs(decode_image(cut, None)[:, :24].astype(int) - decode_image(whole, None)[:, :24])
     assert near.mean() < 25
-
-
-def test_a_large_jpeg_is_read_at_a_quarter(monkeypatch):
-    monkeypatch.setattr(image_decoding, "_QUARTERED", 100_000)
-    assert is_halves(saved("JPEG")) and decode_image(saved("JPEG"), None).shape == (3, 120, 160)
-    assert decode_image(saved("PNG"), None).shape == (3, 480, 640)
-    monkeypatch.setattr(image_decoding, "_MAX_JPEG", 300_000)
-    with pytest.raises(ValueError, match="more than the limit"), image_decoding.opened_image(saved("JPEG"), 300_000):
-        pass

@@ -136,7 +136,7 @@ def test_the_stated_number_of_pairs_is_truly_wrong(data, rate):
         assert np.array_equal(apply_noise(data, image_of_pair).pairs, noisy.pairs)
 
 
-def test_a_rate_of_1_leaves_no_true_pair_and_an_image_that_loses_its_texts_stays():
+def test_images_that_lose_or_lack_their_texts_stay_and_equal_captions_are_just_below_a_match():
     data = captions(4, 5)
     assert {int(noisy_pairs(data, shuffle_pairs(data, 1.0, seed)[1]).sum()) for seed in range(50)} == {20}
     data = captions(5, 1)
@@ -145,6 +145,14 @@ def test_a_rate_of_1_leaves_no_true_pair_and_an_image_that_loses_its_texts_stays
     for batches in (PairSampler(noisy, 2, seed=0), PairSampler(noisy, 2, seed=0, epoch_over="pairs")):
         seen = {int(i) for batch in batches.batches(0) for i in batch.image_index}
         assert seen <= {1, 2, 3}
+    data = PairData(("a", "b"), (FileImage("a"),) * 2, ("x",), ("some words",), ("caption",), [[0, 0]])
+    assert Grades(data)(np.array([0, 1]), np.array([0])).tolist() == [[pytest.approx(1)], [0]]
+    assert Grades(data)(np.array([], int), np.array([0])).shape == (0, 1)
+    data = make_pair_data("abcdefgh", [FileImage("x")] * 8, [[f"word{i // 2} and more"] for i in range(8)])
+    batch = next(iter(PairSampler(data, 8, 0, grades=Grades(data)).batches(0)))
+    twins = (batch.image_index[:, None] // 2 == batch.text_index // 2) & ~np.eye(8, dtype=bool)
+    assert ((batch.match >= 0.5) == np.eye(8, dtype=bool)).all()
+    assert twins.sum() == 8 and (batch.match[twins] > 0.4999).all()
 
 
 def test_every_pair_and_wrong_image_is_as_likely_and_what_cannot_be_shuffled_is_refused():
@@ -219,17 +227,6 @@ def test_grades_are_the_loop(data):
             cosines = [sum(v * rows[text].get(word, 0) for word, v in rows[t].items()) for t in own]
             assert grades[i, k] == pytest.approx(sum(cosines) / max(len(own), 1), abs=1e-6)
     assert grades.max() > 0.3
-
-
-def test_an_image_without_texts_shares_nothing_and_equal_captions_are_just_below_a_match():
-    data = PairData(("a", "b"), (FileImage("a"),) * 2, ("x",), ("some words",), ("caption",), [[0, 0]])
-    assert Grades(data)(np.array([0, 1]), np.array([0])).tolist() == [[pytest.approx(1)], [0]]
-    assert Grades(data)(np.array([], int), np.array([0])).shape == (0, 1)
-    data = make_pair_data("abcdefgh", [FileImage("x")] * 8, [[f"word{i // 2} and more"] for i in range(8)])
-    batch = next(iter(PairSampler(data, 8, 0, grades=Grades(data)).batches(0)))
-    twins = (batch.image_index[:, None] // 2 == batch.text_index // 2) & ~np.eye(8, dtype=bool)
-    assert ((batch.match >= 0.5) == np.eye(8, dtype=bool)).all()
-    assert twins.sum() == 8 and (batch.match[twins] > 0.4999).all()
 
 
 @pytest.mark.parametrize("positives", ["listed", "sampled"])

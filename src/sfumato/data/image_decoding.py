@@ -299,8 +299,7 @@ def _first_frame(path: Path) -> bytes:
                 image = frame.to_image().rotate(frame.rotation, expand=True)
         except (av.FFmpegError, OSError) as error:
             raise ValueError(f"cannot be decoded: {error.strerror}") from error
-    taken = known.get("creationdate") or known.get("creation_time")
-    return _jpeg(image, taken, known.get("make"), known.get("model"))
+    return _jpeg(image, known.get("creationdate") or known.get("creation_time"), known.get("make"), known.get("model"))
 
 
 def _first_varied(frames: Iterable[Frame], small: Callable[[Frame], Image.Image]) -> Frame | None:

@@ -171,8 +171,7 @@ class Problems:
             path: the file.
         """
         found = [*self.items, *self._noted, *self.remarks]
-        lines = (json.dumps(problem.to_json(), ensure_ascii=False) + "\n" for problem in found)
-        write_atomically(path, "".join(lines))
+        write_atomically(path, "".join(json.dumps(one.to_json(), ensure_ascii=False) + "\n" for one in found))
 
     def summary(self, most: int = 10) -> str:
         """The first items, a line each, and how many more there are; then a line for each reason of the notes.

@@ -105,8 +105,7 @@ def _birds(root: Path, bird: str, group: int, problems: Problems) -> Iterator[So
             problems.add(path, f"captions {text} cannot be read: {error}")
             continue
         if lines:
-            texts = tuple(("", line) for line in lines)
-            yield SourceItem(f"{bird}/{path.name}", FileImage(path), texts, group=group)
+            yield SourceItem(f"{bird}/{path.name}", FileImage(path), tuple(("", line) for line in lines), group=group)
         else:
             problems.add(path, f"captions {text} are empty")
 

@@ -174,8 +174,7 @@ def file_fields(
     folders = [
         one for one in PurePosixPath(folder).parts[shared:] if one.casefold().rstrip("0123456789") not in _STORAGE
     ]
-    stem = _DATED.sub(" ", unicodedata.normalize("NFC", below.stem))
-    words = " ".join(_words([*folders, stem]))
+    words = " ".join(_words([*folders, _DATED.sub(" ", unicodedata.normalize("NFC", below.stem))]))
     return _fields(found) | _kept({"name": words, "folder": "" if folder == "." else folder})
 
 

@@ -364,8 +364,7 @@ def _fractions(config: DataConfig) -> dict[str, float]:
 
 
 def _emoji(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    options = EmojiOptions.model_validate(config.options)
-    return load_emoji(**options.model_dump())
+    return load_emoji(**EmojiOptions.model_validate(config.options).model_dump())
 
 
 def _manifest(config: DataConfig, problems: Problems) -> dict[str, PairData]:
@@ -389,8 +388,7 @@ def _shards(config: DataConfig, problems: Problems) -> dict[str, PairData]:
 
 
 def _cub(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    options = CubOptions.model_validate(config.options)
-    return read_cub(_existing(config), problems, options, **_fractions(config))
+    return read_cub(_existing(config), problems, CubOptions.model_validate(config.options), **_fractions(config))
 
 
 def _datasets(config: DataConfig, problems: Problems) -> dict[str, PairData]:

@@ -149,8 +149,7 @@ def _is_right(dtype: np.dtype[Any], code: int, n: int, e: int, b: int) -> bool:
     signs = [2 * random.integers(2, size=(m, e)) - 1 for m in (n, b)]
     signs[0][0], signs[1][0] = 1, 1
     rows, queries = codes_of((signs[0] * LARGEST).astype(np.float32), dtype, LARGEST)[0], signs[1] * code
-    expected = decoded(rows).astype(np.float64) @ queries.T
-    return np.array_equal(multiplied(rows, queries.astype(np.int8)), expected)
+    return np.array_equal(multiplied(rows, queries.astype(np.int8)), decoded(rows).astype(np.float64) @ queries.T)
 
 
 def multiplied(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:

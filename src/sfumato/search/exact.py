@@ -190,8 +190,7 @@ def gallery_centre(gallery: GaussianEmbedding) -> np.ndarray:
 
 def lifted_dim(d: int, distance: str = "csd") -> int:
     """Dimensions of lifted vectors."""
-    one = GaussianEmbedding.point(np.zeros((1, d), np.float32))
-    return d + int(_lift(distance).gallery(one).shape[1])
+    return d + int(_lift(distance).gallery(GaussianEmbedding.point(np.zeros((1, d), np.float32))).shape[1])
 
 
 def lift_gallery(gallery: GaussianEmbedding, distance: str = "csd", *, centre: Array = None) -> Array:

@@ -156,8 +156,7 @@ def refuse_index(folder: str | Path) -> None:
 def kind_of(folder: str | Path) -> str:
     """What a folder holds, without its version; "" if that cannot be read."""
     try:
-        kind = json.loads((Path(folder) / MANIFEST).read_bytes())["kind"]
-        return str(kind.rpartition("-")[0])
+        return str(json.loads((Path(folder) / MANIFEST).read_bytes())["kind"].rpartition("-")[0])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return ""
 

@@ -176,8 +176,7 @@ class GaussianIndex(Gallery):
 
     def sample(self, n: int, *, seed: int = 0) -> GalleryRecords:
         """See :meth:`Gallery.sample`; in the order of the gallery."""
-        chosen = np.random.default_rng(seed).permutation(len(self))[:n]
-        return self._gallery_records(np.sort(chosen))
+        return self._gallery_records(np.sort(np.random.default_rng(seed).permutation(len(self))[:n]))
 
     def nearest(self, queries: GaussianEmbedding, k: int = 10) -> tuple[Array, Array]:
         """The results of :meth:`search` as arrays, or tensors for queries that are tensors.

@@ -371,8 +371,7 @@ def embedded_parts(model: Model, data: str | Path, images: Path | None = None) -
             check_finite(embeddings, str(data))
             others = {name: values for name, values in rows.items() if name not in _ROW_COLUMNS}
             kept = {name: values for name, values in others.items() if all(isinstance(one, str) for one in values)}
-            texts = kept.pop("text", None)
-            yield GalleryPart(embeddings, rows["id"], texts, kept, folder)
+            yield GalleryPart(embeddings, rows["id"], kept.pop("text", None), kept, folder)
 
     return parts()
 

@@ -32,7 +32,7 @@ from sfumato.search.searcher import open_gallery
 from sfumato.search.stores.protocol import own_or_anchored
 from sfumato.search.texts import item_texts
 from sfumato.workflows import index as filling
-from sfumato.workflows.own_items import Item, Source, list_items, named_source, some_items, sources_of
+from sfumato.workflows.own_items import Item, Source, list_items, missing_note, named_source, some_items, sources_of
 
 STAT = "_stat"
 """Hidden fields of an item: what its file was when it was read."""
@@ -262,10 +262,7 @@ def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence
         left_out = removed - known.keys()  # What was deleted and added again is not.
         missing = [one.root for one in sources if not os.path.isdir(one.root)]
         if missing and not force:
-            new = "NEW" if len(sources) == 1 else f"{missing[0]}=NEW"
-            raise UserError(
-                f"there is no folder {missing[0]}; if it has moved, add --images {new}; --force drops its images"
-            )
+            raise UserError(f"{missing_note(collection).removeprefix('note: ')}; --force drops its images")
         there_are = [[] if one.root in missing else list_items(one, endings, done.problems) for one in sources]
         listed = [[item for item in items if item.id not in left_out] for items in there_are]
         there = {item.id for items in listed for item in items}

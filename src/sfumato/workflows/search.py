@@ -162,8 +162,7 @@ class LoadedModel(Model):
         """
         from sfumato.workflows.index import GalleryPart
 
-        part = GalleryPart(self.embed_texts(texts), _ids(ids, range(len(texts))), list(texts))
-        return self._searcher(part)
+        return self._searcher(GalleryPart(self.embed_texts(texts), _ids(ids, range(len(texts))), list(texts)))
 
     def _searcher(self, part: "GalleryPart", given: SplitImages | None = None) -> Searcher:
         from sfumato.workflows.index import build_index
