@@ -19,6 +19,9 @@ from sfumato.metrics.reliability import betting_p_value, mean_loss_p_value
 # Three queries, four items; the third query has two matches, and its closest item is none of them.
 DISTANCE = torch.tensor([[0.2, 0.9, 0.8, 0.7], [0.6, 0.3, 0.5, 0.9], [0.8, 0.4, 0.5, 1.0]])
 MATCH = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 1]])
+mean_of_smallest = lambda row: sum(sorted(row)[: logits.N_CLOSE]) / logits.N_CLOSE
+PAIRS = PairLogits(4.0, 2.0, 0.01)
+calibrated = lambda scores: DirectionCalibration(PAIRS, scores)
 
 
 def scores_of(closest, *, other=math.inf, n_gallery=100, growth=0.0):
@@ -27,10 +30,6 @@ def scores_of(closest, *, other=math.inf, n_gallery=100, growth=0.0):
     precision = (0.0,) * query_scores.N_STEPS
     lists = (tuple(values.tolist()) for values in (closest, closest + 1, other))
     return query_scores.QueryScores(n_gallery, 0, 1.0, growth, *lists, precision)
-
-
-PAIRS = PairLogits(4.0, 2.0, 0.01)
-calibrated = lambda scores: DirectionCalibration(PAIRS, scores)
 
 
 def scene(generator, n_queries, n_gallery, *, n_matches=1, shift=1.5):
@@ -385,9 +384,6 @@ def test_logits_come_back_from_json_and_too_little_and_mistakes_are_refused(fit)
 def gaussians(n, seed, d=6):
     generator = torch.Generator().manual_seed(seed)
     return GaussianEmbedding(torch.randn(n, d, generator=generator), torch.randn(n, d, generator=generator) - 2)
-
-
-mean_of_smallest = lambda row: sum(sorted(row)[: logits.N_CLOSE]) / logits.N_CLOSE
 
 
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])

@@ -158,7 +158,6 @@ def test_a_prior_predicts_few_labels_move_it_and_further_evidence_is_fitted(data
     given = prior._known().weights
     assert list(strong.formula_.weights.values()) == pytest.approx(list(given.values()), abs=1e-4)
     assert score(weak) == pytest.approx(score(plain), abs=1e-6) and score(weak) > score(prior)
-    scores, labels, queries = data
     hint = labels + np.random.default_rng(3).normal(0, 0.5, len(labels))
     both = np.stack([scores, hint], 1)
     plain, made = (ScoreCalibrator().fit(x, labels, groups=queries) for x in (scores, both))
@@ -236,7 +235,6 @@ def test_neither_order_nor_sign_nor_types_change_anything_and_distances_taken_fo
     other.fit(-score[order], label[order], groups=query[order])
     assert other.formula_.knots is not None
     np.testing.assert_allclose(other.predict_proba(-score, query), made.predict_proba(score, query), rtol=1e-6)
-    score, label, query = data
     with pytest.warns(UserWarning, match="smaller: .* give higher_is_better=False"):
         ScoreCalibrator().fit(-score, label, groups=query)
     for sign in (1, -1):

@@ -18,6 +18,7 @@ import sfumato
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+hits = lambda *given: {"a": [{"id": one, "distance": d, "match_probability": p} for one, d, p in given]}
 
 
 def test_the_changelog_has_dated_versions_and_the_source_one():
@@ -94,9 +95,6 @@ def test_a_bill_of_materials_names_no_place_and_checksums_are_read(tmp_path):
     assert subprocess.run(check, cwd=tmp_path, capture_output=True).returncode == 0
     (tmp_path / "b.whl").write_bytes(b"c")
     assert subprocess.run(check, cwd=tmp_path, capture_output=True).returncode == 1
-
-
-hits = lambda *given: {"a": [{"id": one, "distance": d, "match_probability": p} for one, d, p in given]}
 
 
 def test_an_upgrade_that_changes_answers_is_seen():

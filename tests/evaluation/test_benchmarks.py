@@ -15,6 +15,7 @@ from sfumato.search.exact import rank_relevant
 
 IMAGES = tuple(f"{i}" for i in range(20))
 TEXTS = tuple(f"{100 + i}" for i in range(50))
+coarse = lambda seed=6: np.random.default_rng(seed).integers(0, 9, (20, 50)).astype(np.float32)
 
 
 def embeddings(n, seed):
@@ -106,9 +107,6 @@ def test_another_ranker_and_another_order_give_the_same():
     ours = evaluate_benchmarks(images, TEXT[torch.from_numpy(b)], ids, [TEXTS[j] for j in b], ground_truths())
     for ground_truth in ground_truths():
         check(ours, csd_matrix(IMAGE, TEXT).numpy(), ground_truth)
-
-
-coarse = lambda seed=6: np.random.default_rng(seed).integers(0, 9, (20, 50)).astype(np.float32)
 
 
 @pytest.mark.parametrize("better", ["larger", "smaller"])

@@ -21,6 +21,7 @@ from sfumato.evaluation.ground_truth import ground_truth_from_data, ground_truth
 from sfumato.evaluation.protocols import EmbeddedSet
 
 SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2].parent / "shared")) / "data"
+listed = lambda images, pairs: json.dumps({"images": images, "texts": ["x"], "pairs": pairs})
 
 
 def shared(*parts):
@@ -307,9 +308,6 @@ def test_own_truths_in_three_layouts(tmp_path, name, content):
     (tmp_path / "t.json").write_text('{"a": [1], "b": []}')
     without = read_ground_truth(tmp_path / "t.json", name="other")
     assert (without.name, without.image_ids, without.i2t.counts.tolist()) == ("other", ("a", "b"), [1, 0])
-
-
-listed = lambda images, pairs: json.dumps({"images": images, "texts": ["x"], "pairs": pairs})
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from sfumato.metrics.reliability import calibration_error_statistic, expected_ca
 N, M, D = 41, 29, 4
 MATCHING = Matching("csd", 0.8, 1.0, direction="t2i")
 QUICK = {"n_resamples": 20}
+ONE = judgements.Judgement("a dog", "x y.jpg", 1, "ann", "2025-01-01T10:00:00+00:00", "rank 1", 0.7, 2.0)
+by_pairs = lambda low, high: np.mean([(b > a) + 0.5 * (a == b) for a, b in itertools.product(low, high)])
 
 
 def scene(seed=0):
@@ -39,9 +41,6 @@ def scene(seed=0):
     queries = GaussianEmbedding(mean, torch.randn(N, D, generator=generator) - 1)
     gallery = GaussianEmbedding(items, torch.randn(M, D, generator=generator) - 1)
     return queries, gallery, Relevance.from_pairs(*np.nonzero(ground_truth), n_queries=N, n_gallery=M), ground_truth
-
-
-by_pairs = lambda low, high: np.mean([(b > a) + 0.5 * (a == b) for a, b in itertools.product(low, high)])
 
 
 def test_every_figure_of_every_estimator_by_loops():
@@ -271,9 +270,6 @@ def test_what_ranks_no_better_than_chance_is_told_apart():
     few = Relevance.from_lists([[i] for i in range(8)], n_gallery=8)
     assert evaluate_retrieval(images[:8], images[:8], few).above_chance
     assert not evaluate_retrieval(images[:8], texts[:8], few).above_chance
-
-
-ONE = judgements.Judgement("a dog", "x y.jpg", 1, "ann", "2025-01-01T10:00:00+00:00", "rank 1", 0.7, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,10 @@ from sfumato.losses.pcme import PCMELoss, PCMEOptions, pcme_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions, pcmepp_loss, pseudo_positives
 from sfumato.matching import match_logit, match_probability_distance
 
+inclusion_loss = lambda *sides, **options: inclusion_losses(*sides, **options).mean()
+gaussians = lambda tensors: [GaussianEmbedding(tensors[f"mean{k}"], tensors[f"log_var{k}"]) for k in (1, 2)]
+samples = lambda e, values: e.mean[:, None] + e.var.sqrt()[:, None] * values
+
 
 @pytest.mark.parametrize("distance", ["squared_l2", "csd", "bhattacharyya"])
 def test_infonce_is_the_loops(distance):
@@ -127,9 +131,6 @@ def test_parity_with_the_released_loss():
             close(leaves[key].grad, f"grad/{key}")
 
 
-inclusion_loss = lambda *sides, **options: inclusion_losses(*sides, **options).mean()
-
-
 def density(t, mean, log_var):
     return math.exp(-((t - mean) ** 2) / (2 * math.exp(log_var)) - log_var / 2) / math.sqrt(2 * math.pi)
 
@@ -212,7 +213,6 @@ def test_terms_left_out_pseudo_positives_by_hand_and_a_scale_that_never_turns():
     assert pseudo_positives(distance, match).tolist() == [[1.0, 1.0, 1.0, 0.0], pytest.approx([0.7, 0.7, 0.7, 0.7])]
     loss = PCMEPPLoss(PCMEPPOptions(logit_scale=0.01))
     optimiser = torch.optim.SGD(loss.parameters(), lr=1e3)
-    image, text = batch(dtype=torch.float32)
     for _ in range(5):
         optimiser.zero_grad()
         loss(image, text, 1 - MATCH.float()).total.backward()
@@ -327,9 +327,6 @@ def test_parity_gpo():
                         torch.testing.assert_close(parameter.grad, stored.to(dtype), rtol=near, atol=near / 100)
 
 
-gaussians = lambda tensors: [GaussianEmbedding(tensors[f"mean{k}"], tensors[f"log_var{k}"]) for k in (1, 2)]
-
-
 def test_parity_distances():
     _, tensors = fixture("distances")
     names = {"wasserstein2": "w2_squared", "kl": "kl_12", "kl_reversed": "kl_21", "js": "kl_sym", "elk": "neg_log_elk"}
@@ -355,9 +352,6 @@ def test_parity_sampled_match_probability(kind, factor):
 def noise(n=4, m=6, s=3, d=5):
     generator = torch.Generator().manual_seed(1)
     return tuple(torch.randn(k, s, d, generator=generator, dtype=torch.float64) for k in (n, m))
-
-
-samples = lambda e, values: e.mean[:, None] + e.var.sqrt()[:, None] * values
 
 
 @pytest.mark.parametrize("isotropic", [False, True])

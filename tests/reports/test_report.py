@@ -231,15 +231,12 @@ def test_the_probabilities_of_results_are_those_of_searches():
         assert brier < float((by_distance - right).square().mean()) - 0.005
 
 
-NAMES = [f"figure number {k}" for k in range(7)]
-ROWS = [[f"row{r}", *(f"{r}{k} [{r}.{k}01, {r}.{k}99]" for k in range(7))] for r in range(3)]
-
-
 def test_a_wide_table_is_continued_below_and_no_value_is_cut(capsys):
-    print_table("a title", ["estimator", *NAMES], ROWS)
+    rows = [[f"row{r}", *(f"{r}{k} [{r}.{k}01, {r}.{k}99]" for k in range(7))] for r in range(3)]
+    print_table("a title", ["estimator", *(f"figure number {k}" for k in range(7))], rows)
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and out.startswith("a title\n")
-    for row in ROWS:
+    for row in rows:
         assert all(out.count(value) == 1 for value in row[1:])
         assert out.count(row[0]) == out.count("estimator") > 1
     print_table("", ["name", "value"], [["a", "x" * 100]])
@@ -291,9 +288,6 @@ def test_first_hits_at_chance_are_named_instead_of_show_it(capsys, recall):
     assert "rely on nothing" not in words
 
 
-LINK = "{http://www.w3.org/1999/xlink}href"
-
-
 def test_a_chart_is_one_element_without_references_to_elsewhere():
     chart = Chart(f"label {EVIL}")
     (line,) = chart.axes.plot([0, 1], [0.0996, 0.0984], "o-", color=FIRST, label="a $x$ < b")
@@ -310,4 +304,5 @@ def test_a_chart_is_one_element_without_references_to_elsewhere():
     assert [e.text for e in root.iter("title")] == [f"title {EVIL}"]
     assert f"stroke: var(--sure, {FIRST})" in svg and f"var(--ink, {INK})" in svg and chart.svg() == svg
     ids = {e.attrib["id"] for e in root.iter() if "id" in e.attrib}
-    assert {e.attrib[LINK][1:] for e in root.iter("use")} <= ids
+    link = "{http://www.w3.org/1999/xlink}href"
+    assert {e.attrib[link][1:] for e in root.iter("use")} <= ids

@@ -4,13 +4,18 @@ import math
 
 csd = lambda m1, v1, m2, v2: sum((a - b) ** 2 + s + t for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
 squared_l2 = lambda m1, v1, m2, v2: sum((a - b) ** 2 for a, b in zip(m1, m2, strict=True))
+wasserstein2_root = lambda m1, v1, m2, v2: math.sqrt(wasserstein2(m1, v1, m2, v2))
+kl_reversed = lambda m1, v1, m2, v2: kl(m2, v2, m1, v1)
+min_kl = lambda m1, v1, m2, v2: min(kl(m1, v1, m2, v2), kl(m2, v2, m1, v1))
+js = lambda m1, v1, m2, v2: (kl(m1, v1, m2, v2) + kl(m2, v2, m1, v1)) / 2
+sigmoid = lambda x: 1 / (1 + math.exp(-x))
+cross_entropy = lambda x, label: -label * math.log(sigmoid(x)) - (1 - label) * math.log(1 - sigmoid(x))
+transpose = lambda matrix: [list(row) for row in zip(*matrix, strict=True)]
+table = lambda images, texts, formula=csd: [[formula(*x, *y) for y in texts] for x in images]
 
 
 def wasserstein2(m1, v1, m2, v2):
     return sum((a - b) ** 2 + (math.sqrt(s) - math.sqrt(t)) ** 2 for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
-
-
-wasserstein2_root = lambda m1, v1, m2, v2: math.sqrt(wasserstein2(m1, v1, m2, v2))
 
 
 def wasserstein2_printed(m1, v1, m2, v2):
@@ -19,11 +24,6 @@ def wasserstein2_printed(m1, v1, m2, v2):
 
 def kl(m1, v1, m2, v2):
     return sum((s / t - math.log(s / t) + (a - b) ** 2 / t - 1) / 2 for a, s, b, t in zip(m1, v1, m2, v2, strict=True))
-
-
-kl_reversed = lambda m1, v1, m2, v2: kl(m2, v2, m1, v1)
-min_kl = lambda m1, v1, m2, v2: min(kl(m1, v1, m2, v2), kl(m2, v2, m1, v1))
-js = lambda m1, v1, m2, v2: (kl(m1, v1, m2, v2) + kl(m2, v2, m1, v1)) / 2
 
 
 def elk(m1, v1, m2, v2):
@@ -42,14 +42,6 @@ def nearest(m1, v1, m2, v2, k):
     return min(math.dist(a, b) ** 2 for a in parts[0] for b in parts[1])
 
 
-sigmoid = lambda x: 1 / (1 + math.exp(-x))
-
-
-def cross_entropy(logit, label):
-    p = sigmoid(logit)
-    return -label * math.log(p) - (1 - label) * math.log(1 - p)
-
-
 def pseudo_positives(logits, match):
     """Per row: whatever is at least as likely as the row's own match takes its label."""
     return [
@@ -61,9 +53,6 @@ def pseudo_positives(logits, match):
 def mean_cross_entropy(logits, labels):
     values = [cross_entropy(x, y) for a, b in zip(logits, labels, strict=True) for x, y in zip(a, b, strict=True)]
     return sum(values) / len(values)
-
-
-transpose = lambda matrix: [list(row) for row in zip(*matrix, strict=True)]
 
 
 def vib(means, variances):
@@ -145,9 +134,6 @@ def rank_disagreement(distance, label, temperature):
             meant = 1 + sum(1.0 if y[j] > y[i] else 0.5 * (y[j] == y[i]) for j in range(len(d)) if j != i)
             total += (1 - min(rank, meant) / max(rank, meant)) / len(d)
     return total / len(distance)
-
-
-table = lambda images, texts, formula=csd: [[formula(*x, *y) for y in texts] for x in images]
 
 
 def sigmoid_terms(images, texts, match, scale, bias):

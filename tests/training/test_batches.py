@@ -28,6 +28,7 @@ from sfumato.training.batches import Augmentation, IndexedBatches, ShardBatches,
 CPU = torch.device("cpu")
 WORDS = [f"{a}{b}" for a in "abcd" for b in "efgh"]
 TOKENIZER = train_tokenizer(WORDS, 60)
+plan_tensors = lambda plan: [] if plan is None else [plan.partner, plan.own_fraction, plan.box]
 
 
 def recipe(*, style=False, seed=0, **augment):
@@ -65,9 +66,6 @@ def drawn(batch):
 def same(a, b):
     tensors = lambda x: [x.images.values, x.texts.values, x.texts.mask, *x.labels(alone()), *plan_tensors(x.mix)]
     return all(map(torch.equal, tensors(a), tensors(b)))
-
-
-plan_tensors = lambda plan: [] if plan is None else [plan.partner, plan.own_fraction, plan.box]
 
 
 def fixed_plan(n, **_):

@@ -37,6 +37,8 @@ def succeed(size, function, *arguments):
 
 
 SIZES = [8, 7, 3, 2]  # Uneven parts, and fewer pairs than processes.
+HALF = ["model.image.augment=false", "model.text.dropout=0", "train.epochs=12", "train.timeout_minutes=1"]
+HALF += ["train.precision=float16", "train.ema_decay=0.9"]
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +79,6 @@ def test_parts_cover_everything_once_and_a_lost_process_is_told_from_memory_that
         _answered(lambda dist: fail(RuntimeError("")))
     with pytest.raises(torch.OutOfMemoryError):
         _answered(lambda dist: fail(torch.OutOfMemoryError("CUDA out of memory")))
-
-
-HALF = [
-    "model.image.augment=false", "model.text.dropout=0", "train.epochs=12", "train.timeout_minutes=1",
-    "train.precision=float16", "train.ema_decay=0.9",
-]  # fmt: skip
 
 
 def same_numbers(a: object, b: object) -> bool:

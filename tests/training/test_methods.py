@@ -7,12 +7,10 @@ from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.models.build import build_loss
 from sfumato.models.recipe import find_recipe, load_recipe
 
+SPHERICAL = "model.init_total_variance=16", "loss.distance=kl", "model.covariance=spherical-one"
 METHODS = {
     "pcmepp": ("emoji-pcmepp",), "infonce": ("emoji-infonce",), "vse++": ("emoji-vsepp",),
-    "probabilistic vse++ by kl, spherical": (
-        "emoji-probabilistic-vsepp", "model.init_total_variance=16", "loss.distance=kl",
-        "model.covariance=spherical-one",
-    ),
+    "probabilistic vse++ by kl, spherical": ("emoji-probabilistic-vsepp", *SPHERICAL),
     "pcmepp with infonce": ("emoji-pcmepp", "loss.infonce_weight=1"),
     "pcme": ("emoji-pcme", "loss.uniformity_weight=0.01", "loss.n_samples=2"), "pvse": ("emoji-pvse",),
     "daa": ("emoji-vseinf", "data.graded=true", "loss.name=daa", "loss.sum_epochs=2"),

@@ -123,10 +123,8 @@ def test_matrices_alone_decay_and_a_step_of_adamw_moves_every_parameter_as_far_a
     for parameter, (rate, decay), start in zip(everything, rates, before, strict=True):
         expected = start * (1 - 0.25 * rate * decay) - 0.25 * rate * parameter.grad.sign()
         torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-6)
-    model, loss = clip_model(), LOSSES["pcmepp"]()
     optimiser = step.build_optimiser(model, loss, OptimConfig(weight_decay=0.3, layer_decay=0.7))
     held = [id(p) for g in optimiser.param_groups for p in g["params"]]
-    everything = [*model.parameters(), *loss.parameters()]
     assert sorted(held) == sorted(id(p) for p in everything) and len(set(held)) == len(held)
     decay = {name: options_of(optimiser, p)[1] for name, p in model.named_parameters()}
     assert {decay[name] for name in DECAYS} == {0.3} and {decay[name] for name in STAYS} == {0}

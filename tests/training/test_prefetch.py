@@ -13,6 +13,9 @@ from support.toy import log_of, make_toy
 from sfumato import fit, load_recipe
 from sfumato.training.batches import prefetch
 
+CHANGES = ["train.epochs=2"]
+numbers = lambda line: {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
+
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
@@ -81,10 +84,6 @@ def endless(closed):
         yield from itertools.count()
     finally:
         closed.append(threading.current_thread())
-
-
-CHANGES = ["train.epochs=2"]
-numbers = lambda line: {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
 
 
 def test_a_callback_gets_every_epoch_once(tmp_path):

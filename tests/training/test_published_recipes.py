@@ -21,6 +21,7 @@ from sfumato.training.loop import fit
 transformers = Lazy("transformers", "the extra backbones is not installed")
 WORDS = ("red", "green", "blue", "circle", "square", "dog", "on", "the", "grass")
 RECIPES = [name for name in recipe_files() if name.startswith(("coco-", "cub-"))]
+inline = lambda values: "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
 
 
 def lines_of(name):
@@ -89,10 +90,8 @@ def small(recipe, folder):
         "resnet": {"kind": "resnet", "weights": str(folder / "resnet"), "size": 32},
         "regions": {"kind": "regions", "channels": 12}, "frozen": {"kind": "small", "size": 16, "width": 2},
     }  # fmt: skip
-    own = {"resnet": ("fit", "augment"), "regions": ("graph_layers", "recurrent", "variance_layers")}.get(
-        image.kind, ()
-    )
-    picture = sections[image.kind] | {key: getattr(image, key) for key in own}
+    own = {"resnet": ("fit", "augment"), "regions": ("graph_layers", "recurrent", "variance_layers")}
+    picture = sections[image.kind] | {key: getattr(image, key) for key in own.get(image.kind, ())}
     if text.kind == "clip":
         words = {"kind": "clip", "architecture": "ViT-Ti/16", "max_tokens": 8}
     elif text.kind in ("frozen", "small"):
@@ -118,9 +117,6 @@ def small(recipe, folder):
         *([] if one_stage else ["optim.first_stage_epochs=1"]), f"optim.freeze_image_epochs={int(frozen)}",
         "train.epochs=2", "train.batch_size=20", "train.threads=1",
     ]  # fmt: skip
-
-
-inline = lambda values: "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in values.items()) + " }"
 
 
 @pytest.mark.slow

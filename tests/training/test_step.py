@@ -25,6 +25,10 @@ from sfumato.training import validation as after_module
 from sfumato.training.step import DivergedError, TrainBatch, WeightAverage, averaged, forward_backward
 
 N = 7
+saved_model = lambda path: {k.removeprefix("model/"): v for k, v in load_file(path).items() if k.startswith("model/")}
+state = lambda model: {name: value.detach().clone() for name, value in model.state_dict().items()}
+PIECES = {1: (1,) * 7, 3: (3, 3, 1), 50: (7,)}
+random_case = lambda: (build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]().double())
 
 
 class PatchEncoder(nn.Module):
@@ -88,9 +92,6 @@ def assert_same_gradients(got, expected):
     assert max(g.abs().max() for g in expected.values()) > 1e-4
 
 
-PIECES = {1: (1,) * 7, 3: (3, 3, 1), 50: (7,)}
-
-
 @pytest.mark.parametrize("variance", [True, False])
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_those_of_a_plain_backward_pass_whole_or_in_pieces(name, variance):
@@ -111,9 +112,6 @@ def test_gradients_are_those_of_a_plain_backward_pass_whole_or_in_pieces(name, v
     for epoch in (2, 3):
         measured = forward_backward(build(), late, batch(), alone(), epoch=epoch)
         assert ("pseudo_positives_i2t" in measured) == (epoch == 3)
-
-
-random_case = lambda: (build(dropout=0.4, token_dropout=0.6), LOSSES["pcmepp"]().double())
 
 
 @pytest.mark.parametrize("micro_batch", PIECES)
@@ -250,9 +248,6 @@ def average_build():
     return DualEncoder(*(Tower(None, encoder, GaussianHead(encoder.channels, 4)) for encoder in encoders))
 
 
-state = lambda model: {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
 def wander(model, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -261,9 +256,6 @@ def wander(model, seed):
         sides = torch.rand(5, 3, 16, 16, generator=generator), torch.randn(5, 3, 6, generator=generator)
         model.train()(*map(Inputs, sides))
     return state(model)
-
-
-average_state = lambda average: dict(zip(average.names, average.values(), strict=True))
 
 
 def assert_mean(got, snapshots, weights):
@@ -344,9 +336,6 @@ def spied_run(recipe, folder):
         for module in (loop, after_module):
             patch.setattr(module, "embed_split", spy_on_embed)
         return loop.fit(recipe, folder), after, validated
-
-
-saved_model = lambda path: {k.removeprefix("model/"): v for k, v in load_file(path).items() if k.startswith("model/")}
 
 
 def assert_same(first, second):
