@@ -14,7 +14,6 @@ from papers.posthoc.closed_forms import (
     CosineMargin,
     Top1Distance,
     WhitenedNorm,
-    fit_hit_logits,
 )
 from papers.posthoc.laplace import LaplaceProjections
 from papers.posthoc.memory import MemoryContrast, MemoryDistance, MemoryEntropy
@@ -90,6 +89,5 @@ __all__ = [
     "AdapterTraining",
     "FrozenPairs",
     "PosthocMethod",
-    "fit_hit_logits",
     "register_method",
 ]

@@ -42,13 +42,6 @@ class AdapterTraining:
     optimiser: Optimiser = "adamw"  # see :data:`Optimiser`
     weight_decay: float = 1e-4  # of the optimiser
 
-    def __post_init__(self) -> None:
-        if min(self.epochs, *self.widths) < 1 or self.batch_size < 2:
-            raise ValueError(
-                "AdapterTraining: epochs and widths must be at least 1 and batch_size at least 2, got"
-                f" {self.epochs}, {self.widths} and {self.batch_size}"
-            )
-
 
 class AdapterMethod(PosthocMethod):
     """Base of the methods that train a network for each of their sides.
@@ -63,8 +56,7 @@ class AdapterMethod(PosthocMethod):
 
     def __init__(self, networks: Networks) -> None:
         self.networks = dict(networks)
-        first = next(m for m in self.networks["text"].modules() if isinstance(m, nn.Linear))
-        self.d, self._weight = first.in_features, first.weight
+        self._weight = next(self.networks["text"].parameters())
 
     @classmethod
     def train(
@@ -89,10 +81,9 @@ class AdapterMethod(PosthocMethod):
         minimise(learnt, lambda rows: loss(networks, batches, rows), len(batches), training, generator=generator)
         return networks
 
-    def inputs(self, side: Side, x: Tensor) -> Tensor:
-        """Checked embeddings in the dtype of the networks. x (n, d) -> (n, d)."""
-        self.check(side, x, d=self.d)
-        return x.to(self._weight.device, self._weight.dtype)
+    def inputs(self, x: Tensor) -> Tensor:
+        """Embeddings as the networks see them. x (n, d) -> (n, d)."""
+        return scaled_inputs(x.to(self._weight))
 
     @abstractmethod
     def variance(self, side: Side, x: Tensor) -> Tensor:

@@ -214,7 +214,6 @@ def freeze(
     tests: tuple[str, ...],
     *,
     name: str,
-    with_hidden: bool = True,
     n_corrupted: int = 0,
     seed: int = 0,
 ) -> FrozenModel:
@@ -223,9 +222,8 @@ def freeze(
     if {"train", "val"} & set(tests):
         raise UserError(f"methods are fitted on train and val; measure another split than {', '.join(tests)}")
     towers: tuple[Any, Any] = (retrieval_model.model.image, retrieval_model.model.text)
-    layers = [last_layer(tower) if with_hidden else None for tower in towers]
     prepared = {split: load_split(retrieval_model.model, data, split) for split in ("train", "val", *tests)}
-    image, text = layers
+    image, text = map(last_layer, towers)
     projections: dict[Side, tuple[Tensor, Tensor]] = {}
     if image is not None and text is not None:
         projections = {"image": image, "text": text}

@@ -12,11 +12,10 @@ It says nothing about n. One pass over pairs and one search for lambda; no gradi
 the method is not available.
 
 The factors are sums over pairs. For a source x (not normalised) and the C unit targets Y of its class batch the logits
-are z = s Y x / ||x|| (+ b), and
+are z = s Y x / ||x||, and
 
     J = s Y (I - u u^T) / ||x||,    u = x / ||x||
-    softmax (CLIP):     H = J^T (diag p - p p^T) J,    p = softmax(z)
-    sigmoid (SigLIP):   H = J^T diag(sigmoid(z) sigmoid(-z)) J
+    H = J^T (diag p - p p^T) J,    p = softmax(z)
 
 H is the generalised Gauss-Newton matrix of -log p(target | source): the curvature of the normalisation is left out, so
 it is never indefinite. The sum over sources is taken by matrix products in O(n C d). Labels have no influence.
@@ -31,7 +30,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from papers.posthoc.method import FrozenPairs, PosthocMethod, check_rows, unit
+from papers.posthoc.method import FrozenPairs, PosthocMethod, unit
 from sfumato.gaussian import GaussianEmbedding, accumulation_dtype
 from sfumato.ids import OTHER_SIDE, Side
 
@@ -54,9 +53,7 @@ class KroneckerFactors(NamedTuple):
 
 
 @torch.no_grad()
-def summed_curvature(
-    sources: Tensor, targets: Tensor, *, logit_scale: float, logit_bias: float | None = None
-) -> Tensor:
+def summed_curvature(sources: Tensor, targets: Tensor, *, logit_scale: float) -> Tensor:
     """The sum of H over sources that share their targets.
 
     Paper: Baumann et al., "Post-hoc probabilistic vision-language models", 2025 (BayesVLM); the order of the sums is
@@ -65,26 +62,18 @@ def summed_curvature(
     sources (n, d), targets (c, d) -> (d, d).
     """
     y = unit(targets)
-    if logit_bias is None:
-        y = y - y.mean(0)  # Softmax and curvature stay the same, and the differences below lose fewer digits.
+    y = y - y.mean(0)  # Softmax and curvature stay the same, and the differences below lose fewer digits.
     c, d = y.shape
     total, weights = y.new_zeros(d, d, dtype=torch.float64), y.new_zeros(c, dtype=torch.float64)
     for x in sources.to(y.dtype).split(max(1, _MAX_ENTRIES // max(1, c))):
         u, w = unit(x), (logit_scale / x.norm(dim=1, keepdim=True)).square()
         cosine = u @ y.T
-        if logit_bias is None:
-            q = torch.softmax(logit_scale * cosine, dim=1)
-            centre = q @ y
-        else:
-            q = torch.sigmoid(logit_scale * cosine + logit_bias)
-            q.mul_(1 - q)
-            centre = None
+        q = torch.softmax(logit_scale * cosine, dim=1)
+        centre = q @ y
         weights += (w.T @ q).squeeze(0)
         cosine.mul_(q)
-        v = cosine @ y
-        if centre is not None:
-            v -= centre * cosine.sum(1, keepdim=True)
-            total -= centre.T @ (w * centre)
+        v = cosine @ y - centre * cosine.sum(1, keepdim=True)
+        total -= centre.T @ (w * centre)
         cross = u.T @ (w * v)
         total -= cross + cross.T
         total += u.T @ (w * (u * v).sum(1, keepdim=True) * u)
@@ -99,7 +88,6 @@ def kronecker_factors(
     targets: Tensor,
     *,
     logit_scale: float,
-    logit_bias: float | None = None,
     bias_column: bool = False,
     class_batch: int,
 ) -> KroneckerFactors:
@@ -112,7 +100,7 @@ def kronecker_factors(
     n = len(sources)
     b = torch.zeros(sources.shape[1], sources.shape[1], dtype=torch.float64, device=sources.device)
     for chosen in torch.arange(n, device=sources.device).tensor_split(-(-n // class_batch)):
-        b += summed_curvature(sources[chosen], targets[chosen], logit_scale=logit_scale, logit_bias=logit_bias)
+        b += summed_curvature(sources[chosen], targets[chosen], logit_scale=logit_scale)
     p = hidden.shape[1] + bias_column
     a = torch.zeros(p, p, dtype=torch.float64, device=hidden.device)
     for rows in hidden.split(8192):
@@ -166,7 +154,6 @@ class ProjectionPosterior:
 
     def variance(self, hidden: Tensor) -> Tensor:
         """The diagonal of the covariance of embeddings. hidden (n, P) -> (n, d)."""
-        check_rows(hidden, "laplace", "hidden", d=len(self.activations) - self.bias_column)
         a, u, b = self._inverses
         own = (with_bias_column(hidden.double(), self.bias_column) @ u).square() @ a
         return torch.outer(own, b)
@@ -194,8 +181,7 @@ class LaplaceProjections(PosthocMethod):
     def fit(cls, pairs: FrozenPairs, *, seed: int = 0) -> Self:
         """Factors by one pass over the pairs, prior precisions by the evidence.
 
-        The softmax of CLIP or, with pairs.logit_bias, the sigmoid of SigLIP. A layer with a bias gets a bias column.
-        An item counts once for each of its pairs.
+        A layer with a bias gets a bias column. An item counts once for each of its pairs.
         """
         pairs.at_least(_MIN_PAIRS, cls.name)
         missing = [name for name in ("image_hidden", "text_hidden", "logit_scale") if getattr(pairs, name) is None]
@@ -216,7 +202,6 @@ class LaplaceProjections(PosthocMethod):
                 hidden[rows[side]],
                 pairs.embeddings(other)[rows[other]],
                 logit_scale=pairs.logit_scale,
-                logit_bias=pairs.logit_bias,
                 bias_column=bias is not None,
                 class_batch=_CLASS_BATCH,
             )
@@ -228,12 +213,8 @@ class LaplaceProjections(PosthocMethod):
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
         """See :meth:`PosthocMethod.embed`; the scale is that of the class docstring, the dtype that of x or better."""
-        own = self.posteriors["text" if side == "text" else "image"]
-        self.check(side, x, d=len(own.gradients))
-        if hidden is None:
-            raise ValueError("laplace: needs the inputs of the projection layer; pass hidden=")
-        check_rows(hidden, self.name, "hidden", n=len(x))
-        mean, var = x.double(), own.variance(hidden)
+        assert hidden is not None
+        mean, var = x.double(), self.posteriors[side].variance(hidden)
         length = mean.square().sum(1, keepdim=True) + var.sum(1, keepdim=True)
         found = GaussianEmbedding(mean / length.sqrt(), var.log() - length.log())
         return found if x.dtype == torch.float64 else found.to(torch.float32)

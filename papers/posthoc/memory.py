@@ -12,7 +12,7 @@ of the y that match x_i. The classes say which published methods they follow, an
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, Self, get_args
+from typing import Self, get_args
 
 import torch
 from torch import Tensor
@@ -35,12 +35,6 @@ class MemoryMethod(PosthocMethod):
     def __init__(self, items: Mapping[Side, Tensor]) -> None:
         self.items = dict(items)  # (n, d) unit embeddings
 
-    def compared(self, side: Side, queries: Tensor) -> Tensor:
-        """Checked unit queries in the dtype of the memory. queries (q, d) -> (q, d)."""
-        memory = self.items["image"]
-        self.check(side, queries, d=memory.shape[1])
-        return unit(queries).to(memory)
-
     def tensors(self) -> list[Tensor]:
         """See :meth:`PosthocMethod.tensors`."""
         return [*self.items.values()]
@@ -59,13 +53,6 @@ def scale_of(pairs: FrozenPairs, who: str) -> float:
     return pairs.logit_scale
 
 
-def at_least_one(k: int, who: str) -> int:
-    """Refuse a number of neighbours below 1."""
-    if k < 1:
-        raise ValueError(f"{who}: k must be at least 1, got {k}")
-    return k
-
-
 class MemoryDistance(MemoryMethod):
     """The distance of a query to the k-th nearest training item of its own modality, or to the farthest of fewer.
 
@@ -79,7 +66,7 @@ class MemoryDistance(MemoryMethod):
 
     def __init__(self, items: Mapping[Side, Tensor], *, k: int = NEIGHBOURS) -> None:
         super().__init__(items)
-        self.k = at_least_one(k, self.name)
+        self.k = k
 
     @classmethod
     def fit(cls, pairs: FrozenPairs, *, seed: int = 0, k: int = NEIGHBOURS) -> Self:
@@ -90,9 +77,9 @@ class MemoryDistance(MemoryMethod):
         self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
     ) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`."""
-        compared, memory = self.compared(side, queries), self.items[side]
+        memory = self.items[side]
         k = min(self.k, len(memory))
-        return in_blocks(compared, lambda q: 1 - (q @ memory.T).topk(k, dim=1).values[:, -1])
+        return in_blocks(unit(queries).to(memory), lambda q: 1 - (q @ memory.T).topk(k, dim=1).values[:, -1])
 
 
 class MemoryEntropy(MemoryMethod):
@@ -118,13 +105,13 @@ class MemoryEntropy(MemoryMethod):
         self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
     ) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`."""
-        compared, memory = self.compared(side, queries), self.items[OTHER_SIDE[side]]
+        memory = self.items[OTHER_SIDE[side]]
 
         def entropy(q: Tensor) -> Tensor:
             log_p = (self.logit_scale * q @ memory.T).log_softmax(1)
             return -(log_p.exp() * log_p).sum(1)
 
-        return in_blocks(compared, entropy)
+        return in_blocks(unit(queries).to(memory), entropy)
 
 
 class MemoryContrast(GalleryMethod):
@@ -138,13 +125,12 @@ class MemoryContrast(GalleryMethod):
 
     name = "memory_contrast"
     summary = "-log softmax of the first hit in the gallery, by the matches of the 15 nearest training items, in nats"
-    fewest: ClassVar[int] = 1
 
     def __init__(
         self, items: Mapping[Side, Tensor], matches: Mapping[Side, Tensor], logit_scale: float, *, k: int = PROXIES
     ) -> None:
         self.items, self.matches = dict(items), dict(matches)  # (n, d) unit embeddings, and means of their matches
-        self.logit_scale, self.k = logit_scale, at_least_one(k, self.name)
+        self.logit_scale, self.k = logit_scale, k
 
     @classmethod
     def fit(cls, pairs: FrozenPairs, *, seed: int = 0, k: int = PROXIES) -> Self:
@@ -164,8 +150,6 @@ class MemoryContrast(GalleryMethod):
     def of_block(self, side: Side, queries: Tensor, gallery: Tensor) -> Tensor:
         """See :meth:`GalleryMethod.of_block`."""
         items, matches = self.items[side].to(queries), self.matches[side].to(queries)
-        if items.shape[1] != queries.shape[1]:
-            raise ValueError(f"{self.name}: was fitted in {items.shape[1]} dimensions, got {queries.shape[1]}")
         cosine, near = (queries @ items.T).topk(min(self.k, len(items)), dim=1)
         weight = (self.logit_scale * cosine).softmax(1)
         proxy = functional.normalize((weight.unsqueeze(1) @ matches[near]).squeeze(1), dim=1)

@@ -26,7 +26,6 @@ class TwoSides:
 
     def embeddings(self, side: Side) -> Tensor:
         """(n, d) embeddings of one side."""
-        check_side(side)
         return self.images if side == "image" else self.texts
 
     def hidden(self, side: Side) -> Tensor | None:
@@ -45,7 +44,6 @@ class FrozenPairs(TwoSides):
     texts: Tensor  # (m, d) text embeddings, likewise
     pairs: Tensor  # (p, 2) positions of matching images and texts
     logit_scale: float | None = None
-    logit_bias: float | None = None  # constant of the model's logit (SigLIP); None for a model without one (CLIP)
     image_hidden: Tensor | None = None
     text_hidden: Tensor | None = None
     projections: Mapping[Side, tuple[Tensor, Tensor | None]] = field(default_factory=dict)  # (d, P) matrix, (d,) bias
@@ -66,17 +64,6 @@ class FrozenPairs(TwoSides):
             hidden = self.hidden(side)
             if hidden is not None:
                 check_rows(hidden, who, f"{side}_hidden", n=n)
-            matrix, bias = self.projections.get(side, (None, None))
-            width = None if hidden is None else hidden.shape[1]
-            if matrix is not None and (matrix.ndim != 2 or matrix.shape != (self.d, width or matrix.shape[1])):
-                raise ValueError(
-                    f"{who}: the matrix of the {side}s must be (d, P) = ({self.d}, {width or 'P'}), got"
-                    f" {tuple(matrix.shape)}"
-                )
-            if bias is not None and bias.shape != (self.d,):
-                raise ValueError(f"{who}: the bias of the {side}s must be ({self.d},), got {tuple(bias.shape)}")
-        if self.logit_scale is not None and not self.logit_scale > 0:
-            raise ValueError(f"{who}: logit_scale must be positive, got {self.logit_scale}; give exp(log scale)")
 
     @property
     def d(self) -> int:
@@ -91,9 +78,9 @@ class FrozenPairs(TwoSides):
 
 
 class PosthocMethod(ABC):
-    """A method that adds an uncertainty to a frozen model, without a change of its ranking unless the method says so.
+    """A method that adds an uncertainty to a frozen model, without a change of its ranking.
 
-    The attributes say what it looks at; :meth:`check` refuses what does not fit to them.
+    The attributes say what it looks at. Embeddings were checked by :class:`FrozenPairs` or FrozenSplit.
     """
 
     name: ClassVar[str]  # its key in METHODS
@@ -128,19 +115,8 @@ class PosthocMethod(ABC):
         """Everything that was fitted."""
         return []
 
-    def check(self, side: Side, x: Tensor, *, d: int | None = None) -> None:
-        """Refuse an unknown side, and embeddings of another width than d. x (n, d)."""
-        check_side(side)
-        check_embeddings(x, self.name, f"{side} embeddings", d=d)
-
 
 # ---------------------------------------------------------------- checks and helpers of the methods
-def check_side(side: str) -> None:
-    """Refuse an unknown modality."""
-    if side not in get_args(Side):
-        raise ValueError(f"unknown side {side!r}; known: {', '.join(get_args(Side))}")
-
-
 def check_rows(x: Tensor, who: str, what: str, *, n: int | None = None, d: int | None = None) -> None:
     """Refuse anything but a finite floating point matrix. x (n, d)."""
     wanted = f"({'n' if n is None else n}, {'d' if d is None else d})"

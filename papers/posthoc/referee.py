@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from papers.posthoc import METHODS, NOT_BUILT, AdapterMethod, fit_hit_logits
+from papers.posthoc import METHODS, NOT_BUILT, AdapterMethod
 from papers.posthoc.added import AddedMethod
+from papers.posthoc.closed_forms import fit_hit_logits
 from papers.posthoc.contestants import (
     Contestant,
     answerable_without,
@@ -80,16 +81,6 @@ class RefereeOptions:
     n_resamples: int = 200  # of the intervals
     n_absent: int = 200  # largest number of queries of a direction whose matches are taken out of the gallery
     seed: int = 0  # of the fits and all random choices
-
-    def __post_init__(self) -> None:
-        for name in (*self.methods, *self.fit):
-            if name not in contestants():
-                raise ValueError(f"referee: unknown method {name!r}; known: {', '.join(contestants())}; {HOW}")
-        if min(self.n_resamples, self.n_absent, self.seed) < 0:
-            raise ValueError(
-                "referee: n_resamples, n_absent and seed must not be negative, got"
-                f" {self.n_resamples}, {self.n_absent} and {self.seed}"
-            )
 
 
 def wanted_methods(names: Sequence[str]) -> tuple[str, ...]:

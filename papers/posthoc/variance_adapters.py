@@ -84,8 +84,7 @@ class VarianceAdapter(AdapterMethod):
     @torch.no_grad()
     def variance(self, side: Side, x: Tensor) -> Tensor:
         """See :meth:`AdapterMethod.variance`."""
-        x = self.inputs(side, x)
-        return self.log_variance(self.networks[side](scaled_inputs(x))).exp()
+        return self.log_variance(self.networks[side](self.inputs(x))).exp()
 
 
 def pfe_loss(image: GaussianEmbedding, text: GaussianEmbedding) -> Tensor:
@@ -193,7 +192,7 @@ class ProLIPAdapter(PCMEPPAdapter):
 T1, T2, CROSS = 1.0, 0.05, 1e-4
 """Published weights of the absolute error, of the likelihood, and of the terms across modalities."""
 
-_EPS, _SMALLEST, _LARGEST = 1e-4, 1e-4, 1e3
+_EPS, _SMALLEST, _LARGEST, _HEAD_WIDTH = 1e-4, 1e-4, 1e3, 128
 
 
 class GeneralisedGaussian(NamedTuple):
@@ -231,7 +230,7 @@ def probvlm_loss(image: GeneralisedGaussian, text: GeneralisedGaussian, targets:
         return T1 * error + T2 * generalised_gaussian_loss(found, target).mean()
 
     own = one(image, targets[0]) + one(text, targets[1])
-    return own + CROSS * (one(image, targets[1]) + one(text, targets[0])) if CROSS else own
+    return own + CROSS * (one(image, targets[1]) + one(text, targets[0]))
 
 
 def generalised_gaussian_variance(found: GeneralisedGaussian) -> Tensor:
@@ -243,7 +242,7 @@ def generalised_gaussian_variance(found: GeneralisedGaussian) -> Tensor:
 class ProbVLMNetwork(nn.Module):
     """The adapter of one modality: h = x + MLP(x), and a head for each of mu, 1/alpha and beta."""
 
-    def __init__(self, d: int, *, width: int = 256, head_width: int | None = None) -> None:
+    def __init__(self, d: int, *, width: int, head_width: int) -> None:
         super().__init__()
         # The released network has its dropout before the last layer.
         self.mod = nn.Sequential(
@@ -251,7 +250,7 @@ class ProbVLMNetwork(nn.Module):
         )
         laplace = math.log(math.expm1(1.0))  # A Laplace distribution of scale 1.
         self.block_mu, self.block_alpha, self.block_beta = (
-            mlp(d, [head_width or d], d, start=start) for start in (None, laplace, laplace)
+            mlp(d, [head_width], d, start=start) for start in (None, laplace, laplace)
         )
 
     def forward(self, x: Tensor) -> GeneralisedGaussian:
@@ -276,17 +275,13 @@ class ProbVLM(AdapterMethod):
     published: ClassVar[AdapterTraining] = AdapterTraining((256,), 100, 64, 1e-4, "adam", 0.0)
 
     @classmethod
-    def fit(
-        cls, pairs: FrozenPairs, *, seed: int = 0, head_width: int | None = 128, training: AdapterTraining | None = None
-    ) -> Self:
+    def fit(cls, pairs: FrozenPairs, *, seed: int = 0, training: AdapterTraining | None = None) -> Self:
         """Train on the pairs."""
         training = training or cls.default
-        if len(training.widths) != 1:
-            raise ValueError(f"{cls.name}: needs one width, got {training.widths}")
         inputs = {side: scaled_inputs(pairs.embeddings(side)).float() for side in cls.sides}
 
         def build(side: Side) -> nn.Module:
-            return ProbVLMNetwork(pairs.d, width=training.widths[0], head_width=head_width)
+            return ProbVLMNetwork(pairs.d, width=training.widths[0], head_width=_HEAD_WIDTH)
 
         def loss(networks: Networks, batches: PairBatches, rows: Tensor) -> Tensor:
             image, text = (inputs[s][k] for s, k in zip(cls.sides, batches.index[rows].T, strict=True))
@@ -297,8 +292,7 @@ class ProbVLM(AdapterMethod):
     @torch.no_grad()
     def distribution(self, side: Side, x: Tensor) -> GeneralisedGaussian:
         """The generalised Gaussians of items, in the units of the networks: unit length times sqrt(d). x (n, d)."""
-        x = self.inputs(side, x)
-        return self.networks[side](scaled_inputs(x))
+        return self.networks[side](self.inputs(x))
 
     def variance(self, side: Side, x: Tensor) -> Tensor:
         """See :meth:`AdapterMethod.variance`."""

@@ -22,7 +22,7 @@ def pairs_of(n=48, d=6, widths=(7, 5), dtype=torch.float32):
     matrices = [draw(d, p) for p in widths]
     images, texts = (h @ w.T for h, w in zip(hidden, matrices, strict=True))
     layers = {side: (matrix, None) for side, matrix in zip(OTHER, matrices, strict=True)}
-    return FrozenPairs(images, texts, torch.arange(n).repeat(2, 1).T, 10.0, None, *hidden, layers)
+    return FrozenPairs(images, texts, torch.arange(n).repeat(2, 1).T, 10.0, *hidden, layers)
 
 
 def small_training(name, epochs=2):
@@ -84,7 +84,7 @@ def test_half_precision_is_read(pairs):
     layers = {side: (matrix.half(), None) for side, (matrix, _) in pairs.projections.items()}
     tensors = (x.half() for x in (pairs.images, pairs.texts, pairs.image_hidden, pairs.text_hidden))
     images, texts, *hidden = tensors
-    half = FrozenPairs(images, texts, pairs.pairs, 10.0, None, *hidden, layers)
+    half = FrozenPairs(images, texts, pairs.pairs, 10.0, *hidden, layers)
     for name in METHODS:
         method = fitted(name, half)
         assert all(torch.isfinite(asked(method, half, side)).all() for side in method.sides), name

@@ -16,8 +16,9 @@ from support.toy import make_toy
 from support.words import folded, too_wide
 from torch.nn import functional
 
-from papers.posthoc import METHODS, fit_hit_logits, peak_memory
+from papers.posthoc import METHODS, frozen_model, peak_memory
 from papers.posthoc import referee as referee_module
+from papers.posthoc.closed_forms import fit_hit_logits
 from papers.posthoc.contestants import BASELINES, contestants, fit_contestant, pair_calibration
 from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSplit, freeze
 from papers.posthoc.peak_memory import PeakMemory
@@ -444,10 +445,11 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_a_frozen_run_is_its_last_layer_on_its_inputs(run):
+def test_a_frozen_run_is_its_last_layer_on_its_inputs(run, monkeypatch):
     loaded = load_run(run)
     frozen = freeze(loaded, loaded.recipe.data, ("test",), name="run")
-    outside = freeze(loaded, loaded.recipe.data, ("test",), name="run", with_hidden=False)
+    monkeypatch.setattr(frozen_model, "last_layer", lambda tower: None)
+    outside = freeze(loaded, loaded.recipe.data, ("test",), name="run")
     assert frozen.tests["test"].image_hidden.shape == (30, 6 + 16) and not outside.projections
     for split, plain in ((frozen.train, outside.train), (frozen.tests["test"], outside.tests["test"])):
         for side in ("image", "text"):
