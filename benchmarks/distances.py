@@ -54,14 +54,8 @@ def main() -> None:
         results[name] = {"seconds": seconds, "ratio": seconds / base}
         print(f"{name:<22}{seconds * 1000:10.1f} ms {seconds / base:8.1f} x product")
     if options.json:
-        about = {
-            "n": options.n,
-            "m": options.m,
-            "d": options.d,
-            "threads": threads,
-            "load": load,
-            "product_seconds": base,
-        }
+        about = {name: getattr(options, name) for name in ("n", "m", "d")}
+        about |= {"threads": threads, "load": load, "product_seconds": base}
         options.json.write_text(json.dumps({**about, "results": results}, indent=2) + "\n")
 
 

@@ -99,17 +99,12 @@ def main() -> None:
     data = Split(given.flickr8k, given.split)
     with tempfile.TemporaryDirectory() as folder:
         draws = [of_draw(data, Path(folder), seed) for seed in range(DRAWS)]
-    result: dict[str, Any] = {
-        name: {
-            key: [float(f([draw[name][key] for draw in draws])) for f in (np.mean, np.std)] for key in draws[0][name]
-        }
-        for name in draws[0]
-    }
-    for name, figures in result.items():
-        print(
-            f"{name:34s}",
-            "  ".join(f"{key} {mean:.3f} ± {deviation:.3f}" for key, (mean, deviation) in figures.items()),
-        )
+    result: dict[str, Any] = {}
+    for name, keys in draws[0].items():
+        values = {key: [draw[name][key] for draw in draws] for key in keys}
+        result[name] = {key: [float(f(own)) for f in (np.mean, np.std)] for key, own in values.items()}
+        shown = "  ".join(f"{key} {mean:.3f} ± {deviation:.3f}" for key, (mean, deviation) in result[name].items())
+        print(f"{name:34s}", shown)
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
