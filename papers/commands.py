@@ -19,11 +19,6 @@ Seed = Annotated[int, flag(..., "Seed of all random choices.", min=0)]
 _FOLDERS = ("tables", "studies", "captions", "data", "multiplicity", "posthoc", "runs")
 
 
-@app.callback()
-def _group() -> None:
-    """Makes the commands sub-commands, even of one alone."""
-
-
 def main() -> None:
     """Entry point of `python -m papers`."""
     for folder in _FOLDERS:

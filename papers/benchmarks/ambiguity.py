@@ -22,16 +22,12 @@ def measure_ambiguity(
     relevance: Relevance,
     *,
     n_resamples: int = 200,
-    level: float = 0.95,
     seed: int = 0,
 ) -> dict[str, dict[str, Interval]]:
     """Correlate numbers of queries with their true number of matches.
 
     Intervals resample queries and, independently, the items of the gallery, which changes the numbers of matches.
     """
-    for name, values in scores.items():
-        if len(values) != relevance.n_queries:
-            raise ValueError(f"measure_ambiguity: {relevance.n_queries} queries, but {name!r} has {len(values)} values")
     whole = {name: _figures(values, relevance.counts, seed) for name, values in scores.items()}
     random = np.random.default_rng(seed)
     resampled = {name: np.full((n_resamples, len(FIGURES)), np.nan) for name in scores}
@@ -45,10 +41,7 @@ def measure_ambiguity(
         for name, values in scores.items():
             resampled[name][k] = _figures(values[chosen], counts[chosen], seed)
     return {
-        name: {
-            figure: percentile_interval(whole[name][i], resampled[name][:, i], level)
-            for i, figure in enumerate(FIGURES)
-        }
+        name: {figure: percentile_interval(whole[name][i], resampled[name][:, i]) for i, figure in enumerate(FIGURES)}
         for name in scores
     }
 

@@ -194,7 +194,7 @@ def figures(
 def measured(
     halves: list[CaptionFits], data: Split, crowd: Verdicts, expert: Verdicts, evidence: dict[str, Any]
 ) -> dict[str, Any]:
-    """The figures by what the metric is given, cross-fitted, and for the half that did not fit the package."""
+    """The figures by what the metric is given, cross-fitted."""
     n, result = len(data.files), dict[str, Any]()
     which = [verdicts.half(n) for verdicts in (crowd, expert)]
 
@@ -207,18 +207,7 @@ def measured(
 
     for kind, n_texts in [(kind, None) for kind in KINDS] + [("texts", k) for k in N_TEXTS[1:]]:
         p, q = scored(kind, n_texts)
-        name = kind if n_texts is None else f"texts, {n_texts}"
-        result[name] = figures(crowd, expert, p, q)
-        if n_texts is None:
-            for half in (0, 1):
-                of, by = which[0] == half, which[1] == half
-                result[f"{name}, half {half}"] = {
-                    "expert tau-c": tau(q[by & ~expert.own], expert.said[by & ~expert.own], "c"),
-                    "crowd tau-b": tau(p[of], crowd.yes[of], "b"),
-                    "error": expected_calibration_error(
-                        torch.from_numpy(p[of]), torch.from_numpy(crowd.yes[of]), n_bins=10
-                    ),
-                }
+        result[kind if n_texts is None else f"texts, {n_texts}"] = figures(crowd, expert, p, q)
     for name in ("first", "mean", "words"):
         p, q = (getattr(evidence[side][None], name).double().numpy() for side in ("crowd", "expert"))
         result[f"baseline: {name}"] = figures(crowd, expert, p, q, calibrated=False)

@@ -108,7 +108,6 @@ class Runs:
             "validation scores": {f"{rate:g}": score for rate, score in scores.items()},
             "figures": {key: asdict(value) for key, value in summary.items()},
             "text": {key: str(value) for key, value in summary.items()},
-            "chance": by_chance(result["chance"]),
         }
 
 
@@ -126,12 +125,6 @@ def main_figures(result: Mapping[str, Any]) -> dict[str, float | None]:
     for direction in ("i2t", "t2i"):
         chosen[f"{direction} ten-bin correlation"] = uncertainty[direction]["correlation"] if uncertainty else None
     return chosen | {f"multiplicity {n}": multiplicity[n] if multiplicity else None for n in ("all", "balanced")}
-
-
-def by_chance(chance: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The figures of a random order, named as those of a run."""
-    figures = {f"{side} {name}": 100 * value for side, metrics in chance.items() for name, value in metrics.items()}
-    return figures | {"rsum": sum(figures[f"{side} recall@{k}"] for side in chance for k in (1, 5, 10))}
 
 
 def evaluate(folder: Path, split: str) -> dict[str, Any]:

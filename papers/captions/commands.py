@@ -12,11 +12,6 @@ captions = typer.Typer(help="The caption metric.", no_args_is_help=True, rich_ma
 app.add_typer(captions, name="captions")
 
 
-@captions.callback()
-def _group() -> None:
-    """Makes the command a sub-command, even of one alone."""
-
-
 @command(captions)
 def score(
     pairs: Path = word(

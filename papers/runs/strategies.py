@@ -89,9 +89,6 @@ class FaissRanker:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ValueError(f"FaissRanker: unknown engine {self.engine!r}; known: {', '.join(ENGINES)}")
-        for name in ("candidates", "at_least"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"FaissRanker: {name} must be at least 1, got {getattr(self, name)}")
 
     def lists(self, queries: GaussianEmbedding, gallery: GaussianEmbedding, k: int) -> Tensor:
         """The first items of each query: `candidates` by distance if the strategy re-ranks, then those of FAISS."""
@@ -193,7 +190,7 @@ def evaluate_strategies(
         if strategy.indexed is None:
             distance = (evaluation or EvaluationOptions()).sampled(distance)
         else:
-            ground_truths = [_without_rank_metrics(ground_truth) for ground_truth in ground_truths]
+            ground_truths = [t.with_metrics(*(n for n in t.metrics if n not in RANK_METRICS)) for t in ground_truths]
             at_least = max(LISTED_AT_LEAST, *(_needed(ground_truth) for ground_truth in ground_truths))
             ranker = FaissRanker(strategy, engine, candidates, at_least)
         source = Embeddings(embedded.images, embedded.texts, distance, ranker)
@@ -201,16 +198,6 @@ def evaluate_strategies(
         seconds = time.perf_counter() - start
         results[strategy.name] = StrategyResult(strategy, ranks, figures(ranks), seconds)
     return results
-
-
-def _without_rank_metrics(ground_truth: GroundTruth) -> GroundTruth:
-    kept = [name for name in ground_truth.metrics if name not in RANK_METRICS]
-    if not kept:
-        raise ValueError(
-            f"{ground_truth.name} reports only {', '.join(ground_truth.metrics)}, which need whole rankings;"
-            " add recall@K for strategies with FAISS"
-        )
-    return ground_truth.with_metrics(*kept)
 
 
 def _needed(ground_truth: GroundTruth) -> int:

@@ -25,7 +25,6 @@ from sfumato.evaluation.protocols import EmbeddedSplit, evaluate_retrieval
 from sfumato.evaluation.trust import resampled_together
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, Side
-from sfumato.metrics.bootstrap import Resampling
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.embed import PreparedSplit, embed_split, load_split
 from sfumato.models.model import Model, model_digest
@@ -83,11 +82,6 @@ class AnalysisOptions:
         for option, value, known in (("corpus", self.corpus, usual.Corpus), ("method", self.method, usual.Method)):
             if value not in get_args(known):
                 raise ValueError(f"--{option} {value}: unknown; known: {', '.join(get_args(known))}")
-        for name in ("n_corrupted", "n_pairs", "n_bins", "top_words", "n_mapped"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.n_resamples < 0 or self.seed < 0:
-            raise ValueError(f"n_resamples and seed must not be negative, got {self.n_resamples} and {self.seed}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,13 +273,10 @@ def _corruption(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
         usable, groups = ground_truth.counts > 0, resampled_together(scene.relevance, scene.data.groups, side == "text")
         result[side] = {}
         for c in corrupted_queries(model, side, scene.data, usable, options.n_corrupted, options.seed):
-            found = asdict(follow_corruption(
-                c, queries, gallery, ground_truth, matching, estimators={estimator.name: estimator}, groups=groups,
-                resampling=Resampling(options.n_resamples, LEVEL, options.seed),
-            ))  # fmt: skip
-            mean, figures = found["means"][estimator.name], found["estimators"][estimator.name]
-            of_all = {name: found[name] for name in ("n", "strengths", "recall")}
-            result[side][c.name] = of_all | {"mean": mean} | figures
+            result[side][c.name] = follow_corruption(
+                c, queries, gallery, ground_truth, matching, estimator,
+                groups=groups, n_resamples=options.n_resamples, seed=options.seed,
+            )  # fmt: skip
     return {"uncertainty": estimator.name, "sides": result}, {}
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.arrays import Array, as_tensor
 from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.errors import UserError, progress_bar
 from sfumato.gaussian import GaussianEmbedding
@@ -54,7 +53,7 @@ def embed_prompts(model: TwoTowers, classes: Sequence[str], templates: Sequence[
     return GaussianEmbedding.cat(parts)
 
 
-def pool_prompts(prompts: GaussianEmbedding, weights: Array, *, pooling: str = "mixture") -> GaussianEmbedding:
+def pool_prompts(prompts: GaussianEmbedding, weights: Tensor, *, pooling: str = "mixture") -> GaussianEmbedding:
     r"""Pool the prompts of each class into one Gaussian.
 
         mean = sum_p w_p mean_p        var = sum_p w_p (var_p + (mean_p - mean)^2)
@@ -62,26 +61,9 @@ def pool_prompts(prompts: GaussianEmbedding, weights: Array, *, pooling: str = "
     These are the moments of the mixture of the prompts, so csd to the result is the weighted mean of csd to each
     prompt. With "unit", as in CLIP and in ProLIP's code, the mean is scaled to unit length, and var = sum_p w_p var_p.
 
-    Args:
-        prompts: (c * p, d) embeddings, class by class.
-        weights: (c, p) weights >= 0, a tensor or an array; the weights of a class are divided by their sum.
-        pooling: "mixture" or "unit".
-
-    Returns:
-        (c, d) embeddings.
-
-    Raises:
-        ValueError: sizes do not fit, the pooling is unknown, a weight is negative, or a class has no positive weight.
+    prompts (c * p, d) class by class, weights (c, p) >= 0, divided by their sum over a class -> (c, d).
     """
-    weights = as_tensor(weights, "weights", "pool_prompts")
     c, p = weights.shape
-    if prompts.n != c * p or pooling not in PROMPT_POOLINGS:
-        raise ValueError(
-            f"pool_prompts: got {prompts.n} prompts, weights {c} x {p} and pooling {pooling!r};"
-            f" expected {c * p} prompts, and {' or '.join(PROMPT_POOLINGS)}"
-        )
-    if (weights < 0).any() or not (weights.sum(1) > 0).all():
-        raise ValueError("pool_prompts: weights must not be negative, and every class needs a positive one")
     weights = (weights.double() / weights.double().sum(1, keepdim=True)).to(prompts.dtype)
     parts = []
     for start in range(0, c, _CLASSES):

@@ -3,9 +3,8 @@
 `python -m papers analyse` follows an estimator, and the referee the methods for frozen models.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,10 @@ from sfumato.errors import progress_bar
 from sfumato.evaluation.estimators import Estimator, Matching, estimate_uncertainty
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
-from sfumato.metrics.bootstrap import Interval, Resampling, Statistic, mean_statistic, paired_auroc, spearman
+from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic, paired_auroc, spearman
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.search.exact import rank_relevant
-
-CORRUPTION_FIGURES = ("spearman", "rises", "monotone", "auroc")
-"""What is measured of the response of an estimator to a corruption, see :func:`corruption_statistics`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,59 +88,38 @@ def corrupted_queries(
     return result
 
 
-@dataclass(frozen=True)
-class CorruptionTrust:
-    """The response of the estimators to a corruption of the queries."""
-
-    n: int  # number of corrupted queries
-    strengths: list[float]  # ascending, from 0 for the clean inputs
-    recall: list[float]  # recall@1 at each strength, which shows whether the queries become harder
-    estimators: dict[str, dict[str, Interval]]
-    means: dict[str, list[Interval]]  # by name, the mean uncertainty at each strength; None where it is infinite
-
-
 def follow_corruption(
     corrupted: Corrupted,
     queries: GaussianEmbedding,
     gallery: GaussianEmbedding,
     relevance: Relevance,
     matching: Matching,
+    estimator: Estimator,
     *,
-    estimators: Mapping[str, Estimator],
     groups: np.ndarray | None = None,
-    resampling: Resampling | None = None,
-) -> CorruptionTrust:
-    """Measure the response of estimators to one corruption of k of the queries. queries (n, d), gallery (m, d)."""
-    index, resampling = corrupted.index, resampling or Resampling()
+    n_resamples: int = 1000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The response of an estimator to one corruption of k queries with a match, as plain values.
+
+    Strengths ascend from 0, the clean inputs. At each stand recall@1, which shows whether the queries become harder,
+    and the mean uncertainty, None where it is infinite. queries (n, d), gallery (m, d).
+    """
+    index, chosen = corrupted.index, {estimator.name: estimator}
     ground_truth = relevance.select_queries(index)
-    if (ground_truth.counts == 0).any():
-        raise ValueError(
-            f"follow_corruption: a query of the corruption {corrupted.name!r} has no true item; corrupt only queries"
-            " with a true item"
-        )
-    embedded = [queries[torch.from_numpy(index)], *corrupted.embeddings]
-    estimate = partial(
-        estimate_uncertainty, gallery=gallery, matching=matching, estimators=estimators, seed=resampling.seed
-    )
-    steps, recalls = [estimate(e) for e in embedded], []
-    for e in embedded:
+    steps, recalls = [], []
+    for e in (queries[torch.from_numpy(index)], *corrupted.embeddings):
+        steps.append(estimate_uncertainty(e, gallery, matching, estimators=chosen, seed=seed)[estimator.name])
         ranks = rank_relevant(e, gallery, ground_truth, matching.oriented_distance)
         recalls.append(float(per_query_metrics(ranks, ground_truth)["recall@1"].mean()))
-    scores = {name: np.stack([step[name] for step in steps]) for name in estimators}  # (s + 1, k) each
-    statistics: dict[str, Statistic] = {}
-    strengths = [0.0, *corrupted.strengths]
-    for name, u in scores.items():
-        statistics |= {f"{name}/{figure}": found for figure, found in corruption_statistics(u, strengths).items()}
-        statistics |= {f"{name}/{s}": mean_statistic(values) for s, values in enumerate(u) if np.isfinite(values).all()}
-    found = resampling.intervals(statistics, len(index), None if groups is None else groups[index])
-    undefined = Interval(None, None, None)
-    return CorruptionTrust(
-        n=len(index),
-        strengths=strengths,
-        recall=recalls,
-        estimators={name: {f: found[f"{name}/{f}"] for f in CORRUPTION_FIGURES} for name in scores},
-        means={name: [found.get(f"{name}/{s}", undefined) for s in range(len(u))] for name, u in scores.items()},
-    )
+    u, strengths = np.stack(steps), [0.0, *corrupted.strengths]
+    figures = corruption_statistics(u, strengths)
+    means = {str(s): mean_statistic(values) for s, values in enumerate(u) if np.isfinite(values).all()}
+    together = None if groups is None else groups[index]
+    found = bootstrap(figures | means, len(index), n_resamples=n_resamples, seed=seed, groups=together)
+    mean = [asdict(found.get(str(s), Interval(None, None, None))) for s in range(len(u))]
+    response = {name: asdict(found[name]) for name in figures}
+    return {"n": len(index), "strengths": strengths, "recall": recalls, "mean": mean} | response
 
 
 def corruption_statistics(u: np.ndarray, strengths: Sequence[float]) -> dict[str, Statistic]:

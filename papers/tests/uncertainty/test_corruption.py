@@ -9,7 +9,6 @@ from papers.uncertainty.corruption import Corrupted, follow_corruption
 from papers.uncertainty.estimators import ESTIMATORS
 from sfumato import GaussianEmbedding
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
-from sfumato.metrics.bootstrap import Resampling
 from sfumato.metrics.relevance import Relevance
 
 
@@ -38,30 +37,28 @@ def test_curves_are_those_of_loops(name):
     queries, gallery, ground_truth, corrupted = scene()
     matching = Matching("csd", 2.0, 3.0)
     found = follow_corruption(
-        corrupted, queries, gallery, ground_truth, matching,
-        estimators={name: ESTIMATORS[name]}, resampling=Resampling(400, seed=1),
-    )  # fmt: skip
-    means, figures = found.means[name], found.estimators[name]
+        corrupted, queries, gallery, ground_truth, matching, ESTIMATORS[name], n_resamples=400, seed=1
+    )
     steps = [queries[torch.from_numpy(corrupted.index)], *corrupted.embeddings]
     u = np.array([ESTIMATORS[name](e, gallery, matching) for e in steps])  # (s, k)
-    assert [m.value for m in means] == pytest.approx(u.mean(1).tolist())
+    assert [m["value"] for m in found["mean"]] == pytest.approx(u.mean(1).tolist())
     each = [scipy.stats.spearmanr([0, 0.5, 1, 2], values).statistic for values in u.T]
-    assert figures["spearman"].value == pytest.approx(np.mean(each))
-    assert figures["spearman"].value != pytest.approx(
+    assert found["spearman"]["value"] == pytest.approx(np.mean(each))
+    assert found["spearman"]["value"] != pytest.approx(
         scipy.stats.spearmanr(np.repeat([0, 0.5, 1, 2], 7), u.ravel()).statistic
     )
-    assert figures["rises"].value == pytest.approx(np.mean(u[-1] > u[0]))
-    assert figures["monotone"].value == pytest.approx(np.mean((np.diff(u, axis=0) >= 0).all(0)))
-    assert figures["auroc"].value == pytest.approx(np.mean(u[-1][:, None] > u[0]))
+    assert found["rises"]["value"] == pytest.approx(np.mean(u[-1] > u[0]))
+    assert found["monotone"]["value"] == pytest.approx(np.mean((np.diff(u, axis=0) >= 0).all(0)))
+    assert found["auroc"]["value"] == pytest.approx(np.mean(u[-1][:, None] > u[0]))
     recall = []
     for e in steps:
         d = (e.mean[:, None] - gallery.mean).square().sum(2) + gallery.var.sum(1)
         recall.append(float(np.mean(d.argmin(1).numpy() == corrupted.index)))
-    assert found.recall == pytest.approx(recall) and found.strengths == [0, 0.5, 1, 2] and found.n == 7
+    assert found["recall"] == pytest.approx(recall) and found["strengths"] == [0, 0.5, 1, 2] and found["n"] == 7
     # A mean's interval is about 1.96 standard errors on either side, of few items somewhat less.
-    for interval, values in zip(means, u, strict=True):
+    for interval, values in zip(found["mean"], u, strict=True):
         error = values.std() / np.sqrt(7)
-        assert interval.high - interval.low == pytest.approx(2 * 1.96 * error, rel=0.25)
+        assert interval["high"] - interval["low"] == pytest.approx(2 * 1.96 * error, rel=0.25)
 
 
 def test_items_of_a_group_are_resampled_together():
@@ -70,31 +67,28 @@ def test_items_of_a_group_are_resampled_together():
     rows = np.repeat(np.arange(len(once.index)), 2)
     worse = tuple(e[torch.from_numpy(rows)] for e in once.embeddings)
     twice = Corrupted("made up", once.index[rows], once.strengths, worse)
-    chosen = {"total_variance": ESTIMATORS["total_variance"]}
 
     def figures(corrupted, groups):
+        estimator = ESTIMATORS["total_variance"]
         return follow_corruption(
-            corrupted, queries, gallery, ground_truth, Matching(),
-            estimators=chosen, groups=groups, resampling=Resampling(200),
-        ).estimators["total_variance"]  # fmt: skip
+            corrupted, queries, gallery, ground_truth, Matching(), estimator, groups=groups, n_resamples=200
+        )
 
     each = np.arange(queries.n)
     alone, together, apart = figures(once, None), figures(twice, each), figures(twice, None)
     for name in ("spearman", "rises", "auroc"):
-        assert vars(together[name]) == pytest.approx(vars(alone[name]))
-        assert apart[name].high - apart[name].low < 0.95 * (alone[name].high - alone[name].low), name
+        assert together[name] == pytest.approx(alone[name])
+        assert apart[name]["high"] - apart[name]["low"] < 0.95 * (alone[name]["high"] - alone[name]["low"]), name
 
 
 def test_an_infinite_mean_is_undefined():
     queries, gallery, ground_truth, corrupted = scene()
     points = Corrupted("made up", corrupted.index, (1.0,), (GaussianEmbedding.point(corrupted.embeddings[0].mean),))
     chosen, matching = {"log_det": ESTIMATORS["log_det"]}, Matching("csd", 2.0, 3.0)
-    found = follow_corruption(
-        points, queries, gallery, ground_truth, matching, estimators=chosen, resampling=Resampling(9)
-    )
-    clean, infinite = found.means["log_det"]
+    found = follow_corruption(points, queries, gallery, ground_truth, matching, chosen["log_det"], n_resamples=9)
+    clean, infinite = found["mean"]
     expected = estimate_uncertainty(queries[torch.from_numpy(corrupted.index)], gallery, Matching(), estimators=chosen)[
         "log_det"
     ].mean()
-    assert infinite.value is None and clean.value == pytest.approx(float(expected))
-    assert found.estimators["log_det"]["rises"].value == 0
+    assert infinite["value"] is None and clean["value"] == pytest.approx(float(expected))
+    assert found["rises"]["value"] == 0
