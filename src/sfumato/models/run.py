@@ -253,7 +253,7 @@ def load_model(
             places = [os.path.abspath(one) if Path(one).exists() else one for one in str(source).split("+")]
             named = str(source) if len(graphs) == 1 else "+".join(places)
             return _as_it_is(towers, named, ", by ONNX graphs")
-    with need("train", f"{source}: models other than {SMALL} need torch"):
+    with need("train", f"{source}: models other than {SMALL} and ONNX graphs need torch"):
         from sfumato.models import pretrained
     if is_joint(str(source)):
         return _as_it_is(_frozen(str(source)), str(source))
