@@ -113,6 +113,7 @@ class UnknownLoss(MatchLoss):
             load_tensors(self.logits, held, f"{path}: does not hold logits")
 
     def counts(self, *given: Any, **options: Any) -> Any:
+        """It cannot be computed."""
         raise unknown_loss(self._recipe)
 
     part = counts
