@@ -24,7 +24,7 @@ from sfumato.files import cache_folder, write_atomically
 from sfumato.ids import Side
 from sfumato.imports import HOW
 from sfumato.losses import LOSSES
-from sfumato.losses.base import LossOptions, MatchLoss
+from sfumato.losses.base import LossOptions, LossOutput, MatchLoss, PairBlock
 from sfumato.losses.pcme import SIGMOIDS, PCMELoss
 from sfumato.losses.tiles import MatchingLogits
 from sfumato.matching import SampledLogits
@@ -112,11 +112,11 @@ class UnknownLoss(MatchLoss):
             self.logits = MatchingLogits(free="free_logit_scale" in held)
             load_tensors(self.logits, held, f"{path}: does not hold logits")
 
-    def counts(self, *given: Any, **options: Any) -> Any:
-        """It cannot be computed."""
+    def counts(self, block: PairBlock) -> Tensor:
         raise unknown_loss(self._recipe)
 
-    part = counts
+    def part(self, block: PairBlock, counts: Tensor, *, epoch: int | None = None) -> LossOutput:
+        raise unknown_loss(self._recipe)
 
 
 def sampled_logits(loss: MatchLoss) -> SampledLogits | None:
