@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.files import write_atomically, write_json
-from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import Table, is_number, number
 
 
@@ -21,15 +20,10 @@ class Shown:
         return f"{self.value} ({self.interval})" if self.interval else self.value
 
 
-def interval(value: Any, show: Callable[[Any], str] = number) -> Shown:
+def interval(found: Mapping[str, Any], show: Callable[[Any], str] = number) -> Shown:
     """A value with its confidence interval, as text."""
-    if isinstance(value, Interval):
-        value = {"value": value.value, "low": value.low, "high": value.high}
-    if not isinstance(value, Mapping):
-        return Shown(show(value))
-    low, high = value.get("low"), value.get("high")
-    both = is_number(value.get("value")) and is_number(low) and is_number(high)
-    return Shown(show(value.get("value")), f"{show(low)} to {show(high)}" if both else "")
+    value, low, high = (found[key] for key in ("value", "low", "high"))
+    return Shown(show(value), f"{show(low)} to {show(high)}" if all(map(is_number, (value, low, high))) else "")
 
 
 def markdown(table: Table) -> str:

@@ -32,10 +32,9 @@ def measure_ambiguity(
     random = np.random.default_rng(seed)
     resampled = {name: np.full((n_resamples, len(FIGURES)), np.nan) for name in scores}
     query = relevance.query_of_item
+    n = relevance.n_gallery
     for k in range(n_resamples):
-        weight = np.bincount(
-            random.integers(relevance.n_gallery, size=relevance.n_gallery), minlength=relevance.n_gallery
-        )
+        weight = np.bincount(random.integers(n, size=n), minlength=n)
         counts = np.bincount(query, weights=weight[relevance.indices], minlength=relevance.n_queries).astype(int)
         chosen = random.integers(relevance.n_queries, size=relevance.n_queries)
         for name, values in scores.items():

@@ -195,18 +195,13 @@ def measured(
     halves: list[CaptionFits], data: Split, crowd: Verdicts, expert: Verdicts, evidence: dict[str, Any]
 ) -> dict[str, Any]:
     """The figures by what the metric is given, cross-fitted."""
-    n, result = len(data.files), dict[str, Any]()
-    which = [verdicts.half(n) for verdicts in (crowd, expert)]
-
-    def scored(kind: str, n_texts: int | None) -> list[np.ndarray]:
-        columns = []
-        for name, half in zip(("crowd", "expert"), which, strict=True):
-            both = [of.logit(of_kind(evidence[name][n_texts], kind)).sigmoid().numpy() for of in halves]
-            columns.append(np.where(half == 0, both[1], both[0]))
-        return columns
-
+    result = dict[str, Any]()
     for kind, n_texts in [(kind, None) for kind in KINDS] + [("texts", k) for k in N_TEXTS[1:]]:
-        p, q = scored(kind, n_texts)
+        columns = []
+        for name, verdicts in (("crowd", crowd), ("expert", expert)):
+            both = [of.logit(of_kind(evidence[name][n_texts], kind)).sigmoid().numpy() for of in halves]
+            columns.append(np.where(verdicts.half(len(data.files)) == 0, both[1], both[0]))
+        p, q = columns
         result[kind if n_texts is None else f"texts, {n_texts}"] = figures(crowd, expert, p, q)
     for name in ("first", "mean", "words"):
         p, q = (getattr(evidence[side][None], name).double().numpy() for side in ("crowd", "expert"))

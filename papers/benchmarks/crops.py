@@ -1,6 +1,6 @@
 """Compose scenes of emoji with boxes and phrases, in the layout of Visual Genome, for Table 4 of PVSE++.
 
-    python -m papers.benchmarks.crops SCENES [--scenes 400] [--style fluent3d] [--seed 0]
+    python -m papers.benchmarks.crops SCENES [--scenes 400]
     python -m papers table "PVSE++ 4" crops.model=RUN crops.regions=SCENES/region_descriptions.json crops.images=SCENES
 
 A scene is a white square of 512 pixels with 12 to 20 different emoji of one style, each 28 to 260 pixels wide, at the
@@ -46,12 +46,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, help="folder of the scenes")
     parser.add_argument("--scenes", type=int, default=400)
-    parser.add_argument("--style", default="fluent3d", choices=("noto", "twemoji", "fluent3d"))
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    data, names = load_emoji(held_out_style=options.style)["style"], emoji_names()
-    random = np.random.default_rng(options.seed)
+    data, names = load_emoji(held_out_style="fluent3d")["style"], emoji_names()
+    random = np.random.default_rng(0)
     entries, regions = [], 0
     for number in range(options.scenes):
         chosen = random.permutation(len(data.images))[: random.integers(12, 21)].tolist()
@@ -63,7 +61,7 @@ def main() -> None:
         regions += len(boxes)
     path = options.out / "region_descriptions.json"
     path.write_text(json.dumps(entries))
-    print(json.dumps({"scenes": options.scenes, "regions": regions, "style": options.style, "out": str(path)}))
+    print(json.dumps({"scenes": options.scenes, "regions": regions, "out": str(path)}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Does the total variance mean ambiguity, for wordings that no training saw? Five folds, teachers and baselines.
 
-    python -m papers.benchmarks.held_out RUNS [--seeds 0 1 2] [--folds 5] [--recipe emoji-demo]
-        [--json FILE]
+    python -m papers.benchmarks.held_out RUNS [--seeds 0 1 2] [--json FILE]
 
 Every fifth of the wordings and a tenth of the concepts are held out of a training, and of its variance stage, once.
 Runs and their scores are kept in the folder RUNS, so that the command resumes.
@@ -37,19 +36,21 @@ from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
 from sfumato.training.validation import teach_variances
 
+RECIPE, N_FOLDS = "emoji-demo", 5
+
 TEACHERS = ("listed_matches", "expected_matches", "match_entropy")
 GALLERY = ("expected_matches", "match_entropy", "top1_mismatch")
 
 
-def run_of(folder: Path, recipe: str, seed: int, fold: int, n_folds: int) -> Path:
+def run_of(folder: Path, seed: int, fold: int) -> Path:
     """Train the fold, or take it if it is there, and write the scores of its test split."""
     run, scores = folder / f"seed{seed}-fold{fold}", folder / f"seed{seed}-fold{fold}.npz"
     if scores.exists():
         return scores
-    held_out = [f"held_out_wordings={fold}/{n_folds}", f"held_out_concepts={fold}/10"]
+    held_out = [f"held_out_wordings={fold}/{N_FOLDS}", f"held_out_concepts={fold}/10"]
     changes = [*(f"data.options.{option}" for option in held_out), f"train.seed={seed}", "variance_stage.epochs=0"]
-    fit(load_recipe(recipe, changes), run)
-    stage = load_recipe(recipe, []).variance_stage
+    fit(load_recipe(RECIPE, changes), run)
+    stage = load_recipe(RECIPE, []).variance_stage
     loaded = load_run(run)
     train, val, test = (load_split(loaded.model, loaded.recipe.data, name) for name in ("train", "val", "test"))
     weights = copy.deepcopy(loaded.model.state_dict())
@@ -123,21 +124,18 @@ def pooled(files: list[Path], truth: Relevance, n_resamples: int) -> dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--recipe", default="emoji-demo")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--folds", type=int, default=5)
-    parser.add_argument("--resamples", type=int, default=200)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
     truth = load_emoji()["test"].relevance().transpose()
     found = []
     for seed in options.seeds:
-        files = [run_of(options.runs, options.recipe, seed, fold, options.folds) for fold in range(options.folds)]
-        found.append(pooled(files, truth, options.resamples if seed == options.seeds[0] else 0))
+        files = [run_of(options.runs, seed, fold) for fold in range(N_FOLDS)]
+        found.append(pooled(files, truth, 200 if seed == options.seeds[0] else 0))
     print_tables(found)
     if options.json:
-        options.json.write_text(json.dumps({"recipe": options.recipe, "seeds": found}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"recipe": RECIPE, "seeds": found}, indent=1) + "\n")
 
 
 def print_tables(found: list[dict[str, Any]]) -> None:

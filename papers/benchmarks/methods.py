@@ -53,14 +53,14 @@ def train(name: str, overrides: list[str], folder: Path) -> None:
     fresh = not (folder / LAST).exists()
     busy = time.process_time()
     result = fit(recipe, folder)
-    cost: dict[str, float | None] = {"seconds": result["seconds"], "processor seconds": None, "peak memory in MB": None}
-    if fresh:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        cost |= {
-            "processor seconds": time.process_time() - busy,
-            "peak memory in MB": peak / (2**20 if sys.platform == "darwin" else 1024),
-        }
-    cost |= {"best validation score": result["best_score"], "best epoch": result["best_epoch"] + 1}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+    cost = {
+        "seconds": result["seconds"],
+        "processor seconds": time.process_time() - busy if fresh else None,
+        "peak memory in MB": peak if fresh else None,
+        "best validation score": result["best_score"],
+        "best epoch": result["best_epoch"] + 1,
+    }
     (folder / COST).write_text(json.dumps(cost) + "\n")
 
 
@@ -77,13 +77,10 @@ class Runs:
 
     def cost(self, name: str, rate: float, seed: int) -> tuple[Path, dict[str, float]]:
         """The folder of a run, and what its training took; trained in a new process unless that was done before."""
-        changes = [
-            *self.overrides,
-            f"optim.lr={rate * load_recipe(find_recipe(name), self.overrides, own=True).optim.lr!r}",
-        ]
-        digest = hashlib.sha256(
-            load_recipe(find_recipe(name), changes, own=True).model_dump_json().encode()
-        ).hexdigest()[:8]
+        own_rate = load_recipe(find_recipe(name), self.overrides, own=True).optim.lr
+        changes = [*self.overrides, f"optim.lr={rate * own_rate!r}"]
+        recipe = load_recipe(find_recipe(name), changes, own=True)
+        digest = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()[:8]
         folder = self.out / f"{Path(name).stem}-{digest}-{seed}"
         if not (folder / COST).exists():
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

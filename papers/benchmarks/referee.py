@@ -16,7 +16,6 @@ nothing is computed. --adapters long fits the methods that train a network alone
 """
 
 import argparse
-import io
 import json
 import os
 import platform
@@ -37,6 +36,7 @@ from papers.posthoc.frozen_model import FrozenCorruption, FrozenModel, FrozenSpl
 from papers.posthoc.referee import RefereeOptions, adapter_epochs, referee_model
 from papers.posthoc.referee_tables import referee_summary, referee_tables
 from papers.uncertainty.corruption import corrupted_inputs
+from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.data.images import Problems
 from sfumato.encoders.backbones import text_backbone
 from sfumato.encoders.towers import DualEncoder
@@ -108,15 +108,10 @@ def of_text_head(model: DualEncoder, features: np.ndarray) -> tuple[torch.Tensor
     """Raw embeddings and inputs of the last layer, of texts that a head reads as rows of a table."""
     layer = last_layer(model.text)
     assert layer is not None
-    store, _ = model.text.processor.read([partial(npy_bytes, row) for row in features])
+    rows = features.astype(np.float32)[:, None]
+    store, _ = model.text.processor.read([partial(regions_to_bytes, row) for row in rows])
     hidden = layer_inputs(model.text, store)
     return hidden @ layer[0].T + layer[1], hidden
-
-
-def npy_bytes(row: np.ndarray) -> bytes:
-    with io.BytesIO() as file:
-        np.save(file, row.reshape(1, -1).astype(np.float32))
-        return file.getvalue()
 
 
 def corrupted_captions(

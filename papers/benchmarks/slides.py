@@ -95,7 +95,9 @@ def sample_weights(logit: Tensor, *, positive: bool) -> dict[str, Tensor]:
 def draw_weights(folder: Path, *, scale: float = 5.0, bias: float = 5.0) -> list[Path]:
     """The weights by distance, of a match and of a pair that does not match, in 16 dimensions."""
     generator = torch.Generator().manual_seed(0)
-    axes = _two_panels("Weights of pairs of samples in the gradient of PCME")
+    figure: Any = new_axes(9, 3.6, "Weights of pairs of samples in the gradient of PCME").get_figure()
+    figure.clear()
+    axes = figure.subplots(1, 2, sharey=True)
     for axis, gap, positive in zip(axes, (0.4, 1.2), (True, False), strict=True):
         v, t = (0.2 * torch.randn(N_SAMPLES, 16, generator=generator) for _ in range(2))
         t[:, 0] += gap
@@ -110,7 +112,7 @@ def draw_weights(folder: Path, *, scale: float = 5.0, bias: float = 5.0) -> list
         axis.set_yticks([0, 0.01, 0.1, 1], ["0", "0.01", "0.1", "1"])
         axis.legend()
     axes[0].set_ylabel("weight")
-    return write_drawing(axes[0].figure, folder, "weights")
+    return write_drawing(figure, folder, "weights")
 
 
 def saturation(distance: Tensor, *, scale: float = 5.0, bias: float = 5.0) -> dict[str, Tensor]:
@@ -167,12 +169,6 @@ def animate_toy(path: Path, method: str = "csd", *, updates: int = UPDATES) -> l
     figure: Any = axis.get_figure()
     FuncAnimation(figure, draw, frames=frames).save(path, PillowWriter(fps=10), dpi=70)
     return [path]
-
-
-def _two_panels(title: str) -> Any:
-    figure: Any = new_axes(9, 3.6, title).get_figure()
-    figure.clear()
-    return figure.subplots(1, 2, sharey=True)
 
 
 TABLES: dict[str, Callable[[], Table]] = {"negatives": false_negatives, "preference": preference}

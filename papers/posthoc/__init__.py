@@ -5,7 +5,7 @@ query, larger is less certain; methods with ``per_item`` also give a Gaussian fo
 left out and why.
 """
 
-from papers.posthoc.adapters import AdapterMethod, AdapterTraining
+from papers.posthoc.adapters import AdapterMethod
 from papers.posthoc.asymvlm import AsymVLM
 from papers.posthoc.closed_forms import (
     AdversarialMargin,
@@ -82,12 +82,4 @@ def register_method(method: type[PosthocMethod]) -> type[PosthocMethod]:
     return method
 
 
-__all__ = [
-    "METHODS",
-    "NOT_BUILT",
-    "AdapterMethod",
-    "AdapterTraining",
-    "FrozenPairs",
-    "PosthocMethod",
-    "register_method",
-]
+__all__ = ["METHODS", "NOT_BUILT", "AdapterMethod", "FrozenPairs", "PosthocMethod", "register_method"]

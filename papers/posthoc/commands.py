@@ -41,19 +41,14 @@ def referee(
     from papers.posthoc.added import read_added
     from papers.posthoc.frozen_model import freeze
     from papers.posthoc.referee import RefereeOptions, adapter_epochs, referee_model, wanted_methods
-    from papers.posthoc.referee_tables import print_referee, write_referee_tables
+    from papers.posthoc.referee_tables import print_referee, referee_tables
     from sfumato.errors import say
+    from sfumato.files import write_atomically
     from sfumato.models.run import choose_device, load_run
 
     methods, added = wanted_methods(parse_names(given.methods)), read_added(given.add or [])
     chosen = (*methods, *(method.name for method in added))
-    options = RefereeOptions(
-        methods=methods,
-        fit=adapter_epochs(given.epochs),
-        n_resamples=given.bootstrap,
-        n_absent=given.absent,
-        seed=given.seed,
-    )
+    options = RefereeOptions(methods, adapter_epochs(given.epochs), given.bootstrap, given.absent, given.seed)
     reports = []
     for run in runs:
         if not is_run(run):
@@ -69,7 +64,7 @@ def referee(
         report = referee_model(model, options, path=path, say=say, added=added)
         reports.append(report | {"out": str(path)})
         tables = path.with_suffix(".md")
-        write_referee_tables(report, chosen, tables)
+        write_atomically(tables, f"{referee_tables([report], chosen)}\n")
         if not as_json:
             print_referee(report, chosen)
             print(f"all figures: {tables} and {path}")

@@ -3,7 +3,7 @@
 A contestant is fitted on a frozen model, sees no test label, and answers for the queries of one side of a split.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, get_args
@@ -71,8 +71,9 @@ def of_method(method: PosthocMethod) -> Contestant:
     def gaussians(split: FrozenSplit, side: Side) -> GaussianEmbedding:
         return method.embed(side, split.embeddings(side), hidden=hidden(split, side))
 
+    n_bytes = sum(x.numel() * x.element_size() for x in method.tensors())
     return Contestant(
-        method.summary, uncertainty, method.needs_gallery, method.sides, _n_bytes(method.tensors()),
+        method.summary, uncertainty, method.needs_gallery, method.sides, n_bytes,
         probability=_of_log_odds if method.own_probability else _nothing,
         gaussians=gaussians if method.per_item else _nothing,
     )  # fmt: skip
@@ -93,10 +94,6 @@ def of_estimator(estimator: estimators.Estimator, calibration: Calibration, *, n
 
     probability = _of_log_odds if name == "sfumato" else _nothing  # What its searches show beside the first hit.
     return Contestant(estimator.formula, uncertainty, estimator.needs_gallery, n_bytes=n_bytes, probability=probability)
-
-
-def _n_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 CONSTANT = estimators.Estimator(
@@ -160,10 +157,8 @@ def fit_contestant(
     name: str, model: FrozenModel, calibration: Calibration, *, seed: int = 0, options: Mapping[str, Any] | None = None
 ) -> Contestant:
     """Fit a contestant."""
-    if name == "constant":
-        return of_estimator(CONSTANT, calibration)
-    if name == "match_entropy":
-        return of_estimator(MATCH_ENTROPY, calibration)
+    if estimator := {"constant": CONSTANT, "match_entropy": MATCH_ENTROPY}.get(name):
+        return of_estimator(estimator, calibration)
     if name in ("sfumato", "sfumato_no_reference"):
         own = pair_calibration(model, reference=name == "sfumato")
         return of_estimator(first_hit_estimator(own), own, n_bytes=sum(x.nbytes for x in own.tensors().values()))

@@ -87,20 +87,11 @@ class FrozenSplit(TwoSides):
         kept = self.pairs[np.isin(self.pairs[:, 0], index)]
         texts = np.unique(kept[:, 1])
         pairs = np.stack([np.searchsorted(index, kept[:, 0]), np.searchsorted(texts, kept[:, 1])], axis=1)
-        image_hidden, text_hidden = (
-            None if x is None else x[torch.from_numpy(i)]
-            for x, i in zip((self.image_hidden, self.text_hidden), (index, texts), strict=True)
-        )
-        return FrozenSplit(
-            self.images[torch.from_numpy(index)],
-            self.texts[torch.from_numpy(texts)],
-            pairs,
-            self.groups[index],
-            image_hidden,
-            text_hidden,
-            _taken(self.image_ids, index),
-            _taken(self.text_ids, texts),
-        )
+        inputs = (self.image_hidden, index), (self.text_hidden, texts)
+        own, other = (None if x is None else x[torch.from_numpy(i)] for x, i in inputs)
+        images, chosen = self.images[torch.from_numpy(index)], self.texts[torch.from_numpy(texts)]
+        ids = _taken(self.image_ids, index), _taken(self.text_ids, texts)
+        return FrozenSplit(images, chosen, pairs, self.groups[index], own, other, *ids)
 
     def with_queries(self, side: Side, index: np.ndarray, x: Tensor, hidden: Tensor | None = None) -> "FrozenSplit":
         """Other embeddings of some queries, with the whole other side as gallery.
@@ -200,12 +191,8 @@ class FrozenModel:
     def training_pairs(self, logit_scale: float | None = None) -> FrozenPairs:
         """What post-hoc methods are fitted on."""
         train, index = self.train, torch.from_numpy(self.train.pairs)
-        pairs = FrozenPairs(train.images, train.texts, index, logit_scale=logit_scale)
-        if not self.projections:
-            return pairs
-        return replace(
-            pairs, image_hidden=train.image_hidden, text_hidden=train.text_hidden, projections=self.projections
-        )
+        hidden = train.image_hidden, train.text_hidden
+        return FrozenPairs(train.images, train.texts, index, logit_scale, *hidden, self.projections)
 
 
 def freeze(
@@ -244,15 +231,8 @@ def freeze(
             corruptions += _corrupted(
                 tower, side, splits[tests[0]], prepared[tests[0]].data, projections.get(side), n_corrupted, seed
             )
-    return FrozenModel(
-        name,
-        splits["train"],
-        splits["val"],
-        {t: splits[t] for t in tests},
-        projections,
-        tuple(notes),
-        tuple(corruptions),
-    )
+    tested = {t: splits[t] for t in tests}
+    return FrozenModel(name, splits["train"], splits["val"], tested, projections, tuple(notes), tuple(corruptions))
 
 
 def _corrupted(

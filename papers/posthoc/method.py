@@ -107,9 +107,7 @@ class PosthocMethod(ABC):
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:
         """The Gaussian of every item, for methods with ``per_item``. x (n, d), hidden (n, P)."""
-        raise ValueError(
-            f"{self.name}: has no distribution of an item, only uncertainty(); methods with per_item have one"
-        )
+        raise NotImplementedError(self.name)
 
     def tensors(self) -> list[Tensor]:
         """Everything that was fitted."""

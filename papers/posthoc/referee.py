@@ -133,6 +133,7 @@ def referee_model(
 
 def _new_report(model: FrozenModel, options: RefereeOptions) -> dict[str, Any]:
     splits = {"train": model.train, "val": model.val, **model.tests}
+    versions = platform.python_version(), str(torch.__version__), version("sfumato")
     report = RefereeReport(
         format=FORMAT,
         model=model.name,
@@ -145,13 +146,7 @@ def _new_report(model: FrozenModel, options: RefereeOptions) -> dict[str, Any]:
         notes=list(model.notes),
         not_built=dict(NOT_BUILT),
         about={},
-        machine=Machine(
-            platform.processor() or platform.machine(),
-            torch.get_num_threads(),
-            platform.python_version(),
-            str(torch.__version__),
-            version("sfumato"),
-        ),
+        machine=Machine(platform.processor() or platform.machine(), torch.get_num_threads(), *versions),
         methods={},
     )
     return asdict(report)
@@ -244,16 +239,11 @@ def _measured(
             seconds = time.perf_counter() - started
     except (ValueError, ArithmeticError, UserError) as error:
         return asdict(UnavailableMethod(str(error)))
-    found = FittedMethod(
-        contestant.summary,
-        seconds,
-        memory.megabytes,
-        contestant.n_bytes,
-        contestant.needs_gallery,
-        _tests(dict.fromkeys(("val", *scenes), contestant), options, validation, scenes),
-        {c.name: _of_corruption(contestant, c, options) for c in model.corruptions if c.side in contestant.sides},
-    )
-    return asdict(found)
+    tests = _tests(dict.fromkeys(("val", *scenes), contestant), options, validation, scenes)
+    suited = [corruption for corruption in model.corruptions if corruption.side in contestant.sides]
+    damaged = {corruption.name: _of_corruption(contestant, corruption, options) for corruption in suited}
+    costs = seconds, memory.megabytes, contestant.n_bytes
+    return asdict(FittedMethod(contestant.summary, *costs, contestant.needs_gallery, tests, damaged))
 
 
 def _added(
@@ -291,13 +281,8 @@ def _of_corruption(contestant: Contestant, corruption: FrozenCorruption, options
     side, clean = corruption.side, corruption.splits[0]
     u = np.stack([contestant.uncertainty(split, side, None) for split in corruption.splits])
     recall = [float(split.query(side).first_hits("squared_l2").mean()) for split in corruption.splits]
-    found = bootstrap(
-        corruption_statistics(u, corruption.strengths),
-        u.shape[1],
-        n_resamples=options.n_resamples,
-        groups=clean.resampled_together(side),
-        seed=options.seed,
-    )
+    figures, groups = corruption_statistics(u, corruption.strengths), clean.resampled_together(side)
+    found = bootstrap(figures, u.shape[1], n_resamples=options.n_resamples, groups=groups, seed=options.seed)
     return CorruptionFigures(DIRECTION_OF[side], u.shape[1], corruption.strengths, recall, **found)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from papers.posthoc import METHODS
 from papers.shown import markdown
-from sfumato.files import write_atomically
 from sfumato.reports.tables import ARROWS, MISSING, Table, in_words, print_table, print_wrapped
 
 _LOWER, _HIGHER = min, max
@@ -106,11 +105,6 @@ def referee_tables(reports: Sequence[dict[str, Any]], methods: Sequence[str] = (
         for table in tables
     ]
     return "\n".join([*(f"**{table.title}**\n\n{text}\n" for table, text in zip(tables, shown, strict=True)), *notes])
-
-
-def write_referee_tables(report: dict[str, Any], methods: Sequence[str], path: Path) -> None:
-    """Write all tables of a report as Markdown."""
-    write_atomically(path, f"{referee_tables([report], methods)}\n")
 
 
 def _only(report: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:

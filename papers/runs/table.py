@@ -268,12 +268,10 @@ def _check_weights(runs: Sequence[SavedRun]) -> None:
     """Refuse runs whose weights are equal: csd and squared_l2 train the same points, for example."""
     weights: dict[bytes, Path] = {}
     for run in runs:
-        digest = hashlib.blake2b(digest_size=8)
         with (run.folder / MODEL).open("rb") as file:
             file.seek(8 + int.from_bytes(file.read(8), "little"))  # The header holds the epoch and its score, too.
-            while block := file.read(2**20):
-                digest.update(block)
-        if (other := weights.setdefault(digest.digest(), run.folder)) is not run.folder:
+            digest = hashlib.file_digest(file, "sha256").digest()
+        if (other := weights.setdefault(digest, run.folder)) is not run.folder:
             raise UserError(
                 f"{other} and {run.folder} have equal weights, so they are one run and not two; leave one of them out"
             )

@@ -242,11 +242,16 @@ def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
         if name not in analyses.studies and same_model_and_data(study, analyses.metadata)
     }
     found = {name: analyses.to_json(name) for name in analyses.studies} | earlier
+
+    def picture(name: str) -> bytes | None:
+        path = folder / Path(name).name
+        return path.read_bytes() if path.is_file() else None
+
     values: dict[str, Any] = {
         "about": analyses.metadata,
         "notes": list(analyses.notes),
         "version": version,
-        "views": analysis_views(found, lambda name: read_image(folder, name)),
+        "views": analysis_views(found, picture),
     }
     write_atomically(folder / ANALYSIS_PAGE, render_page("analysis.html.j2", values, Path(__file__).parent))
     return folder / ANALYSIS_PAGE
@@ -388,14 +393,6 @@ def draw_best_k(axes: "Axes", kept: Mapping[str, Any]) -> None:
     axes.bar(range(1, p + 1), [best.count(k) for k in range(1, p + 1)], color=FIRST)
     axes.set(xlabel="best number of prompts of a class", ylabel="classes")
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-
-
-def read_image(folder: Path, name: str) -> bytes | None:
-    """Read an image beside the studies of a folder."""
-    try:
-        return (folder / Path(name).name).read_bytes()
-    except OSError:
-        return None
 
 
 def read_studies(folder: Path) -> dict[str, dict[str, Any]]:

@@ -12,18 +12,7 @@ from papers.tables import said
 from papers.tables.figure_numbers import Figure
 from papers.tables.items import data_sets
 from papers.tables.printed import averaged_over
-from sfumato.charts import (
-    CARD,
-    FAINT,
-    FAMILIES,
-    FIRST,
-    INK,
-    SECOND,
-    SOFT,
-    STYLE,
-    draw_curve,
-    require_matplotlib,
-)  # fmt: skip
+from sfumato.charts import CARD, FAINT, FAMILIES, FIRST, INK, SECOND, SOFT, STYLE, draw_curve, require_matplotlib
 from sfumato.files import write_json
 from sfumato.reports.report_charts import draw_recall_bins
 from sfumato.reports.tables import DIRECTIONS, clipped, digits, in_words, print_wrapped
@@ -51,7 +40,7 @@ def write_figure(figure: Figure, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "figure.json", figure.to_json())
     with matplotlib.rc_context(STYLE | {"font.size": 10}):
-        drawing = DRAWN[figure.item.draw](figure)
+        drawing = DRAWN.get(figure.item.draw, _curves)(figure)
         width = int(12.5 * drawing.get_figwidth())
         drawing.suptitle("\n".join(textwrap.wrap(title(figure), width)), x=0.01, ha="left", fontsize=10)
         return [folder / "figure.json", *write_drawing(drawing, folder, "figure")]
@@ -345,12 +334,5 @@ DRAWN: "dict[str, Callable[[Figure], Drawing]]" = {
     "two_metrics": _scatter,
     "gradients": _matrices,
     "toy": _toy,
-    **dict.fromkeys(
-        (
-            "corruption", "crops", "sorted_variances", "by_value", "samples_at_test", "pmrp_by_tolerance",
-            "pseudo_positives",
-        ),
-        _curves,
-    ),
-}  # fmt: skip
-"""How each kind is drawn."""
+}
+"""How a kind is drawn; as curves if it is not here."""

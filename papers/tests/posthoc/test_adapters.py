@@ -8,8 +8,8 @@ import scipy
 import torch
 from torch.nn import functional
 
-from papers.posthoc import AdapterTraining, FrozenPairs, variance_adapters
-from papers.posthoc.adapters import PairBatches, minimise, mlp, scaled_inputs
+from papers.posthoc import FrozenPairs, variance_adapters
+from papers.posthoc.adapters import AdapterTraining, PairBatches, minimise, mlp, scaled_inputs
 from papers.posthoc.asymvlm import AsymVLM, asymvlm_loss, log_likelihoods, log_normaliser, mean_length
 from papers.posthoc.variance_adapters import (
     GeneralisedGaussian,
