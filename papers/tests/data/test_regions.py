@@ -27,26 +27,18 @@ def test_regions_are_made_from_pictures(tmp_path, monkeypatch):
     shapes, problems = write_regions(config, tmp_path / "scan", Corners())
     assert not len(problems) and {name: shape[1:] for name, shape in shapes.items()} == dict.fromkeys(shapes, (4, 3))
     splits = read_scan(tmp_path / "scan", Problems())
-    assert {name: len(data.image_ids) for name, data in splits.items()} == {
-        name: shape[0] for name, shape in shapes.items()
-    }
+    assert all(len(data.image_ids) == shapes[name][0] for name, data in splits.items()) and set(splits) == set(shapes)
     config = config.model_copy(update={"equal_texts": "separate"})
     for name, data in load_splits(config, Problems()).items():
         assert data.image_ids == splits[name].image_ids and data.texts == splits[name].texts
         mine = Corners()([image.read_bytes() for image in data.images])
-        assert np.array_equal(
-            np.load(tmp_path / "scan" / f"{'dev' if name == 'val' else name}_ims.npy"), np.stack(mine)
-        )
+        stored = np.load(tmp_path / "scan" / f"{'dev' if name == 'val' else name}_ims.npy")
+        assert np.array_equal(stored, np.stack(mine))
     write_regions(config, tmp_path / "manifest", Corners(), layout="manifest", splits=["val"])
-    found = load_splits(
-        config.model_copy(update={"source": "manifest", "path": str(tmp_path / "manifest" / "manifest.jsonl")}),
-        Problems(),
-    )
-    assert (
-        list(found) == ["val"]
-        and found["val"].image_ids == splits["val"].image_ids
-        and found["val"].texts == splits["val"].texts
-    )
+    written = {"source": "manifest", "path": str(tmp_path / "manifest" / "manifest.jsonl")}
+    found, val = load_splits(config.model_copy(update=written), Problems()), splits["val"]
+    assert list(found) == ["val"]
+    assert (found["val"].image_ids, found["val"].texts) == (val.image_ids, val.texts)
 
 
 class Grey:

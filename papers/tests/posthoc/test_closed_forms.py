@@ -1,7 +1,5 @@
 """Top-1 distance, margins and the whitened norm, against the released numbers and against slow loops."""
 
-import math
-
 import pytest
 import torch
 from support.raising import raises
@@ -84,12 +82,8 @@ def test_parity_whitening():
     close(own.whitened(t["inputs/test"]).square().sum(1), t["ours/mahalanobis_sq"])
     columns = own.whitened(t["inputs/train"]).flip(1)
     close(columns.abs(), t["plain/whitened"].abs(), rtol=1e-8)
-
-
-def test_parity_whitening_of_correlated_features():
-    _, t = fixture("wclip")
     found = Whitening.fit(t["corr/train"], shrinkage=0).whitened(t["corr/test"]).square().sum(1)
-    torch.testing.assert_close(found, t["ours/corr/mahalanobis_sq"], rtol=1e-9, atol=0)
+    close(found, t["ours/corr/mahalanobis_sq"], rtol=1e-9)
 
 
 @pytest.mark.parametrize("m", [2, 3, 31, 32, 33, 700])
@@ -115,12 +109,6 @@ def test_the_visit_does_not_end_too_early():
     planes = (q @ (gallery[0] - gallery[1:]).T).squeeze(0) / (gallery[0] - gallery[1:]).norm(dim=1)
     assert int((gallery @ q[0]).argsort(descending=True)[-1]) == 101 and int(planes.argmin()) == 100
     torch.testing.assert_close(shortest_change(q, gallery), planes[-1:])
-
-
-def test_the_change_of_a_query_between_two_items_is_a_sine():
-    two = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).double()
-    q = 2.5 * torch.tensor([[math.sin(0.3), math.cos(0.3)]]).double()
-    torch.testing.assert_close(shortest_change(q, two), torch.tensor([2.5 * math.sin(0.3)]).double())
 
 
 def test_uncertainties_do_not_depend_on_the_length_of_embeddings():

@@ -378,14 +378,8 @@ def made(values, seed=0):
     }
     methods["laplace"] = {"unavailable": "no layers"}
     sizes = {"train": {}, "val": {}, "test": {"images": 1000, "texts": 5000}}
-    return {
-        "model": "tiny",
-        "seed": seed,
-        "sizes": sizes,
-        "notes": ["a note"],
-        "not_built": {"g": "slow"},
-        "methods": methods,
-    }
+    about = {"model": "tiny", "seed": seed, "notes": ["a note"], "not_built": {"g": "slow"}}
+    return about | {"sizes": sizes, "methods": methods}
 
 
 def test_a_table_by_hand():
@@ -412,11 +406,8 @@ def test_a_summary_by_hand():
     # 1 - .8 / .8 and 1 - .4 / .8: 0 and .5; 1 - .6 / .5 = -.2.
     assert lines[2] == "| mine | **.250** | -.200 | – | – | .025 |"
     assert lines[3] == "| constant | .000 | **.000** | – | – | .000 |" and len(lines) == 4
-    assert (
-        referee_summary([first, second], "wrong_auroc")
-        .splitlines()[2]
-        .endswith("| **.700** | **.900** | – | – | .800 |")
-    )
+    line = referee_summary([first, second], "wrong_auroc").splitlines()[2]
+    assert line.endswith("| **.700** | **.900** | – | – | .800 |")
     both = [first[1], first[0] | {"methods": {"constant": first[0]["methods"]["constant"]}}]
     assert referee_summary([both], "skill").splitlines()[2].startswith("| mine | **.500** |")
     assert "Not available: mine (not measured with every seed)." in referee_table(both, "test", "t2i").notes

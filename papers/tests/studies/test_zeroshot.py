@@ -1,7 +1,6 @@
 """Prompts and their pooling, the choice of K, where images get their classes from, and the command."""
 
 import json
-import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -26,8 +25,10 @@ from papers.studies.prompts import (
     verdict,
 )
 from papers.studies.zeroshot import evaluate_zeroshot
-from sfumato import GaussianEmbedding, PairData, cli, csd_matrix, load_emoji
+from sfumato import GaussianEmbedding, PairData, csd_matrix, load_emoji
 from sfumato.errors import UserError
+from sfumato.models.recipe import load_recipe
+from sfumato.training.loop import fit
 
 
 def gaussians(n, d, seed, dtype=torch.float64):
@@ -367,11 +368,7 @@ def work(tmp_path_factory):
     """A trained run, and its images in folders: ROOT/red_circle/picture.png."""
     folder = tmp_path_factory.mktemp("zeroshot")
     recipe = make_toy(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["sfumato", "train", str(recipe), "--out", str(folder / "run"), "--json"])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-    assert not stop.value.code
+    fit(load_recipe(recipe), folder / "run")
     for k, (colour, shape) in enumerate((c, s) for c in COLOURS for s in SHAPES):
         (folder / "classes" / f"{colour}_{shape}").mkdir(parents=True)
         for twin in range(2):
