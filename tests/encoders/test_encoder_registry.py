@@ -276,11 +276,8 @@ def test_a_device_of_onnxruntime_is_taken_or_refused_with_those_that_are_there(d
         assert load_model(source), "the processor by default"
         raises(UserError, message, load_model, source, device="auto")
     names = {"cuda:1": "CUDA", "coreml": "CoreML", "openvino": "OpenVINO"}
-    there, given, session = (
-        ["CPUExecutionProvider", f"{names[device]}ExecutionProvider"],
-        [],
-        onnxruntime.InferenceSession,
-    )
+    there, given = ["CPUExecutionProvider", f"{names[device]}ExecutionProvider"], []
+    session = onnxruntime.InferenceSession
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: there)
 
     def made(path, options, providers):

@@ -13,20 +13,12 @@ from sfumato.data.emoji import load_emoji
 from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.pairs import PairData, make_pair_data
-from sfumato.encoders import package_weights
+from sfumato.encoders import frozen, package_weights
 from sfumato.encoders.backbones import SideBySide, image_backbone, text_backbone
 from sfumato.encoders.convolutional import efficientnet_lite
 from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore
 from sfumato.encoders.feature_rows import FeatureInput, build_embeddings
-from sfumato.encoders.frozen import (
-    EmbeddingImageConfig,
-    EmbeddingTextConfig,
-    FeatureCache,
-    FrozenImageConfig,
-    FrozenTextConfig,
-    cached_features,
-    described_by,
-)
+from sfumato.encoders.frozen import FeatureCache, FrozenImageConfig, FrozenTextConfig, cached_features
 from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.encoders.joint import TransformersNetwork
 from sfumato.encoders.package_weights import WEIGHTS, MiniLM, package_folder
@@ -186,13 +178,9 @@ def test_a_model_knows_its_channels_and_loads_its_backbone_when_it_is_first_need
     monkeypatch.setattr("sfumato.encoders.package_weights.shared_minilm", MiniLM)
     package_weights.packaged_network.cache_clear()
     pixels = np.zeros((3, 32, 32), np.uint8)
-    for config, item, expected in (
-        (
-            FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32), pixels,
-            "efficientnet-lite0",
-        ),
-        (FrozenTextConfig(backbone="minilm-l6-v2", layers=(0, 2)), "a", "minilm-l6-v2"),
-    ):  # fmt: skip
+    two = FrozenImageConfig(backbone="efficientnet-lite0+efficientnet-lite2", grid=1, size=32)
+    of_texts = FrozenTextConfig(backbone="minilm-l6-v2", layers=(0, 2))
+    for config, item, expected in ((two, pixels, "efficientnet-lite0"), (of_texts, "a", "minilm-l6-v2")):
         processor, encoder = build_frozen(config, BuildContext(4, True, 0.0, 0.0, cache=tmp_path, trained=True))
         assert processor.backbone.fingerprint and not loaded
         assert processor.backbone([item])[0].shape[1] == encoder.channels
@@ -322,7 +310,7 @@ def test_rows_go_into_batches_as_one_token_each_and_files_of_one_vector_are_read
     raises(UserError, message, EmbeddingProcessor(7).read, [EmbeddingRow(TABLE, 0)])
 
 
-@pytest.mark.parametrize("config", [EmbeddingImageConfig(whiten=0), EmbeddingTextConfig(whiten=0)])
+@pytest.mark.parametrize("config", [frozen.EmbeddingImageConfig(whiten=0), frozen.EmbeddingTextConfig(whiten=0)])
 def test_the_encoder_whitens_and_describes_itself(tmp_path, config):
     processor, encoder = build_embeddings(config, context(tmp_path, {"channels": 6}))
     assert processor.channels == encoder.channels == 6 and encoder.description == {"channels": 6}
@@ -340,7 +328,7 @@ def test_data_say_how_many_channels_they_have():
     wide = tuple(EmbeddingRow(EmbeddingTable("w", [[VALUES, VALUES], [torch.ones(40, 1)]]), row) for row in range(2))
     texts = ("c", "d"), ("c", "d"), ("caption",) * 2
     data = PairData(("a", "b"), rows, *texts, np.array([[0, 0], [1, 1]]), text_rows=wide)
-    assert described_by(data) == {"image": {"channels": 6}, "text": {"channels": 7}}
-    assert described_by(make_pair_data([], [], [])) == {}
+    assert frozen.described_by(data) == {"image": {"channels": 6}, "text": {"channels": 7}}
+    assert frozen.described_by(make_pair_data([], [], [])) == {}
     of_rows = lambda text_rows: PairData(("a",), rows[:1], *texts, np.array([[0, 0]]), text_rows=text_rows)
     raises(ValueError, "got 1 text rows for 2 texts", of_rows, wide[:1])

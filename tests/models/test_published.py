@@ -181,7 +181,6 @@ def test_parity_pcmepp_training_of_other_layers(towers):
     plain = {key: value for key, value in state.items() if "gpool" not in key}
     ours = embed(training_model(plain, heads), values, lengths=values["inputs/lengths"])
     assert_same(ours, values, "out_no_gpo", SINGLE)
-    state, values, heads = towers
     left_out = ("std", "uncertainty", "prob_", "criterion.")
     baseline = {key: value for key, value in state.items() if not any(word in key for word in left_out)}
     layout = pcmepp_training({}, baseline | {"criterion.tau": torch.ones(())}, no_tokenizer, "x", heads=heads)

@@ -153,19 +153,12 @@ def _options(
     """Options of all commands."""
 
 
-ModelName = Annotated[
-    str,
-    word(
-        ..., "Folder of a run or of a model, file of a released checkpoint, or name on the Hugging Face hub.", "MODEL"
-    ),
-]
+_MODEL = "Folder of a run or of a model, file of a released checkpoint, or name on the Hugging Face hub."
+_QUERIES = "Queries of the probabilities: planted (each has a match in the gallery) or independent (some have none)."
+
+ModelName = Annotated[str, word(..., _MODEL, "MODEL")]
 Split = Annotated[str, flag(..., "Split of the data.")]
-Population = Annotated[
-    str,
-    flag(
-        ..., "Queries of the probabilities: planted (each has a match in the gallery) or independent (some have none)."
-    ),
-]
+Population = Annotated[str, flag(..., _QUERIES)]
 AsJson = Annotated[bool, flag(..., "Print the result as JSON.", "--json")]
 
 

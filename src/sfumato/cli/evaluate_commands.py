@@ -9,22 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from sfumato.cli.common import (
-    AsJson,
-    ModelOnData,
-    OnData,
-    Split,
-    app,
-    check_out_file,
-    check_out_folder,
-    command,
-    flag,
-    is_run,
-    parse_names,
-    print_result,
-    rare,
-    word,
-)
+from sfumato.cli import common
+from sfumato.cli.common import AsJson, ModelOnData, OnData, Split, command, flag, parse_names, rare, word
 from sfumato.errors import UserError, say
 
 if TYPE_CHECKING:
@@ -38,7 +24,7 @@ if TYPE_CHECKING:
 evaluate = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Evaluate a run or a model, embedding files, or an index."
 )
-app.add_typer(evaluate, name="evaluate")
+common.app.add_typer(evaluate, name="evaluate")
 
 TIMEOUT_MINUTES = 30.0
 """Longest time that one process of an evaluation waits for another one, in minutes."""
@@ -109,7 +95,7 @@ def _check_per_query(path: Path | None) -> None:
 
     if path is not None:
         check_per_query_path(path)
-        check_out_file(path, option="--per-query")
+        common.check_out_file(path, option="--per-query")
 
 
 @command(evaluate)
@@ -236,7 +222,7 @@ def _split_of_fold(opened: ModelOnData, split: str) -> str:
 def check_results(opened: ModelOnData) -> None:
     """Check, before the work, that the results of a run can be written into its folder."""
     if opened.own_run is not None:
-        check_out_folder(opened.own_run.folder, option="results in")
+        common.check_out_folder(opened.own_run.folder, option="results in")
 
 
 def _evaluate(
@@ -297,10 +283,8 @@ def trust(
     opened = on.open("measure it on")
     split = opened.split
     check_results(opened)
-    path = None
     report = trust_model(opened.model, opened.data, split)
-    if opened.own_run is not None:
-        path = write_figures(opened.own_run, f"trust-{split}", report.to_json())
+    path = None if opened.own_run is None else write_figures(opened.own_run, f"trust-{split}", report.to_json())
     if as_json:
         return print(json.dumps(report.to_json()))
     (print_trust if details else print_trust_summary)(report, f"{on.model} on {split}, by {report.distance}")
@@ -334,12 +318,12 @@ def audit(
     from sfumato.reports.audit import AUDIT_PAGE, print_audit, write_audit
     from sfumato.workflows.audit import audit_model, cross_fit
 
-    if parts and not is_run(on.model):
+    if parts and not common.is_run(on.model):
         raise UserError(f"--cross-fit needs a run folder, whose recipe it trains with; {on.model} is not a run folder")
     opened = on.open("audit", split="train" if parts else "")
     split = opened.split
     folder = opened.folder(out, f"audit-{split}")
-    check_out_folder(folder)
+    common.check_out_folder(folder)
     if parts and opened.run is not None:
         result = cross_fit(opened.run, opened.data, parts, folder)
     else:
@@ -370,11 +354,11 @@ def report(
     require_matplotlib()
     opened = on.open("report on")
     path = opened.folder(out, f"report-{opened.split}.html")
-    check_out_file(path)
+    common.check_out_file(path)
     page = report_model(opened.model, opened.data, opened.split, path, name=opened.name, run=opened.own_run)
     size = path.stat().st_size
     result: dict[str, Any] = {"out": str(path), "bytes": size, **page.to_json()}
-    print_result(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")
+    common.print_result(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")
 
 
 @command()

@@ -5,17 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from sfumato.cli.common import (
-    AsJson,
-    Population,
-    check_out_file,
-    check_out_folder,
-    command,
-    flag,
-    print_result,
-    word,
-    writing,
-)
+from sfumato.cli import common
+from sfumato.cli.common import AsJson, Population, command, flag, print_result, word, writing
 from sfumato.errors import UserError, as_typed, counted, first_process, say
 from sfumato.files import CONFIG, read_json
 
@@ -43,7 +34,7 @@ def train(
         own = () if is_of_run(path) else resolved.imports
         resolved = resolved.model_copy(update={"imports": tuple(dict.fromkeys([*own, *given]))})
     folder = out or Path("runs") / resolved.name
-    check_out_folder(folder)
+    common.check_out_folder(folder)
     resolved, reason = preferred_recipe(resolved, overrides or [], folder)
     if reason:
         say(reason)
@@ -93,7 +84,7 @@ class JudgedLists:
 
         if self.lists is None or self.qrels is None or self.out is None:
             raise UserError("give --run FILE, --qrels FILE and --out FILE together")
-        check_out_file(self.out)
+        common.check_out_file(self.out)
         made = ScoreCalibrator(higher_is_better=not self.lower)
         found = fit_lists(self.lists, self.qrels, made, unjudged=self.unjudged)
         with writing(self.out):
@@ -169,7 +160,7 @@ def score(
     from sfumato.calibration.score_lists import ScoreCalibrator
     from sfumato.workflows.judgements import score_lists
 
-    check_out_file(out)
+    common.check_out_file(out)
     if out.exists() and any(one.exists() and out.samefile(one) for one in (run, calibrator)):
         raise UserError(f"--out {out} is one of the other files; give another name")
     with writing(out):
@@ -194,7 +185,7 @@ def demo(
     """
     from sfumato.demo import run_demo
 
-    check_out_folder(out)
+    common.check_out_folder(out)
     result = run_demo(out, overrides or [])
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
@@ -229,7 +220,7 @@ def export(
     """
     from sfumato.workflows.export import export_run
 
-    check_out_folder(out)
+    common.check_out_folder(out)
     with writing(out):
         written = export_run(run, out, license=license, graphs=onnx)
     difference = read_json(written / CONFIG).get("largest_difference")
@@ -282,7 +273,7 @@ def adopt(
     from sfumato.workflows.adopt import adopt as adopt_embeddings
     from sfumato.workflows.adopt import adopt_encoders
 
-    check_out_folder(out)
+    common.check_out_folder(out)
     with writing(out):
         if frozen.model and frozen.data and frozen.images is frozen.texts is frozen.pairs is None:
             adopted = adopt_encoders(frozen.model, frozen.data, out, method=method, population=queries)

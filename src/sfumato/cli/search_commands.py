@@ -6,18 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sfumato.cli.common import (
-    AsJson,
-    check_out_file,
-    check_out_folder,
-    command,
-    flag,
-    print_result,
-    problems_suffix,
-    rare,
-    word,
-    writing,
-)
+from sfumato.cli import common
+from sfumato.cli.common import AsJson, command, flag, print_result, problems_suffix, rare, word, writing
 from sfumato.errors import UserError, as_typed, counted, need, say
 from sfumato.files import check_gallery, is_gone, is_model
 from sfumato.serve import check_address
@@ -82,7 +72,7 @@ class IndexFlags:
             return
         if not self.add and collection and (self.data is None or not is_unfinished(out)):
             raise UserError(f"{out} holds a collection already; add to it with --add, or give another --out")
-        check_out_folder(out, ours=lambda f: collection or all(p.is_dir() for p in f.glob("[!.]*")))
+        common.check_out_folder(out, ours=lambda f: collection or all(p.is_dir() for p in f.glob("[!.]*")))
 
     @property
     def embedded(self) -> bool:
@@ -219,7 +209,7 @@ def copy(
     check_gallery(folder)
     from sfumato.workflows.index import copy_index
 
-    check_out_folder(out)
+    common.check_out_folder(out)
     with writing(out):
         url, n = copy_index(folder, out, store, source_store=source_store)
     print_result({"out": str(out), "store": url, "items": n}, as_json, f"{counted(n, 'item')} copied to {url}: {out}")
@@ -357,7 +347,7 @@ def serve(
 
     keys, reading_keys = read_keys(api_key_file, os.environ.get("SFUMATO_API_KEY"))
     if judgements is not None:
-        check_out_file(judgements, option="--judgements")
+        common.check_out_file(judgements, option="--judgements")
         if judgements.exists():
             read_judgements(judgements)  # Before a model is loaded.
     settings = Settings(

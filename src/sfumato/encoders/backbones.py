@@ -230,10 +230,7 @@ class _PointHead:
 _EMBEDDINGS = ("mean", "image_embeds", "text_embeds", "embedding", "pooler_output")
 """Names of the output with the embeddings, the first that a graph has; else its first output."""
 
-_NUMBERS = {
-    "tensor(bool)": np.bool_, "tensor(float16)": np.float16, "tensor(int32)": np.int32, "tensor(int64)": np.int64,
-    "tensor(uint8)": np.uint8,
-}  # fmt: skip
+_NUMBERS = {f"tensor({name})": np.dtype(name) for name in ("bool", "float16", "int32", "int64", "uint8")}
 """The types of a graph's inputs that are not float32."""
 
 
@@ -253,14 +250,8 @@ class EncodedTexts(processors.TextProcessor):
         return [sum(one.attention_mask) for one in self.tokenizer.encode_batch(list(words), add_special_tokens=False)]
 
 
-_KINDS = (
-    processors.PixelProcessor,
-    processors.ImageFileProcessor,
-    processors.EmbeddingProcessor,
-    processors.TokenProcessor,
-    EncodedTexts,
-)
-_DESCRIBED: dict[str, Any] = {kind.__name__: kind for kind in _KINDS}
+_NAMES = ("PixelProcessor", "ImageFileProcessor", "EmbeddingProcessor", "TokenProcessor")
+_DESCRIBED: dict[str, Any] = {name: getattr(processors, name) for name in _NAMES} | {"EncodedTexts": EncodedTexts}
 _OPTIONS = ("size", "fit", "channels", "max_tokens")
 """Processors that a description makes again without torch, and their options."""
 
@@ -314,10 +305,9 @@ def foreign_towers(folders: Sequence[Path], device: str = "cpu") -> TwoTowers | 
     try:
         if missing := [graph for graph in graphs if not graph.is_file()]:
             raise UserError(f"no {missing[0]}")
-        size, fit, *pixels = prepared_images(read_json(files[0]))
+        size, fit, pixels = prepared_images(read_json(files[0]))
         tokenizer, clean = _tokenizer(Tokenizer.from_file(str(files[2])), read_json(files[1]), read_json(files[3]))
-        standard = (pixels[0], pixels[1])
-        of_images = OnnxTower(processors.ImageFileProcessor(size, fit=fit), graphs[0], pixels=standard, device=device)
+        of_images = OnnxTower(processors.ImageFileProcessor(size, fit=fit), graphs[0], pixels=pixels, device=device)
     except Exception as error:  # The tokenizer's library raises no narrower class.
         held = "holds ONNX graphs, but not the settings of images and texts as immich, transformers.js or fastembed"
         reason = f"{type(error).__name__}: {first_line(error)}"
@@ -329,27 +319,23 @@ def foreign_towers(folders: Sequence[Path], device: str = "cpu") -> TwoTowers | 
     return TwoTowers(of_images, of_texts, _digest([*own, *files]))
 
 
-def prepared_images(given: dict[str, Any]) -> tuple[int, Fit, Any, Any]:
-    """How images become pixels: (side, fit, mean, deviation)."""
-    of_open_clip = "mean" in given
+def prepared_images(given: dict[str, Any]) -> tuple[int, Fit, tuple[Any, Any]]:
+    """How images become pixels: (side, fit, (mean, deviation))."""
     size, resampling = given["size"], given.get("interpolation", given.get("resample", 3))
     if resampling not in ("bicubic", 3):
         raise ValueError(f"images are resized by {resampling!r}, not bicubic")
     shorter = size[0] if isinstance(size, list) else size
     if isinstance(size, dict):
         shorter = size.get("shortest_edge") or size["height"]
-    if of_open_clip:
+    if "mean" in given:  # As open_clip writes them.
         fits: dict[str, Fit] = {"shortest": "crop-nearest", "squash": "squash"}
-        return shorter, fits[given.get("resize_mode", "shortest")], given["mean"], given["std"]
-    mean, deviation = (
-        given[f"image_{name}"] if given.get("do_normalize", True) else [fixed] * 3
-        for name, fixed in (("mean", 0), ("std", 1))
-    )
+        return shorter, fits[given.get("resize_mode", "shortest")], (given["mean"], given["std"])
+    standard = (given["image_mean"], given["image_std"]) if given.get("do_normalize", True) else ([0] * 3, [1] * 3)
     if not given.get("do_center_crop", "crop_size" in given):
-        return shorter, "squash", mean, deviation
+        return shorter, "squash", standard
     side = given["crop_size"] if isinstance(given["crop_size"], int) else given["crop_size"]["height"]
     crops: dict[int, Fit] = {side * 8 // 7: "crop-margin", side: "crop"}
-    return side, crops[shorter], mean, deviation
+    return side, crops[shorter], standard
 
 
 def _tokenizer(

@@ -21,6 +21,7 @@ from sfumato.data.image_decoding import check_image
 from sfumato.data.pairs import PairData
 from sfumato.encoders import backbones
 from sfumato.encoders import encoder_protocol as protocol
+from sfumato.encoders.encoder_protocol import Item, OnError, Progress
 from sfumato.encoders.package_weights import Precision, is_open_clip
 from sfumato.files import read_json, write_atomically, write_json
 
@@ -137,11 +138,7 @@ class FrozenProcessor(protocol.Processor):
         return protocol.RaggedStore.from_features(self.backbone(values), self.backbone.channels)
 
     def read(
-        self,
-        items: Sequence[protocol.Item],
-        *,
-        progress: protocol.Progress | None = None,
-        on_error: protocol.OnError | None = None,
+        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
     ) -> tuple[protocol.Store, np.ndarray]:
         return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
 
@@ -155,9 +152,8 @@ def frozen_processor(config: FrozenImageConfig | FrozenTextConfig, cache: Path, 
 
         backbone = joint_backbone(config.backbone, "image" if of_images else "text", precision=config.precision)
     else:
-        backbone = (backbones.image_backbone if of_images else backbones.text_backbone)(
-            config.backbone, **options, device=device
-        )
+        make = backbones.image_backbone if of_images else backbones.text_backbone
+        backbone = make(config.backbone, **options, device=device)
     return FrozenProcessor(backbone, cache)
 
 

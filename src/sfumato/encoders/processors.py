@@ -18,17 +18,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable
 from sfumato.data.image_decoding import Fit, check_image, decode_image
 from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
-from sfumato.encoders.encoder_protocol import (
-    Inputs,
-    Item,
-    OnError,
-    PixelStore,
-    Processor,
-    Progress,
-    RaggedStore,
-    Store,
-    usable,
-)
+from sfumato.encoders import encoder_protocol as protocol
+from sfumato.encoders.encoder_protocol import Inputs, Item, OnError, PixelStore, Progress, RaggedStore, Store
 from sfumato.errors import UserError
 from sfumato.files import available_cores
 
@@ -55,7 +46,7 @@ def in_threads(
         pool.shutdown(cancel_futures=True)
 
 
-class PixelProcessor(Processor):
+class PixelProcessor(protocol.Processor):
     """Decodes images to squares of one size, once, and keeps the pixels in memory."""
 
     def __init__(self, size: int, *, fit: Fit = "squash") -> None:
@@ -75,7 +66,7 @@ class PixelProcessor(Processor):
         def decode(position: int, item: Item) -> None:
             pixels[position] = self.prepare(item())
 
-        kept = usable(items, decode, progress=progress, on_error=on_error, workers=None)
+        kept = protocol.usable(items, decode, progress=progress, on_error=on_error, workers=None)
         return PixelStore(pixels if len(kept) == len(items) else pixels[kept]), kept
 
 
@@ -152,7 +143,7 @@ class ImageFileProcessor(PixelProcessor):
             check_image(_bytes(item()))
 
         workers = available_cores()
-        kept = usable(items, check, progress=progress, on_error=on_error, workers=workers)
+        kept = protocol.usable(items, check, progress=progress, on_error=on_error, workers=workers)
         return ImageFileStore([items[i] for i in kept], self.size, self.prepare, workers), kept
 
 
@@ -246,7 +237,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return size
 
 
-class TextProcessor(Processor):
+class TextProcessor(protocol.Processor):
     """Base class of processors of texts."""
 
     def prepare(self, data: bytes | str) -> str:
@@ -358,7 +349,7 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
     return tokenizer.get_vocab()[token]
 
 
-class FeatureProcessor(Processor):
+class FeatureProcessor(protocol.Processor):
     """Base of the processors whose items are .npy files of features instead of images or texts."""
 
     def __init__(self, channels: int) -> None:

@@ -110,10 +110,8 @@ def embed_split(model: TwoTowers, split: PreparedSplit, process_group: ProcessGr
 
 def _embed_part(tower: BaseTower, store: Store, process_group: ProcessGroup) -> GaussianEmbedding:
     own = process_group.part(len(store))
-    if not len(own):  # With fewer items than processes, one item is computed without use.
-        mine = tower.embed(store, np.arange(1))[:0]
-    else:
-        mine = tower.embed(store, own)
+    # With fewer items than processes, one item is computed without use.
+    mine = tower.embed(store, own) if len(own) else tower.embed(store, np.arange(1))[:0]
     return process_group.gather_embeddings(mine, process_group.counts(len(own)))
 
 

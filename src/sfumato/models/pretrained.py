@@ -23,20 +23,16 @@ from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileP
 from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError
 from sfumato.files import CONFIG, TOKENIZER, WEIGHTS
+from sfumato.models import pretrained_tensors as layouts
 from sfumato.models.hub import download, from_hub
 from sfumato.models.model import Model
 from sfumato.models.pretrained_tensors import (
     ConfigSection,
     Layout,
-    Shapes,
     Sizes,
-    below,
     count_blocks,
     embedding_size,
     number_of,
-    projection,
-    read_checkpoint,
-    renamed,
 )
 
 CLIP_TOKENIZER = "openai/clip-vit-base-patch16"
@@ -70,11 +66,13 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
         "text.head.mean.linear": "text_projection",
         "text.head.log_var.linear": "uncertainty_text_projection",
     }
-    others: Shapes = {name: ((vision if "visual" in name else text).width, dim) for name in projections.values()}
+    others: layouts.Shapes = {
+        name: ((vision if "visual" in name else text).width, dim) for name in projections.values()
+    }
     shapes = others | {"logit_scale": (), "shift": (1,), "negative_scale": (1,)}
-    model, state = renamed(build, prefixes, tensors, where, shapes)
+    model, state = layouts.renamed(build, prefixes, tensors, where, shapes)
     for ours, released in projections.items():
-        state |= projection(ours, tensors[released])
+        state |= layouts.projection(ours, tensors[released])
     return Layout(model, state, number_of(tensors["negative_scale"]), number_of(tensors["shift"]))
 
 
@@ -112,17 +110,17 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
         "image.head.log_var.linear.": "visual.uncertainty_proj.",
         "text.head.mean.linear.": "text.text_projection.",
     }
-    codes: Shapes = {
+    codes: layouts.Shapes = {
         "visual.positional_embedding": ((vision.size // vision.patch) ** 2 + 2, vision.width),
         "text.positional_embedding": (text.context + 2, text.width),
     }
-    others: Shapes = {
+    others: layouts.Shapes = {
         **{"visual.unc_embedding": (vision.width,), "visual.proj": (vision.width, dim)},
         **{"text.cls_emb": (text.width,), "text.unc_emb": (text.width,)},
         **{f"text.text_uncertainty_projection.{x}": (dim, text.width)[: 2 - (x == "bias")] for x in ("weight", "bias")},
         **{name: () for name in ("logit_scale", "logit_bias") if name == "logit_scale" or name in tensors},
     }
-    model, state = renamed(build, prefixes, tensors, where, codes | others)
+    model, state = layouts.renamed(build, prefixes, tensors, where, codes | others)
     scale = math.exp(number_of(tensors["logit_scale"]))
     shift = number_of(tensors["logit_bias"]) if "logit_bias" in tensors else 0.0
     # For unit means scale * (mean.mean - variances / 2) + shift = scale * (1 - csd / 2) + shift.
@@ -131,7 +129,7 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
 
 def _prolip_state(tensors: Mapping[str, Any], context: int) -> dict[str, Tensor]:
     """ProLIP's tensors that are not ours by another name. An extra token and its position code are summed."""
-    visual, words = below("visual.", tensors), below("text.", tensors)
+    visual, words = layouts.below("visual.", tensors), layouts.below("text.", tensors)
     codes, word_codes = visual["positional_embedding"].double(), words["positional_embedding"].double()
     # log_var = V (W x + b) + c, a linear map of the projected mean, is (V W) x + (V b + c): one of the same features.
     weight, bias = (words[f"text_projection.{x}"].double() for x in ("weight", "bias"))
@@ -139,7 +137,7 @@ def _prolip_state(tensors: Mapping[str, Any], context: int) -> dict[str, Tensor]
     return {
         "image.encoder.encoder.embeddings.position_embedding.weight": torch.cat([codes[:1], codes[2:]]),
         "image.encoder.variance_token": visual["unc_embedding"] + codes[1],
-        **projection("image.head.mean.linear", visual["proj"]),
+        **layouts.projection("image.head.mean.linear", visual["proj"]),
         "text.encoder.encoder.embeddings.position_embedding.weight": word_codes[:context],
         "text.encoder.variance_token": words["unc_emb"] + word_codes[context],
         "text.encoder.class_token": words["cls_emb"] + word_codes[context + 1],
@@ -188,8 +186,8 @@ def pcmepp_training(
 
     if not variance:  # The other learnt parameters of the baselines are not logits of a distance.
         tensors = {key: value for key, value in tensors.items() if not key.startswith("criterion.")}
-    logits: Shapes = {"criterion.shift": (1,), "criterion.negative_scale": (1,)} if variance else {}
-    model, state = renamed(build, _TRAINING, tensors, where, logits, text_variance="transformer.prob_resblocks")
+    logits: layouts.Shapes = {"criterion.shift": (1,), "criterion.negative_scale": (1,)} if variance else {}
+    model, state = layouts.renamed(build, _TRAINING, tensors, where, logits, text_variance="transformer.prob_resblocks")
     if not gpo:  # The released "AvgPool" of images is a sum over their tokens, whose number is always the same.
         summed = [name for name in state if re.fullmatch(r"image\.head\.\w+\.linear\.\w+", name)]
         state |= {name: state[name] * tokens for name in summed}
@@ -257,7 +255,7 @@ def load_pretrained(
     """
     path, name = Path(name_or_folder), str(name_or_folder)
     if path.is_file():
-        content = read_checkpoint(path)
+        content = layouts.read_checkpoint(path)
         foreign = (found for read in FOREIGN if (found := read(content, tokenizer, name)) is not None)
         if (first := next(foreign, None)) is not None:
             layout, what = first
@@ -268,7 +266,7 @@ def load_pretrained(
         folder = path if path.is_dir() else download(name)
         config = read_config(folder, name)
         build, what = _recognise(config, name)
-        layout = build(config, read_checkpoint(folder / WEIGHTS), _finder(tokenizer, folder), name)
+        layout = build(config, layouts.read_checkpoint(folder / WEIGHTS), _finder(tokenizer, folder), name)
     layout.model.load_state_dict(layout.state)
     return Model(
         model=layout.model.to(device).eval(), distance=layout.distance, logit_scale=layout.logit_scale,

@@ -4,18 +4,8 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    SerializeAsAny,
-    create_model,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, SerializeAsAny
 
 from sfumato.data.sources import DataConfig, get_source
 from sfumato.distances import get_distance
@@ -35,7 +25,7 @@ _TextSection = Annotated[SerializeAsAny[TextEncoderConfig], BeforeValidator(part
 class Section(BaseModel):
     """A section of a recipe, which refuses unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 _SMALL = {"kind": "small"}
@@ -215,7 +205,7 @@ class OptimConfig(Section):
     """schedule step: fraction of the run after which the learning rate is a tenth"""
     clip_norm: NonNegativeFloat = Field(2.0, description="largest norm of the gradient; 0 for no limit")
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _stages_fit(self) -> "OptimConfig":
         if self.first_stage_epochs and self.freeze_image_epochs:
             key = "optim.freeze_image_epochs"
@@ -328,7 +318,7 @@ class LossConfig(Section):
 class UnknownLossConfig(LossConfig):
     """The section of a loss whose code is not imported: it is unknown, or nothing of the run is learnt."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
     distance: str = "csd"
 
 
@@ -373,7 +363,8 @@ def loss_config(name: str, options: "type[LossOptions]") -> type[LossConfig]:
     keys["name"] = (Literal[name], name)
     summary = (options.__doc__ or name).partition("\n")[0]
     title = options.__name__.replace("Options", "Config")
-    return _loss_configs.setdefault((name, options), create_model(title, __base__=LossConfig, __doc__=summary, **keys))
+    made = pydantic.create_model(title, __base__=LossConfig, __doc__=summary, **keys)
+    return _loss_configs.setdefault((name, options), made)
 
 
 def _loss_section(value: Any) -> LossConfig:

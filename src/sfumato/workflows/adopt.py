@@ -397,11 +397,8 @@ def _compare(
     best = min(methods, key=lambda name: float(weights @ losses[name]))
     statistics = {name: mean_statistic(losses[name] - losses[best], weights) for name in methods}
     worse = bootstrap(statistics, len(weights), groups=group, seed=seed)
-    return {
-        name: Comparison(float(weights @ losses[name] / weights.sum()), worse[name])
-        for name in METHODS
-        if name in methods
-    }
+    listed = [name for name in METHODS if name in methods]
+    return {name: Comparison(float(weights @ losses[name] / weights.sum()), worse[name]) for name in listed}
 
 
 @contextlib.contextmanager

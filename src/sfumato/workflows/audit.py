@@ -20,14 +20,8 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import images_of_part, shuffle_pairs
 from sfumato.errors import UserError, counted, progress_bar, say
-from sfumato.evaluation.pair_scores import (
-    ListedScores,
-    MissingScores,
-    audit_pairs,
-    wrong_fraction,
-    wrong_fraction_interval,
-    wrong_probability,
-)
+from sfumato.evaluation import pair_scores
+from sfumato.evaluation.pair_scores import ListedScores, MissingScores
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import beats_chance, chance_metrics
 from sfumato.models.embed import PreparedSplit, chosen_split, embed_split, load_splits, prepare_split, say_problems
@@ -213,7 +207,7 @@ def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) 
     relevance = data.relevance().select_queries(chosen).select_gallery(kept)
     wording = [data.texts[t] for t in kept]
     with progress_bar("comparing", len(chosen) + len(kept)) as advance:
-        listed, missing = audit_pairs(
+        listed, missing = pair_scores.audit_pairs(
             images, texts, relevance, distance=retrieval_model.distance, wording=wording, progress=advance
         )
     recalls, n_independent = _recalls(listed, relevance), min(relevance.n_queries, relevance.n_gallery)
@@ -237,8 +231,8 @@ def _joined(retrieval_model: Model, data: PairData, parts: Sequence[_Part], abou
     listed, missing = joined_rows([p.listed for p in parts]), joined_rows([p.missing for p in parts])
     log_odds = _if_all([p.log_odds for p in parts])
     probability = _if_all([p.match_probability for p in parts])
-    fraction = None if log_odds is None else wrong_fraction(log_odds)
-    wrong = None if log_odds is None or fraction is None else wrong_probability(log_odds, fraction)
+    fraction = None if log_odds is None else pair_scores.wrong_fraction(log_odds)
+    wrong = None if log_odds is None or fraction is None else pair_scores.wrong_probability(log_odds, fraction)
     first = np.argsort(-listed.excess, kind="stable")
     close = np.argsort(missing.distance if probability is None else -probability, kind="stable")
     notes = list(about["notes"])
@@ -249,7 +243,7 @@ def _joined(retrieval_model: Model, data: PairData, parts: Sequence[_Part], abou
         some_rows(listed, first),
         None if wrong is None else wrong[first],
         fraction,
-        None if log_odds is None else wrong_fraction_interval(log_odds),
+        None if log_odds is None else pair_scores.wrong_fraction_interval(log_odds),
         some_rows(missing, close),
         None if probability is None else probability[close],
         {**about, "distance": retrieval_model.distance, "notes": notes},

@@ -72,10 +72,8 @@ def check_graphs(model: TwoTowers, folder: Path) -> float:
                 if not np.array_equal(a, b):  # Log variances of points are infinite.
                     found = max(found, float(np.abs(a - b).max() / np.abs(b).max()))
     if not found <= TOLERANCE:
-        reason = (
-            f"the graphs embed otherwise than torch, by {found:.1g} of the largest number ({TOLERANCE:g} is allowed)"
-        )
-        raise UserError(f"{reason}; nothing was written. Export the run without --onnx")
+        reason = f"by {found:.1g} of the largest number ({TOLERANCE:g} is allowed); nothing was written"
+        raise UserError(f"the graphs embed otherwise than torch, {reason}. Export the run without --onnx")
     return found
 
 
@@ -160,7 +158,7 @@ def _joint(name: str, side: Side, where: str, *, projected: bool) -> tuple[Proce
     if side == "image":
         settings = json.loads(weights.from_pretrained(transformers.AutoImageProcessor, source).to_json_string())
         try:
-            size, fit, *standard = prepared_images(settings)
+            size, fit, standard = prepared_images(settings)
         except (KeyError, ValueError) as error:
             raise UserError(f"{where}, prepares images in a way that is known with torch alone: {error}") from error
         pixels = StandardisedPixels(*standard)

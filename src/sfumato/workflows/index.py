@@ -198,19 +198,12 @@ def check_new(folder: Path, distance: str, store: str) -> None:
 
 def _settings(model: Model, source: GalleryPart) -> dict[str, Any]:
     """The distance and the direction of a gallery, its probabilities, and its metadata."""
-    scale, bias = model.logit_scale, model.logit_bias
     calibration, n_trained = choose_calibration(model, source.ids, source.images)
-    if calibration is not None:
-        scale, bias = calibration.logit_scale, calibration.logit_bias
-    metadata = {
-        "run": source_of(model),
-        "model": model_digest(model.model),
-        "calibrated": model.calibrated,
-        "pictures": dict(source.images),
-        "trained": n_trained,
-    }
+    fitted = model if calibration is None else calibration
+    metadata = {"run": source_of(model), "model": model_digest(model.model), "calibrated": model.calibrated}
+    metadata |= {"pictures": dict(source.images), "trained": n_trained}
     told = {"distance": model.distance, "direction": source.direction, "metadata": metadata}
-    return told | {"logit_scale": scale, "logit_bias": bias, "calibration": calibration}
+    return told | {"logit_scale": fitted.logit_scale, "logit_bias": fitted.logit_bias, "calibration": calibration}
 
 
 def source_of(model: Model) -> str:

@@ -106,10 +106,9 @@ class Filling:
     def fill(self, items: Sequence[Item], gone: dict[str, str]) -> None:
         """Embed the items that are new or changed; ``gone`` has the ids of vanished ones by the digest of the file."""
         todo = [item for item in items if not self._unchanged(item)]
-        work = partial(self._read, gone=gone)
         batch: list[tuple[Item, _Read]] = []
         with progress_bar("embedding images", len(todo)) as advance:
-            for item, found in in_threads(todo, work, available_cores(), ahead=2 * _BATCH):
+            for item, found in in_threads(todo, partial(self._read, gone=gone), available_cores(), ahead=2 * _BATCH):
                 self.done.problems.remarks += found.notes
                 if found.error is not None:
                     self._leave_out(item, found.error)
@@ -170,9 +169,8 @@ class Filling:
             self.done.unchanged += 1
             return
         self._collection.rename(found.moved, item.id, found.payload)
-        same = found.moved == item.id
-        self.done.changed += same
-        self.done.moved += not same
+        self.done.changed += found.moved == item.id
+        self.done.moved += found.moved != item.id
 
     def _embed(self, batch: Sequence[tuple[Item, _Read]]) -> None:
         """Embed a batch, and store enough of them at a time."""

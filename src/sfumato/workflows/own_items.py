@@ -12,20 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sfumato.data import images
 from sfumato.data.coco import coco_images, json_kind, read_coco_captions, read_karpathy
 from sfumato.data.feature_tables import EmbeddingRow
 from sfumato.data.image_decoding import spelt
-from sfumato.data.images import (
-    FileImage,
-    FolderImages,
-    Images,
-    ImageSource,
-    Problems,
-    SourceImages,
-    SplitImages,
-    UploadedImages,
-    image_files,
-)
+from sfumato.data.images import FileImage, Images, ImageSource, Problems, image_files
 from sfumato.data.manifest import COLUMNS, MANIFEST_SUFFIXES, manifest_items
 from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.data.photographs import describe_image, file_fields, names_in, sidecars
@@ -246,19 +237,21 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
     source = gallery.metadata.get("pictures") or {}
     found: Images | None = None
     if "folder" in source:
-        found = FolderImages(Path(source["folder"]))
+        found = images.FolderImages(Path(source["folder"]))
     elif "split" in source and (Path(run) / RECIPE).is_file():
         from sfumato.models.recipe import load_recipe  # Runs need torch.
 
         problems = Problems()
         splits = load_splits(load_recipe(Path(run) / RECIPE).data, problems)
         parts = [splits[name] for name in split_names(splits, source["split"]) if name in splits]
-        images = {plain_id(i): image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)}
-        images |= {plain_id(i): image for i, (_, image) in problems.bare.items()}
-        if images and not any(isinstance(image, EmbeddingRow) for image in images.values()):
-            found = SplitImages(images)
+        by_id: dict[str, ImageSource] = {
+            plain_id(i): image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)
+        }
+        by_id |= {plain_id(i): image for i, (_, image) in problems.bare.items()}
+        if by_id and not any(isinstance(image, EmbeddingRow) for image in by_id.values()):
+            found = images.SplitImages(by_id)
     if sources := sources_of(gallery):
-        found = SourceImages([Path(one.root) for one in sources], found)
+        found = images.SourceImages([Path(one.root) for one in sources], found)
     if isinstance(gallery, GaussianCollection):
-        return UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
+        return images.UploadedImages(gallery.folder / UPLOADED_IMAGES, found)
     return found

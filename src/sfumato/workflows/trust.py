@@ -100,21 +100,17 @@ def _hits(
     match = pairs.match(chosen, np.arange(m))
     beside = match.astype(bool).any(0) if own or len(chosen) < n else np.ones(m, bool)
     embedded = images[chosen].numpy(), texts[beside].numpy()
-    distance = get_distance(retrieval_model.distance).matrix(*embedded)
+    name = retrieval_model.distance
+    distance = get_distance(name).matrix(*embedded)
     match, notes = match[:, beside], list[str]()
     folds: Sequence[Fold] = [Fold(calibration, *(np.arange(size) for size in match.shape))]
     if own:
         reference = embed_reference(retrieval_model.model, data) if calibration.tensors() else None
         population = calibration.metadata.get("queries", "planted")
         try:
+            kept = pairs.keep_images(chosen)
             folds = cross_fitted(
-                embedded,
-                pairs.keep_images(chosen),
-                retrieval_model.distance,
-                split=split,
-                population=population,
-                reference=reference,
-                seed=seed,
+                embedded, kept, name, split=split, population=population, reference=reference, seed=seed
             )
         except ValueError as error:
             return {}, [f"the probabilities of hits are left out: {error}"]
