@@ -26,14 +26,7 @@ from sfumato.files import CONFIG, TOKENIZER, WEIGHTS
 from sfumato.models import pretrained_tensors as layouts
 from sfumato.models.hub import download, from_hub
 from sfumato.models.model import Model
-from sfumato.models.pretrained_tensors import (
-    ConfigSection,
-    Layout,
-    Sizes,
-    count_blocks,
-    embedding_size,
-    number_of,
-)
+from sfumato.models.pretrained_tensors import ConfigSection, Layout, Sizes, count_blocks, embedding_size, number_of
 
 CLIP_TOKENIZER = "openai/clip-vit-base-patch16"
 """Hub name of the tokenizer of CLIP and of all PCME++ models."""
