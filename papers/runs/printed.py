@@ -88,18 +88,12 @@ def print_strategies(strategies: Mapping[str, StrategyResult]) -> None:
         return
     figures = [one for result in strategies.values() for one in result.figures.values()]
     metrics = list(dict.fromkeys(name for one in figures for name in one["i2t"] if not name.startswith("n_")))
-    rows = [
-        [
-            result.strategy.label,
-            ground_truth,
-            direction,
-            *(metric_cell(name, one[direction].get(name)) for name in metrics),
-            f"{result.seconds:.2f}",
-        ]
-        for result in strategies.values()
-        for ground_truth, one in result.figures.items()
-        for direction in ("i2t", "t2i")
-    ]
+    rows = []
+    for result in strategies.values():
+        for ground_truth, one in result.figures.items():
+            for direction in ("i2t", "t2i"):
+                cells = [metric_cell(name, one[direction].get(name)) for name in metrics]
+                rows.append([result.strategy.label, ground_truth, direction, *cells, f"{result.seconds:.2f}"])
     print_table("strategies", ["strategy", "ground truth", "direction", *metrics, "seconds"], rows, left=3)
 
 

@@ -42,22 +42,15 @@ def print_published(published: Sequence[PublishedRow], figures: dict[str, float]
         names = {name: row.own_name(name) for row in rows for name in row.figures if row.own_name(name) in figures}
         first = rows[0]
         sides = {"both": "mean of both directions", "each": "by direction"}.get(first.direction, first.direction)
-        named = any(row.backbone for row in rows)
+        skipped = 0 if any(row.backbone for row in rows) else 1  # The column of backbones, where a table has none.
         places = {name: _decimals([row.figures[name] for row in rows if name in row.figures]) for name in names}
-        cells = [
-            [
-                *([row.backbone] if named else []),
-                row.method,
-                *(number(row.figures.get(name), places[name]) for name in names),
-            ]
-            for row in rows
-        ]
-        own = [number(figures[key], places[name]) for name, key in names.items()]
+        cells = [[row.backbone, row.method, *(number(row.figures.get(n), places[n]) for n in names)] for row in rows]
+        cells.append(["", "this", *(number(figures[key], places[name]) for name, key in names.items())])
         print_table(
             f"beside {first.paper}, table {first.table} ({first.about}): {sides}, per cent",
-            [*(["backbone"] if named else []), "method", *map(short_name, names)],
-            [*cells, [*([""] if named else []), "this", *own]],
-            left=2 if named else 1,
+            ["backbone", "method", *map(short_name, names)][skipped:],
+            [row[skipped:] for row in cells],
+            left=2 - skipped,
         )
     for source in dict.fromkeys(row.source for row in published):
         print_wrapped(f"published figures: {source}")

@@ -44,22 +44,15 @@ def paper_table(table: PaperTable) -> Table:
     wide = 1 + _published_too(table)
     averaged = averaged_over(table.n_seeds, table.n_variants)
     data = f"{table.data.title}, split {table.split}"
-    return Table(
-        f"{table.item.id}: {table.item.about}. Ours: {data}, {averaged}; {units(table.columns)}",
-        ["", *(cell for name in table.columns for cell in (short_name(name), "published")[:wide])],
-        [
-            [
-                row.label,
-                *(
-                    cell
-                    for name in table.columns
-                    for cell in (_ours(row.own.get(name), name), _published(row.published.get(name), name))[:wide]
-                ),
-            ]
-            for row in table.rows
-        ],
-        notes=notes(table),
-    )
+    title = f"{table.item.id}: {table.item.about}. Ours: {data}, {averaged}; {units(table.columns)}"
+    headings = ["", *(cell for name in table.columns for cell in (short_name(name), "published")[:wide])]
+    rows = []
+    for row in table.rows:
+        cells = [row.label]
+        for name in table.columns:
+            cells += [_ours(row.own.get(name), name), _published(row.published.get(name), name)][:wide]
+        rows.append(cells)
+    return Table(title, headings, rows, notes=notes(table))
 
 
 def write_table(table: PaperTable, folder: Path) -> list[Path]:
