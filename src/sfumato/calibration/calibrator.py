@@ -21,14 +21,9 @@ from safetensors.numpy import load_file as read_safetensors
 from safetensors.numpy import save as safetensors_bytes
 
 from sfumato.arrays import Array, as_numpy, like, sigmoid, smallest
+from sfumato.calibration import query_scores
 from sfumato.calibration.logits import N_NEAREST, REFERENCE_FEATURES, ConditionalLogits, PairLogits, ReferenceQueries
-from sfumato.calibration.query_scores import (
-    QueryScores,
-    answer_limit,
-    answered_fraction,
-    conformal_radius,
-    precision_limit,
-)
+from sfumato.calibration.query_scores import QueryScores, answer_limit
 from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
@@ -95,7 +90,7 @@ class DirectionCalibration:
         It is a :meth:`hit_probability` if there are logits of hits, else that of a random pair in the gallery of the
         fit. The precision is a mean over queries, see :func:`~sfumato.calibration.query_scores.precision_limit`.
         """
-        return self._probability_at(precision_limit(self._certified, precision, confidence=confidence))
+        return self._probability_at(query_scores.precision_limit(self._certified, precision, confidence=confidence))
 
     def abstain_below(self, risk: float, *, confidence: float = 0.9, absent: float = 0.0) -> float:
         """The match probability of the closest item at or below which a query should not be answered.
@@ -109,7 +104,7 @@ class DirectionCalibration:
     def answered_fraction(self, risk: float, *, confidence: float = 0.9, absent: float = 0.0) -> float:
         """Fraction of the held-out queries that are answered at this risk; see :meth:`abstain_below`."""
         limit = answer_limit(self._certified, risk, confidence=confidence, absent=absent)
-        return answered_fraction(self._certified, limit, absent=absent)
+        return query_scores.answered_fraction(self._certified, limit, absent=absent)
 
     def abstains(
         self, nearest: Array, risk: float, *, n_gallery: int | None = None, reference: Array | None = None
@@ -122,10 +117,8 @@ class DirectionCalibration:
         d, limit = as_numpy(nearest, "nearest", "Calibration"), answer_limit(self._certified, risk)
         if self.hits is not None:
             if d.ndim != 2:
-                raise ValueError(
-                    f"Calibration: this calibration needs (n, k) distances of the {N_NEAREST} nearest items of each"
-                    f" query, got {d.shape}"
-                )
+                needed = f"(n, k) distances of the {N_NEAREST} nearest items of each query"
+                raise ValueError(f"Calibration: this calibration needs {needed}, got {d.shape}")
             n = self.hits.n_gallery if n_gallery is None else n_gallery
             return like(-self.hit_logit(d[:, :1], d, n_gallery=n, reference=reference)[:, 0] >= limit, nearest)
         logit = self.pairs.logit(d if d.ndim == 1 else d[:, 0])
@@ -137,7 +130,7 @@ class DirectionCalibration:
 
         See :func:`~sfumato.calibration.query_scores.conformal_radius`.
         """
-        return conformal_radius(self.scores, alpha, contains=contains)
+        return query_scores.conformal_radius(self.scores, alpha, contains=contains)
 
     @property
     def _certified(self) -> QueryScores:
@@ -227,10 +220,8 @@ class Calibration(PairLogits):
         if direction not in get_args(Direction):
             raise ValueError(f"Calibration: unknown direction {direction!r}; known: {', '.join(get_args(Direction))}")
         if direction not in self.directions:
-            raise ValueError(
-                f"Calibration: has no scores of held-out queries for {direction}; fit again on held-out pairs, a run's"
-                " with: sfumato calibrate RUN"
-            )
+            way = "fit again on held-out pairs, a run's with: sfumato calibrate RUN"
+            raise ValueError(f"Calibration: has no scores of held-out queries for {direction}; {way}")
         return self.directions[direction]
 
     def to_json(self) -> dict[str, Any]:
@@ -439,8 +430,6 @@ class Scorer:
 
     def _calibration_for(self, wanted: str) -> DirectionCalibration:
         if self.calibration is None:
-            raise ValueError(
-                f"search: {wanted} needs a calibration, and this index has none; calibrate the model on held-out pairs"
-                " (sfumato calibrate RUN) and build the index again"
-            )
+            way = "calibrate the model on held-out pairs (sfumato calibrate RUN) and build the index again"
+            raise ValueError(f"search: {wanted} needs a calibration, and this index has none; {way}")
         return self.calibration.of(self.direction)

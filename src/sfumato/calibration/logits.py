@@ -50,10 +50,8 @@ def fit_logistic(
     w = np.ones_like(y) if weight is None else weight.astype(np.float64)
     start = np.zeros_like(y) if offset is None else offset.astype(np.float64)
     if x.ndim != 2 or y.shape != x.shape[:1] or w.shape != y.shape or start.shape != y.shape:
-        raise ValueError(
-            f"fit_logistic: got features {x.shape}, target {y.shape}, weight {w.shape} and offset {start.shape};"
-            " expected (k, f), (k,), (k,) and (k,)"
-        )
+        given = f"features {x.shape}, target {y.shape}, weight {w.shape} and offset {start.shape}"
+        raise ValueError(f"fit_logistic: got {given}; expected (k, f), (k,), (k,) and (k,)")
     if not w.sum() > 0:
         raise ValueError("fit_logistic: the weights of the rows add up to 0")
     columns, weights = np.column_stack([x, np.ones_like(y)]), w / w.sum()
@@ -90,10 +88,8 @@ def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) ->
     match = as_numpy(match, "match", who).astype(np.float64).ravel()
     weight = np.ones_like(match) if weight is None else as_numpy(weight, "weight", who).astype(np.float64).ravel()
     if distance.shape != match.shape or weight.shape != match.shape:
-        raise ValueError(
-            f"fit_logits: got {distance.size} distances, {match.size} labels and {weight.size} weights;"
-            " the numbers must be equal"
-        )
+        found = f"{distance.size} distances, {match.size} labels and {weight.size} weights"
+        raise ValueError(f"fit_logits: got {found}; the numbers must be equal")
     if not np.isfinite(distance).all() or not ((match >= 0) & (match <= 1)).all():
         raise ValueError("fit_logits: distances must be finite and match must lie in [0, 1]")
     positive, negative = weight * match, weight * (1 - match)
@@ -101,10 +97,8 @@ def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) ->
         raise ValueError("fit_logits: needs matching and non-matching pairs, got only one kind")
     means = (positive * distance).sum() / positive.sum(), (negative * distance).sum() / negative.sum()
     if not means[0] < means[1]:
-        raise ValueError(
-            f"fit_logits: matches (mean distance {means[0]:.4g}) are not closer than non-matches ({means[1]:.4g});"
-            " train the model further"
-        )
+        found = f"matches (mean distance {means[0]:.4g}) are not closer than non-matches ({means[1]:.4g})"
+        raise ValueError(f"fit_logits: {found}; train the model further")
     # Standardised distances make the problem well scaled; a weak prior keeps separable data finite.
     centre, deviation = distance.mean(), float(deviations(distance[:, None])[0])
     z = (distance - centre) / deviation

@@ -14,16 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError, field_validator, model_validator
 
 from sfumato.data import manifest
 from sfumato.data.coco import CocoOptions, read_coco_captions, read_karpathy
@@ -230,7 +221,7 @@ class DataConfig(BaseModel):
     cc3m-{00000..00331}.tar), or a folder or hub name for the package datasets; embeddings: the pairs (.csv, .jsonl,
     .json, .parquet), row i with row i without it; not used by emoji"""
     val_path: str = Field("", description="shards: the validation shards, read as a whole; none by default")
-    samples_per_epoch: PositiveInt = Field(1_000_000, description="shards: number of pairs per epoch")
+    samples_per_epoch: int = Field(1_000_000, gt=0, description="shards: number of pairs per epoch")
     images: str = ""
     """manifest, karpathy, coco: folder of the images; by default the folder of data.path, or for coco the folder above
     it if it is named annotations. karpathy, coco: also an uncompressed .tar file. embeddings: those of the images

@@ -72,10 +72,9 @@ class SearchOptions:
         wanted = {name: getattr(self, name) for name in ("min_probability", "coverage", "max_risk")}
         check_native(wanted, direction, native)
         if self.filter is not None and self.is_guaranteed:
-            raise ValueError(
-                "search: coverage and max_risk (abstain) are guarantees about the whole gallery, but a filter may"
-                " remove the match; leave out the filter, or coverage and max_risk"
-            )
+            what = "coverage and max_risk (abstain) are guarantees about the whole gallery"
+            way = "leave out the filter, or coverage and max_risk"
+            raise ValueError(f"search: {what}, but a filter may remove the match; {way}")
         if self.min_probability is not None and not 0 <= self.min_probability <= 1:
             raise ValueError(f"search: min_probability must be between 0 and 1, got {self.min_probability}")
 

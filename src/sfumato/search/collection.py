@@ -21,18 +21,9 @@ from sfumato.encoders.package_weights import WIDTH
 from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids, composed
+from sfumato.search import folder as folders
 from sfumato.search.candidates import Candidates, GalleryRecords, ItemCount, SampledItems, Sampler, with_margin
 from sfumato.search.exact import LiftedGallery, lift_gallery, lift_queries, lifted_dim, lowered, query_constant, quiet
-from sfumato.search.folder import (
-    change_metadata,
-    check_empty,
-    is_unfinished,
-    marked_unfinished,
-    read_settings,
-    refuse_index,
-    refuse_unfinished,
-    write_settings,
-)
 from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.stores import protocol
 from sfumato.search.texts import ItemTexts, TextStore
@@ -119,7 +110,7 @@ class GaussianCollection(Gallery):
             ValueError: the distance does not lift, or the centre is not (d,).
         """
         folder = Path(folder)
-        check_empty(folder)
+        folders.check_empty(folder)
         if calibration is not None:
             logit_scale, logit_bias = calibration.logit_scale, calibration.logit_bias
         centre = np.zeros(d, np.float32) if centre is None else as_numpy(centre).astype(np.float32)
@@ -130,18 +121,16 @@ class GaussianCollection(Gallery):
         if texts and second is None:
             raise UserError(f"store {protocol.without_password(store)}: this kind of store has no second one for texts")
         made = protocol.create_store(protocol.anchored(store, folder), lifted_dim(d, distance), fingerprint)
-        own = (
-            None
-            if second is None
-            else TextStore(protocol.create_store(protocol.anchored(second, folder), WIDTH, f"{fingerprint} texts"))
-        )
+        own = None
+        if second is not None:
+            own = TextStore(protocol.create_store(protocol.anchored(second, folder), WIDTH, f"{fingerprint} texts"))
         settings = {
             "store": protocol.without_password(store), "fingerprint": fingerprint, "d": d, "distance": distance,
             "logit_scale": logit_scale, "logit_bias": logit_bias, "direction": direction, "texts": texts,
             "about": json.loads(json.dumps(dict(metadata or {}), allow_nan=False)),
         }  # fmt: skip
         try:
-            write_settings(folder, settings, centre, calibration)
+            folders.write_settings(folder, settings, centre, calibration)
         except BaseException:
             made.close()
             raise
@@ -168,17 +157,15 @@ class GaussianCollection(Gallery):
         folder = Path(folder)
         if folder.is_symlink():  # What it points to may change while this is open.
             folder = folder.resolve()
-        refuse_index(folder)
+        folders.refuse_index(folder)
         if not unfinished:
-            refuse_unfinished(folder)
-        settings, centre, calibration = read_settings(folder)
+            folders.refuse_unfinished(folder)
+        settings, centre, calibration = folders.read_settings(folder)
         opened = protocol.open_store(protocol.anchored(store or settings["store"], folder))
         if opened.fingerprint != settings["fingerprint"]:
             opened.close()
-            raise UserError(
-                f"{opened.url} holds the vectors of another collection, not those of {folder}; give the store of this"
-                " collection with --store, or build the collection again"
-            )
+            way = "give the store of this collection with --store, or build the collection again"
+            raise UserError(f"{opened.url} holds the vectors of another collection, not those of {folder}; {way}")
         second = protocol.beside(store or settings["store"]) if settings.get("texts") else None
         texts = None if second is None else TextStore(protocol.open_store(protocol.anchored(second, folder)))
         return cls(folder, opened, texts, settings, centre, calibration)
@@ -195,7 +182,7 @@ class GaussianCollection(Gallery):
         Args:
             values: JSON values by name, or a function that makes them from the metadata as they are now; others stay.
         """
-        self.metadata = change_metadata(self.folder, values if callable(values) else lambda now: values)
+        self.metadata = folders.change_metadata(self.folder, values if callable(values) else lambda now: values)
 
     def calibrate(self, calibration: Calibration) -> None:
         """Give the hits probabilities, those of a calibration of its model on other data than the training.
@@ -203,7 +190,7 @@ class GaussianCollection(Gallery):
         Args:
             calibration: for the distance of the collection.
         """
-        self.metadata = change_metadata(self.folder, lambda now: {"calibrated": True}, calibration)
+        self.metadata = folders.change_metadata(self.folder, lambda now: {"calibrated": True}, calibration)
         self._scorer = Scorer(calibration.logit_scale, calibration.logit_bias, calibration, self._scorer.direction)
 
     def close(self) -> None:
@@ -226,8 +213,8 @@ class GaussianCollection(Gallery):
             StoreInUseError: another process writes to the store; the collection is not marked.
         """
         self.begin_writing()
-        new = is_unfinished(self.folder) or not len(self)
-        with marked_unfinished(self.folder, way_out) if new else contextlib.nullcontext():
+        new = folders.is_unfinished(self.folder) or not len(self)
+        with folders.marked_unfinished(self.folder, way_out) if new else contextlib.nullcontext():
             yield
 
     @property
@@ -295,10 +282,8 @@ class GaussianCollection(Gallery):
         else:
             lengths = [len(payloads)]
         if len(ids) != embeddings.n or len(payloads) != embeddings.n:
-            raise ValueError(
-                f"GaussianCollection: {embeddings.n} embeddings, {len(ids)} ids and payloads of"
-                f" {lengths or [embeddings.n]}; expected the same number of each"
-            )
+            found = f"{embeddings.n} embeddings, {len(ids)} ids and payloads of {lengths or [embeddings.n]}"
+            raise ValueError(f"GaussianCollection: {found}; expected the same number of each")
         if embeddings.n == 0:
             return
         self.checked(embeddings)

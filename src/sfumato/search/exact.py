@@ -168,10 +168,8 @@ def rank_relevant(
 ) -> np.ndarray:
     """Ranks (from 0) of all relevant items. queries (n, d), gallery (m, d) -> (p,)."""
     if (queries.n, gallery.n) != (relevance.n_queries, relevance.n_gallery):
-        raise ValueError(
-            f"rank_relevant: {queries.n} queries and {gallery.n} gallery items, but a relevance of"
-            f" {relevance.n_queries} by {relevance.n_gallery}"
-        )
+        found = f"{queries.n} queries and {gallery.n} gallery items"
+        raise ValueError(f"rank_relevant: {found}, but a relevance of {relevance.n_queries} by {relevance.n_gallery}")
     blocks = distance_blocks(queries.detach(), gallery.detach(), distance, first=first)
     parts = [relevant_ranks(block, relevance, start) for start, block in blocks]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -254,10 +252,8 @@ def lowered(vectors: np.ndarray, total_variance: np.ndarray, distance: str, cent
 def _lift(distance: str) -> Lift:
     lift = get_distance(distance).lift
     if lift is None:
-        raise ValueError(
-            f"distance {distance!r} is not a Euclidean distance of lifted vectors (those are"
-            f" {', '.join(LIFTED_DISTANCES)}); a GaussianIndex searches by it in memory"
-        )
+        those = f"a Euclidean distance of lifted vectors (those are {', '.join(LIFTED_DISTANCES)})"
+        raise ValueError(f"distance {distance!r} is not {those}; a GaussianIndex searches by it in memory")
     return lift
 
 

@@ -147,10 +147,8 @@ def writers_lock(folder: Path, timeout: float) -> FileLock:
 def refuse_index(folder: str | Path) -> None:
     """Refuse a folder with an index, which earlier versions saved in a form of its own."""
     if kind_of(folder) == "sfumato-index":
-        raise UserError(
-            f"{folder} holds an index of an earlier version, which this version does not read: index again:"
-            " sfumato index RUN --images FOLDER --out NEW"
-        )
+        way = "index again: sfumato index RUN --images FOLDER --out NEW"
+        raise UserError(f"{folder} holds an index of an earlier version, which this version does not read: {way}")
 
 
 def kind_of(folder: str | Path) -> str:
@@ -164,9 +162,8 @@ def kind_of(folder: str | Path) -> str:
 def check_empty(folder: Path) -> None:
     """Raise an error if a folder is not empty."""
     if not is_unused(folder):
-        raise UserError(
-            f"{folder} exists already; give a new or empty folder (sfumato index --add adds to a collection)"
-        )
+        way = "give a new or empty folder (sfumato index --add adds to a collection)"
+        raise UserError(f"{folder} exists already; {way}")
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:

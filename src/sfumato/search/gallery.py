@@ -21,18 +21,9 @@ from sfumato.calibration.fits import FitsCalibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
 from sfumato.gaussian import GaussianEmbedding, check_finite
+from sfumato.search import candidates
 from sfumato.search.answer import UNFAMILIAR, Answer, Hit, QueryInfo, SearchOptions, TextQuery, Verdict
-from sfumato.search.candidates import (
-    Candidates,
-    GalleryRecords,
-    Ranked,
-    SampledItems,
-    TextSearch,
-    estimated_sums,
-    folded,
-    hits_of,
-    padded,
-)
+from sfumato.search.candidates import Candidates, GalleryRecords, Ranked, SampledItems, TextSearch
 from sfumato.search.exact import quiet
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import TextStore, item_words, word_stems, words_of
@@ -166,10 +157,10 @@ class Gallery(ABC):
             some = queries[start : start + len(block)]
             found = self._near(some, filter)
             context = self._context(some, found if filter is None else self.closest(some, scorer.n_nearest))
-            distance = padded(found)
+            distance = candidates.padded(found)
             outside = np.concatenate([sample.without(each.ids) for each in found])
             head = np.where(np.isinf(distance), 0, scorer.match_probability(distance, size, context))
-            sums += estimated_sums(head, scorer.match_probability(block, size, context), outside, n)
+            sums += candidates.estimated_sums(head, scorer.match_probability(block, size, context), outside, n)
         return sums
 
     def _near(self, queries: GaussianEmbedding, filter: Filter | None) -> list[Candidates]:
@@ -391,7 +382,7 @@ class Gallery(ABC):
     def _folded(self, found: Ranked, k: int, limit: float) -> Ranked:
         records = self.get([hit.id for hit in found.kept])
         means = dict(zip(records.ids, records.embeddings.mean, strict=True))
-        return replace(found, shown=folded(found.kept, means, k, limit), folds=True)
+        return replace(found, shown=candidates.folded(found.kept, means, k, limit), folds=True)
 
     def _no_item(self, filter: Filter) -> str:
         """Why no item passes a filter."""
@@ -409,7 +400,7 @@ class Gallery(ABC):
             nothing = queries[:1]
             return GaussianEmbedding.cat([each.closest if each.closest is not None else nothing for each in found])
 
-        return self.scorer.context(padded(found), queries, first)
+        return self.scorer.context(candidates.padded(found), queries, first)
 
     def match_probability(self, distance: Array, context: QueryContext | None = None) -> Array:
         """Probability that items of this gallery at these distances from a query match it.
@@ -421,10 +412,8 @@ class Gallery(ABC):
     def checked(self, queries: GaussianEmbedding, k: int = 1) -> GaussianEmbedding:
         """Check queries, and convert them to float32 on the CPU. queries (n, d)."""
         if not isinstance(queries, GaussianEmbedding):
-            raise TypeError(
-                f"search: queries must be a GaussianEmbedding, got {type(queries).__name__}; to search by texts and"
-                " images, open the index with its model: sfumato.load_index(FOLDER)"
-            )
+            way = "to search by texts and images, open the index with its model: sfumato.load_index(FOLDER)"
+            raise TypeError(f"search: queries must be a GaussianEmbedding, got {type(queries).__name__}; {way}")
         if k < 1:
             raise ValueError(f"search: k must be at least 1, got {k}")
         if queries.d != self.d:
@@ -435,4 +424,4 @@ class Gallery(ABC):
         return queries.numpy().to(np.float32)
 
     def _hits(self, found: Candidates, context: QueryContext) -> tuple[Hit, ...]:
-        return hits_of(found, self.match_probability(found.distance, context))
+        return candidates.hits_of(found, self.match_probability(found.distance, context))

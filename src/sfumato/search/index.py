@@ -300,10 +300,8 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
         raise ValueError(f"GaussianIndex: id {twice!r} occurs {times} times; ids must be distinct")
     for name, values in payload.items():
         if len(values) != len(ids) or not all(isinstance(v, str) for v in values):
-            raise ValueError(
-                f"GaussianIndex: payload {name!r} must be {len(ids)} strings, one for each item, got {len(values)}"
-                " values"
-            )
+            expected = f"payload {name!r} must be {len(ids)} strings, one for each item"
+            raise ValueError(f"GaussianIndex: {expected}, got {len(values)} values")
     check_finite(embeddings, "GaussianIndex")
     if not np.isfinite(embeddings.numpy().total_variance.astype(np.float32)).all():
         raise ValueError("GaussianIndex: a total variance overflows float32; the model may have diverged")
@@ -313,10 +311,8 @@ def _check_settings(distance: str, logit_scale: float, logit_bias: float) -> Non
     if get_distance(distance).sampled:
         raise ValueError(f"GaussianIndex: {distance} is sampled at random, so two searches would differ; use csd")
     if not (logit_scale > 0 and math.isfinite(logit_scale) and math.isfinite(logit_bias)):
-        raise ValueError(
-            f"GaussianIndex: logit_scale must be positive and finite and logit_bias finite, got {logit_scale}"
-            f" and {logit_bias}"
-        )
+        expected = "logit_scale must be positive and finite and logit_bias finite"
+        raise ValueError(f"GaussianIndex: {expected}, got {logit_scale} and {logit_bias}")
 
 
 def copy_gallery(

@@ -26,18 +26,8 @@ import numpy as np
 from sfumato.arrays import joined_rows, n_threads, some_rows
 from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.search.blocks import (
-    NARROW,
-    Block,
-    centres_of,
-    codes_of,
-    labels_of,
-    largest_code,
-    lifted_vectors,
-    multiplied,
-    product_dtype,
-    sum_error,
-)
+from sfumato.search import blocks as coding
+from sfumato.search.blocks import Block
 from sfumato.search.exact import in_parallel, pair_distances, quiet
 
 _GROUP = 16
@@ -76,7 +66,7 @@ class _Relative:
     def of(cls, vectors: np.ndarray, block: Block) -> "_Relative":
         away, dtype = vectors - block.centre.astype(np.float64), block.coded.dtype
         kind = dtype if dtype.kind == "f" else np.dtype(np.int8)
-        coded, scale = codes_of(away, kind, largest_code(dtype) if dtype.kind != "f" else 0)
+        coded, scale = coding.codes_of(away, kind, coding.largest_code(dtype) if dtype.kind != "f" else 0)
         lost, length = (np.linalg.norm(part, axis=1) for part in (away - coded.astype(np.float64) * scale, away))
         return cls(np.arange(len(vectors)), coded, scale[:, 0], length, lost)
 
@@ -264,7 +254,7 @@ class Comparison:
         query, row, value = np.broadcast_to(query[:, None], row.shape)[near], row[near], value[near]
         wide = weight[row].astype(np.float64)
         slack = error[query] + 2**-21 * (np.abs(value) + wide)
-        upper = square[query] + value + 4 * sum_error(self._e) * wide + slack
+        upper = square[query] + value + 4 * coding.sum_error(self._e) * wide + slack
         return _Pairs(relative.query[query], block.item[rows][row], square[query] + value - slack, upper)
 
     @property
@@ -274,7 +264,7 @@ class Comparison:
     def _error(self, relative: _Relative, length: float, rounding: float) -> np.ndarray:
         """(b,) bounds of the error of a bound of a distance."""
         n, lost = relative.length, relative.rounding
-        inner = n * rounding + lost * length + sum_error(self._e) * (n + lost) * length
+        inner = n * rounding + lost * length + coding.sum_error(self._e) * (n + lost) * length
         return np.asarray(2.001 * inner + _wide_error(self._e) * n**2 + 1e-34)
 
 
@@ -295,13 +285,13 @@ class Screen:
         """Prepare a gallery. gallery (m, d)."""
         if (lift := distance.lift) is None:
             raise ValueError(f"Screen: distance {distance.name!r} does not lift; rank it with top_k")
-        centres = centres_of(gallery, lift)
-        dtype = np.float32 if centres.shape[1] < NARROW else dtype or product_dtype()
-        label = labels_of(gallery, lift, centres)
+        centres = coding.centres_of(gallery, lift)
+        dtype = np.float32 if centres.shape[1] < coding.NARROW else dtype or coding.product_dtype()
+        label = coding.labels_of(gallery, lift, centres)
         ends = np.bincount(label, minlength=len(centres)).cumsum()[:-1]
         items = np.split(label.argsort(kind="stable"), ends)
         blocks = [
-            Block.of(some, lambda rows: lifted_vectors(gallery[rows], lift), centre, dtype)
+            Block.of(some, lambda rows: coding.lifted_vectors(gallery[rows], lift), centre, dtype)
             for some, centre in zip(items, centres, strict=True)
             if len(some)
         ]
@@ -349,13 +339,15 @@ class Screen:
         slack = 1e-12 * ((vectors**2).sum(1, keepdims=True) + (centres**2).sum(1))
         square = np.stack([((vectors - centre) ** 2).sum(1) for centre in centres], axis=1) + slack
         longest = np.array([(block.length + block.rounding).max() for block in blocks], np.float64)
-        weight = np.array([block.weight[-1] for block in blocks], np.float64) * (1 + 4 * sum_error(centres.shape[1]))
+        weight = np.array([block.weight[-1] for block in blocks], np.float64) * (
+            1 + 4 * coding.sum_error(centres.shape[1])
+        )
         return np.asarray(((square + 2 * np.sqrt(square) * longest + weight) * (1 + 1e-6)).min(1))
 
 
 def _products(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """(groups, _GROUP, b) products of codes, the least that there are behind the last row."""
-    product = multiplied(rows, queries)
+    product = coding.multiplied(rows, queries)
     if behind := -len(rows) % _GROUP:
         least = -np.inf if product.dtype.kind == "f" else np.iinfo(product.dtype).min
         product = np.concatenate([product, np.full((behind, len(queries)), least, product.dtype)])

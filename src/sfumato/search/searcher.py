@@ -383,10 +383,8 @@ def _modality(queries: Any) -> Modality | None:
     if isinstance(queries, GaussianEmbedding):
         return None
     if not (isinstance(queries, Sequence | np.ndarray) or is_tensor(queries)):
-        raise TypeError(
-            f"search: got a {type(queries).__name__}; expected a text, a pathlib.Path or another image, a list of them,"
-            " or a GaussianEmbedding"
-        )
+        expected = "a text, a pathlib.Path or another image, a list of them, or a GaussianEmbedding"
+        raise TypeError(f"search: got a {type(queries).__name__}; expected {expected}")
     found = {_kind(query) for query in queries}
     if len(found) > 1:
         raise TypeError("search: the queries mix texts and images; search for one kind at a time")

@@ -10,16 +10,8 @@ from pydantic import ConfigDict, Field, model_validator
 
 from sfumato.calibration.fits import N_FOLDS
 from sfumato.errors import UserError, counted
-from sfumato.evaluation.judgements import (
-    JudgedFigures,
-    Judgement,
-    JudgementFile,
-    ShownHit,
-    judged_figures,
-    merged,
-    now,
-    qrels_of,
-)
+from sfumato.evaluation import judgements
+from sfumato.evaluation.judgements import JudgedFigures, Judgement, JudgementFile, ShownHit, merged, now, qrels_of
 from sfumato.search.answer import Target
 from sfumato.serve.problems import WORD, Model, Refusal, busy, wrong
 from sfumato.serve.schemas import ItemId, Text
@@ -228,7 +220,7 @@ def _figures(own: list[Judgement]) -> JudgedFigures | None:
     shown = {one.pair: ShownHit(*one.pair, 0, one.probability) for one in own if one.probability is not None}
     pairs = shown if len(shown) <= _MOST_HITS else random.Random(0).sample([*shown], _MOST_HITS)
     some = {pair: shown[pair] for pair in pairs}
-    return judged_figures([*some.values()], [one for one in own if one.pair in some]) if some else None
+    return judgements.judged_figures([*some.values()], [one for one in own if one.pair in some]) if some else None
 
 
 def _check_ids(served: ServedGallery, wanted: JudgementsRequest) -> None:

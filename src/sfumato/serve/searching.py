@@ -15,21 +15,12 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import NATIVE, GuaranteeError, Hit, QueryInfo, SearchOptions, TextQuery, check_native
 from sfumato.search.answer import Answer as Found
 from sfumato.search.searcher import combined
+from sfumato.serve import schemas
 from sfumato.serve.decoding import Threads
 from sfumato.serve.embedding import Batcher, Embedder
 from sfumato.serve.monitoring import Metrics
 from sfumato.serve.problems import Refusal, wrong
-from sfumato.serve.schemas import (
-    Answer,
-    ConformalSet,
-    Drawn,
-    Modality,
-    Query,
-    QueryKind,
-    ResultRecord,
-    SearchFields,
-    SearchResponse,
-)
+from sfumato.serve.schemas import Answer, Drawn, Modality, Query, QueryKind, SearchFields
 from sfumato.serve.settings import GalleryName, ServedGallery, Settings, Sources
 
 
@@ -103,7 +94,7 @@ class Searches:
             waiting=settings.max_requests * settings.max_batch, observe=metrics.batch.labels("search").observe,
         )  # fmt: skip
 
-    async def search(self, asked: Sequence[Asked], wanted: SearchFields) -> SearchResponse:
+    async def search(self, asked: Sequence[Asked], wanted: SearchFields) -> schemas.SearchResponse:
         """Search by queries."""
         served, limits = self.sources.gallery(wanted.gallery), self.settings
         if len(asked) > limits.max_batch:
@@ -127,7 +118,7 @@ class Searches:
         sets = [one.conformal_set.hits for one in answers if one.conformal_set is not None]
         hits = itertools.chain.from_iterable([*(one.hits for one in answers), *sets])
         check_payloads((hit.payload for hit in hits), limits.max_response_bytes)
-        return SearchResponse(gallery=wanted.gallery, answers=answers)
+        return schemas.SearchResponse(gallery=wanted.gallery, answers=answers)
 
     def _max_set(self, n: int, k: int) -> int:
         """Largest conformal set of each of n queries, so that the response stays within its number of items."""
@@ -250,7 +241,7 @@ def _answer(
     whole = None
     if found.conformal_set is not None and options.coverage is not None:
         hits = [_hit(served, hit, found.calibrated) for hit in found.conformal_set]
-        whole = ConformalSet(coverage=options.coverage, complete=not found.conformal_set_cut, hits=hits)
+        whole = schemas.ConformalSet(coverage=options.coverage, complete=not found.conformal_set_cut, hits=hits)
     return Answer(
         **{name: getattr(found, name) for name in _SAME},
         kind=kind,
@@ -260,8 +251,8 @@ def _answer(
     )
 
 
-def _hit(served: ServedGallery, hit: Hit, calibrated: bool, to_judge: Drawn | None = None) -> ResultRecord:
-    return ResultRecord(
+def _hit(served: ServedGallery, hit: Hit, calibrated: bool, to_judge: Drawn | None = None) -> schemas.ResultRecord:
+    return schemas.ResultRecord(
         **{name: getattr(hit, name) for name in ("id", "rank", "distance", "best_text")},
         match_probability=hit.match_probability if calibrated else None,
         total_variance=hit.uncertainty,

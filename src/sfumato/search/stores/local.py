@@ -105,10 +105,8 @@ class LocalStore(StoreBase):
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             refuse_newer(f"store {url}: {self._database}", version, local_files.FORMAT)
             if version != local_files.FORMAT:
-                raise UserError(
-                    f"store {url}: {self._database} has format {version}, this version of sfumato reads"
-                    f" {local_files.FORMAT}; build it again"
-                )
+                ours = f"this version of sfumato reads {local_files.FORMAT}; build it again"
+                raise UserError(f"store {url}: {self._database} has format {version}, {ours}")
             about = dict(connection.execute("SELECT name, value FROM meta"))
         try:
             self.dim, self.fingerprint = int(about["dim"]), str(about["fingerprint"])

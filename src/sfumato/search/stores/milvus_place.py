@@ -113,10 +113,8 @@ class Place:
         check_choice(f"store {self.url}", "index", self.options.get("index", "FLAT"), _INDEXES)
         check_choice(f"store {self.url}", "compress", compress, ("none", "int8"))
         if compress == "int8" and self.options.setdefault("index", "IVF_FLAT") != "IVF_FLAT":
-            raise UserError(
-                f"store {self.url}: compress=int8 goes with index=IVF_FLAT, got index={self.options['index']}; leave"
-                " one of them out"
-            )
+            found = f"got index={self.options['index']}; leave one of them out"
+            raise UserError(f"store {self.url}: compress=int8 goes with index=IVF_FLAT, {found}")
 
     def release(self) -> None:
         """Stop the embedded server if no other store of this process uses it."""

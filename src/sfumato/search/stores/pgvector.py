@@ -24,19 +24,9 @@ from typing import Any
 import numpy as np
 
 from sfumato.errors import UserError, first_line, need, refuse_newer
+from sfumato.search.stores import protocol
 from sfumato.search.stores.pgvector_connections import Connections
-from sfumato.search.stores.protocol import (
-    WORDS,
-    Filter,
-    Option,
-    Records,
-    StoreBase,
-    check_choice,
-    check_numbers,
-    in_order,
-    options,
-    redacted,
-)
+from sfumato.search.stores.protocol import WORDS, Filter, Option, Records, StoreBase, in_order, options, redacted
 
 _OPTIONS = {
     "table": Option("name or schema.name", default="sfumato"),
@@ -97,11 +87,9 @@ def create(url: str, dim: int, fingerprint: str) -> "PgVectorStore":
     """Make an empty table."""
     store = PgVectorStore(url, _read_options(url), dim, fingerprint)
     if dim > _MOST_STORED or (dim > store.code.most and store.index != "none"):
-        raise UserError(
-            f"store {store.url}: pgvector stores at most {_MOST_STORED:,} dimensions and indexes at most"
-            f" {_CODES['none'].most:,}, {_CODES['half'].most:,} with compress=half, all with compress=binary, got"
-            f" {dim:,}; index=none searches exactly"
-        )
+        most = f"at most {_CODES['none'].most:,}, {_CODES['half'].most:,} with compress=half, all with compress=binary"
+        limits = f"pgvector stores at most {_MOST_STORED:,} dimensions and indexes {most}"
+        raise UserError(f"store {store.url}: {limits}, got {dim:,}; index=none searches exactly")
     store.make()
     return store
 
@@ -136,11 +124,9 @@ class PgVectorStore(StoreBase):
             try:
                 connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
             except (errors.FeatureNotSupported, errors.UndefinedFile, errors.InsufficientPrivilege) as error:
-                raise self.error(
-                    f"this database has no pgvector ({first_line(error)}); install it on the server"
-                    " (package postgresql-NN-pgvector, or an image pgvector/pgvector), and let an administrator run"
-                    " CREATE EXTENSION vector"
-                ) from None
+                sources = "(package postgresql-NN-pgvector, or an image pgvector/pgvector)"
+                way = f"install it on the server {sources}, and let an administrator run CREATE EXTENSION vector"
+                raise self.error(f"this database has no pgvector ({first_line(error)}); {way}") from None
             self._check_version(connection)
             columns = 'id text COLLATE "C" PRIMARY KEY, embedding vector({dim}) NOT NULL, uncertainty real NOT NULL'
             create = f"CREATE TABLE {{table}} ({columns}, payload jsonb NOT NULL)"
@@ -161,10 +147,8 @@ class PgVectorStore(StoreBase):
         asked += " FROM pg_extension WHERE extname = 'vector'"
         version, late = connection.execute(asked, [_LEAST_VERSION]).fetchone()
         if not late:
-            raise self.error(
-                f"needs pgvector {_LEAST_VERSION} or later, and this database has {version}; install"
-                " a later one on the server and run ALTER EXTENSION vector UPDATE"
-            )
+            way = "install a later one on the server and run ALTER EXTENSION vector UPDATE"
+            raise self.error(f"needs pgvector {_LEAST_VERSION} or later, and this database has {version}; {way}")
 
     def _index_words(self, connection: Any) -> None:
         """Make the index of words, unless there is one."""
@@ -386,11 +370,11 @@ def _read_options(url: str) -> dict[str, str]:
 
 def _check_options(where: str, given: Mapping[str, str]) -> None:
     """Refuse an unknown index or compression and what is no number."""
-    check_choice(where, "index", given.get("index", "none"), ("none", "hnsw", "ivfflat"))
-    check_choice(where, "compress", compress := given.get("compress", "none"), tuple(_CODES))
+    protocol.check_choice(where, "index", given.get("index", "none"), ("none", "hnsw", "ivfflat"))
+    protocol.check_choice(where, "compress", compress := given.get("compress", "none"), tuple(_CODES))
     if compress != "none" and given.get("index", "none") == "none":
         raise UserError(f"{where}: compress={compress} is of an index; add index=hnsw or index=ivfflat")
-    check_numbers(where, given, _OPTIONS)
+    protocol.check_numbers(where, given, _OPTIONS)
 
 
 def _index_name(table: str, index: str) -> str:

@@ -31,10 +31,8 @@ class Connections:
             self._arguments = psycopg.conninfo.conninfo_to_dict(parts._replace(query="", fragment="").geturl())
         except psycopg.Error:
             # The driver's message repeats the URL, with its password.
-            raise UserError(
-                f"store {self.url}: expected postgresql://user@host:port/database; write / ? # @ : in a password as"
-                " %2F %3F %23 %40 %3A"
-            ) from None
+            way = "write / ? # @ : in a password as %2F %3F %23 %40 %3A"
+            raise UserError(f"store {self.url}: expected postgresql://user@host:port/database; {way}") from None
         self._arguments |= extra
         self._statement_timeout = int(self._arguments.pop("statement_timeout"))
         self._patience = self._statement_timeout + _SILENCE if self._statement_timeout else None

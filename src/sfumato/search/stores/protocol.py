@@ -57,10 +57,9 @@ class Records:
                 f"Records: vectors must be (n, e) float32, got {tuple(self.vectors.shape)} {self.vectors.dtype}"
             )
         if not (len(self.vectors) == len(self.uncertainty) == len(self.payloads) == n):
-            raise ValueError(
-                f"Records: {n} ids, {len(self.vectors)} vectors, {len(self.uncertainty)} uncertainties and"
-                f" {len(self.payloads)} payloads; expected the same number of each"
-            )
+            others = f"{len(self.uncertainty)} uncertainties and {len(self.payloads)} payloads"
+            found = f"{n} ids, {len(self.vectors)} vectors, {others}"
+            raise ValueError(f"Records: {found}; expected the same number of each")
         seen: set[str] = set()
         for i in self.ids:
             if not i or not is_text(i) or i in seen:
