@@ -16,27 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from support import stores_contract as contract
 from support.processes import Started
 from support.raising import raises
-from support.stores_contract import (
-    FINGERPRINT,
-    StoreBasics,
-    StoreContract,
-    assert_a_killed_server_loses_nothing,
-    assert_candidates_only,
-    assert_holds,
-    assert_nearest,
-    assert_nothing_lost,
-    by_id,
-    create_store,
-    free_port,
-    made,
-    open_store,
-    queries,
-    records,
-    said_by,
-    write_at_random,
-)
+from support.stores_contract import assert_holds, assert_nearest, by_id, create_store, open_store, queries, records
 
 from sfumato import errors
 from sfumato.errors import UserError
@@ -80,7 +63,7 @@ def url(request):
     return place if request.param == "embedded" else place.url
 
 
-class TestFile(StoreContract):
+class TestFile(contract.StoreContract):
     @pytest.fixture(autouse=True)
     def _file(self, embedded):
         self.url = embedded
@@ -94,14 +77,14 @@ def made_ahead(milvus_server):
     """Empty stores for the contract, made at the same time: a server takes two seconds to load one."""
     dims = (3, 3, 5, 6, 6, 7, 17)
     with ThreadPoolExecutor(len(dims)) as threads:
-        made = threads.map(lambda dim: stores.create_store(milvus_server.url(index="HNSW"), dim, FINGERPRINT), dims)
-        ahead = list(made)
+        url, fingerprint = milvus_server.url(index="HNSW"), contract.FINGERPRINT
+        ahead = list(threads.map(lambda dim: stores.create_store(url, dim, fingerprint), dims))
     yield ahead
     for store in ahead:
         store.close()
 
 
-class TestMilvusServer(StoreBasics):
+class TestMilvusServer(contract.StoreBasics):
     """Its language of filters is another one than that of Lite."""
 
     @pytest.fixture(autouse=True)
@@ -110,8 +93,8 @@ class TestMilvusServer(StoreBasics):
 
     def create(self, tmp_path, dim):
         place = next(i for i, store in enumerate(self.stores) if store.dim == dim)
-        made.append(self.stores.pop(place))
-        return made[-1]
+        contract.made.append(self.stores.pop(place))
+        return contract.made[-1]
 
 
 def test_the_index_that_was_asked_for_is_the_one_that_is_searched(url):
@@ -148,7 +131,7 @@ def test_compressed_vectors_are_candidates_only(embedded):
         time.sleep(1)  # Lite builds the index in the background.
         return open_store(f"{store.url}&overfetch=8")
 
-    assert_candidates_only(create_store(embedded(compress="int8", nlist=8, nprobe=8), 24), opened, 3000)
+    contract.assert_candidates_only(create_store(embedded(compress="int8", nlist=8, nprobe=8), 24), opened, 3000)
 
 
 def test_others_find_a_write_at_once_and_optimise_waits_for_the_index(milvus_server, monkeypatch):
@@ -277,7 +260,7 @@ def test_two_stores_of_one_file_and_another_process(tmp_path):
 def test_servers_that_are_not_there_and_passwords(monkeypatch):
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        for port in (free_port(), silent.getsockname()[1]):
+        for port in (contract.free_port(), silent.getsockname()[1]):
             with pytest.raises(UserError, match="server unavailable") as caught:
                 open_store(f"milvus+http://someone:s3cr%2Ft@127.0.0.1:{port}/name?timeout=1")
             assert "s3cr" not in str(caught.value) and "someone:***@127.0.0.1" in str(caught.value)
@@ -307,16 +290,16 @@ def test_a_server_that_hangs_is_given_up_and_a_killed_one_loses_nothing(milvus_s
     store.upsert(records(5, 6, 20))
     assert_holds(store, by_id(records(5, 6, 20)))
     store = create_store(milvus_server.url(index="HNSW"), 3)
-    assert_a_killed_server_loses_nothing(store, milvus_server.kill, milvus_server.start, False)
+    contract.assert_a_killed_server_loses_nothing(store, milvus_server.kill, milvus_server.start, False)
 
 
 def test_a_killed_process_loses_nothing_of_its_embedded_file(tmp_path):
     url = f"milvus:{tmp_path}/one.db"
     create_store(url, 3).close()
-    process = Started(write_at_random, url, 0, False, piped=True)
-    said = said_by(process, process.kill)
+    process = Started(contract.write_at_random, url, 0, False, piped=True)
+    said = contract.said_by(process, process.kill)
     process.finish()
-    assert_nothing_lost(open_store(url), said)
+    contract.assert_nothing_lost(open_store(url), said)
 
 
 QUICK = {
@@ -343,10 +326,10 @@ class MilvusServer:
 
     def __init__(self, folder):
         milvus = pytest.importorskip("milvus", reason="needs the package milvus, a Milvus server for Linux on x86-64")
-        self.folder, self.port, self.health_port = folder, free_port(), free_port()
+        self.folder, self.port, self.health_port = folder, contract.free_port(), contract.free_port()
         milvus.MilvusServerConfig(data_dir=str(folder), proxy_port=self.port).resolve()  # Writes configs/milvus.yaml.
         milvus._initialize_data_files(str(folder))
-        client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        client, peer = (f"http://127.0.0.1:{contract.free_port()}" for _ in range(2))
         # Without these, every server takes the ports 2379 and 2380 for its metadata.
         etcd = {"listen-client-urls": client, "advertise-client-urls": client, "listen-peer-urls": peer}
         etcd |= {"initial-advertise-peer-urls": peer, "initial-cluster": f"default={peer}"}

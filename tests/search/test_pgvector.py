@@ -7,23 +7,10 @@ import socket
 import time
 
 import pytest
+from support import stores_contract as contract
 from support.postgresql import postgresql
 from support.raising import raises
-from support.stores_contract import (
-    StoreBasics,
-    StoreContract,
-    assert_a_killed_server_loses_nothing,
-    assert_candidates_only,
-    assert_holds,
-    assert_nearest,
-    assert_survives_kills,
-    by_id,
-    create_store,
-    free_port,
-    open_store,
-    queries,
-    records,
-)
+from support.stores_contract import assert_holds, assert_nearest, by_id, create_store, open_store, queries, records
 
 from sfumato.errors import UserError
 from sfumato.search.stores import pgvector_connections
@@ -56,15 +43,15 @@ class OnServer:
         return create_store(self.server.url(**self.options), dim)
 
 
-class TestExact(OnServer, StoreContract):
+class TestExact(OnServer, contract.StoreContract):
     pass
 
 
-class TestHnsw(OnServer, StoreBasics):
+class TestHnsw(OnServer, contract.StoreBasics):
     options = {"database": "indexed", "index": "hnsw", "m": 24, "ef_construction": 200, "ef_search": 200}
 
 
-class TestIvfflat(OnServer, StoreBasics):
+class TestIvfflat(OnServer, contract.StoreBasics):
     options = {"database": "indexed", "index": "ivfflat", "lists": 4, "probes": 4}
 
 
@@ -118,7 +105,7 @@ def test_compressed_vectors_are_candidates_only(server, monkeypatch, index, comp
     options = {"hnsw": {"ef_search": 400}, "ivfflat": {"lists": 4, "probes": 4}}[index]
     url = server.url(database="indexed", index=index, compress=compress, **options)
     store = create_store(url, 40)
-    assert_candidates_only(store)
+    contract.assert_candidates_only(store)
     (plan,) = plan_of(store, monkeypatch)
     assert f"_{index} on" in plan and code in plan
     one = open_store(url.replace("&compress", "&overfetch=1&compress"))
@@ -284,11 +271,11 @@ def test_passwords_open_and_are_never_told(server, monkeypatch):
 def test_servers_that_are_not_there_and_a_killed_client(server):
     started_at = time.monotonic()
     with pytest.raises(UserError, match=r"store postgresql://someone:\*\*\*@127.0.0.1:\d+/x: .*refused"):
-        open_store(f"postgresql://someone:hush@127.0.0.1:{free_port()}/x")
+        open_store(f"postgresql://someone:hush@127.0.0.1:{contract.free_port()}/x")
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UserError, match="timeout"):
         open_store(f"postgresql://someone@127.0.0.1:{silent.getsockname()[1]}/x?connect_timeout=2")
     assert time.monotonic() - started_at < 10
-    assert_survives_kills(create_store(server.url(), 3).url, 2)
+    contract.assert_survives_kills(create_store(server.url(), 3).url, 2)
 
 
 def test_a_killed_server_loses_nothing_and_fails_no_call_that_comes_after_it(server):
@@ -309,7 +296,7 @@ def test_a_killed_server_loses_nothing_and_fails_no_call_that_comes_after_it(ser
         assert idle.count() == 5
         idle.search(queries(1, 3, 0), 3)
 
-    assert_a_killed_server_loses_nothing(store, server.stop, start)
+    contract.assert_a_killed_server_loses_nothing(store, server.stop, start)
     parts = idle.scan(2)
     next(parts)
     server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {OTHERS}")

@@ -15,21 +15,10 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from support import stores_contract as contract
 from support.processes import Started
 from support.raising import raises
-from support.stores_contract import (
-    StoreContract,
-    assert_holds,
-    assert_nearest,
-    assert_others_read,
-    assert_survives_kills,
-    by_id,
-    create_store,
-    open_store,
-    queries,
-    records,
-    squared_l2,
-)
+from support.stores_contract import assert_holds, assert_nearest, by_id, create_store, open_store, queries, records
 
 from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError
@@ -38,13 +27,13 @@ from sfumato.search.stores import local, local_files
 from sfumato.search.stores.protocol import WORDS, Filter, Records, StoreInUseError
 
 
-class TestFlat(StoreContract):
+class TestFlat(contract.StoreContract):
     def create(self, tmp_path, dim):
         return create_store(f"file:{tmp_path}/store", dim)
 
 
 @pytest.mark.usefixtures("needs_faiss")
-class TestHnsw(StoreContract):
+class TestHnsw(contract.StoreContract):
     """Indexes from so few items on that the contract's galleries are searched by FAISS."""
 
     def create(self, tmp_path, dim):
@@ -61,7 +50,7 @@ def clustered(n, dim, seed, clusters=50):
 
 def recall(store, kept, wanted, k, filter=None):
     ids = [key for key, (_, u, payload) in kept.items() if filter is None or filter.accepts(payload, u)]
-    distance = squared_l2(wanted, np.stack([kept[key][0] for key in ids]))
+    distance = contract.squared_l2(wanted, np.stack([kept[key][0] for key in ids]))
     ground_truth = [{ids[j] for j in row[:k]} for row in np.argsort(distance, axis=1)]
     found = [set(result.ids) for result in store.search(wanted, k, filter)]
     assert all(len(some) == min(k, len(ids)) for some in found)
@@ -118,7 +107,8 @@ def test_compressed_vectors_are_candidates_only(tmp_path, needs_faiss):
         assert torch.get_num_threads() == threads
         assert recall(store, by_id(batch), wanted, 10) >= 0.98 and uses_index(store)
         for query, found in zip(wanted[:20], store.search(wanted[:20], 10), strict=True):
-            assert squared_l2(found.vectors, query).tolist() == sorted(squared_l2(found.vectors, query).tolist())
+            distance = contract.squared_l2(found.vectors, query).tolist()
+            assert distance == sorted(distance)
             np.testing.assert_array_equal(found.vectors, store.get(found.ids).vectors, strict=True)
         store.close()
         sizes[compress] = index_files(tmp_path / compress)[0].stat().st_size / n
@@ -172,7 +162,7 @@ def test_optimise_gives_space_back(tmp_path):
     store, file = create_store(f"{tmp_path}/store", 50), tmp_path / "store/records.sqlite"
     batch = records(4500, 50, 1)
     store.upsert(batch)
-    store, whole = StoreContract().reopen(store), file.stat().st_size
+    store, whole = contract.StoreContract().reopen(store), file.stat().st_size
     store.delete([key for i, key in enumerate(batch.ids) if i < 4200 and i % 3])
     kept = {key: value for i, (key, value) in enumerate(by_id(batch).items()) if i >= 4200 or i % 3 == 0}
     scan = store.scan(batch=10)
@@ -181,7 +171,7 @@ def test_optimise_gives_space_back(tmp_path):
     assert sorted(begun + [key for part in scan for key in part.ids]) == sorted(kept)  # A scan sees what it began with.
     assert_holds(store, kept)
     assert_nearest(store, kept, queries(5, 50, 2), 9)
-    store = StoreContract().reopen(store)
+    store = contract.StoreContract().reopen(store)
     assert file.stat().st_size < 0.6 * whole
     store.delete(list(kept))
     store.optimise()
@@ -264,7 +254,7 @@ def test_a_full_disk_takes_nothing_away(tmp_path):
 
 
 def test_processes_that_are_killed_and_others_that_read(tmp_path, needs_faiss):
-    for name, check in (("a", lambda url: assert_survives_kills(url, 3)), ("b", assert_others_read)):
+    for name, check in (("a", lambda url: contract.assert_survives_kills(url, 3)), ("b", contract.assert_others_read)):
         url = f"{tmp_path}/{name}?engine=hnsw&exact_below=100"
         create_store(url, 3).close()
         check(url)
