@@ -265,13 +265,11 @@ class Calibration(PairLogits):
                 raise ValueError(f"version {version} is of {wrote} sfumato, this one reads {_VERSION}; {what}")
             scale, bias = float(values["logit_scale"]), float(values["logit_bias"])
             if not (scale > 0 and math.isfinite(scale) and math.isfinite(bias)):
-                raise ValueError(
-                    f"logit_scale must be positive and finite and logit_bias finite, got {scale} and {bias}"
-                )
+                found = f"got {scale} and {bias}"
+                raise ValueError(f"logit_scale must be positive and finite and logit_bias finite, {found}")
             if values.get("knots"):
-                raise ValueError(
-                    "an isotonic fit of an earlier sfumato; calibrate the run again: sfumato calibrate RUN"
-                )
+                way = "calibrate the run again: sfumato calibrate RUN"
+                raise ValueError(f"an isotonic fit of an earlier sfumato; {way}")
             reference = values["reference"]
             pairs = PairLogits(scale, bias, float(values["share_of_matches"]))
             directions: dict[str, Any] = {

@@ -106,9 +106,8 @@ def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) ->
     scale = float(slope[0] / deviation)
     bias = intercept + scale * float(centre)
     if not scale > 0:
-        raise ValueError(
-            "fit_logits: the best scale is not positive; the distances do not separate matches from non-matches"
-        )
+        reason = "the distances do not separate matches from non-matches"
+        raise ValueError(f"fit_logits: the best scale is not positive; {reason}")
     return scale, bias
 
 
@@ -233,10 +232,8 @@ class ReferenceQueries:
 
 def no_reference_error(who: str) -> ValueError:
     """The error of a calibration with reference queries that is used without them."""
-    return ValueError(
-        f"{who}: this calibration reads reference queries; give"
-        " reference=calibration.of(direction).reference.features(queries, first hits)"
-    )
+    way = "give reference=calibration.of(direction).reference.features(queries, first hits)"
+    return ValueError(f"{who}: this calibration reads reference queries; {way}")
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,8 @@ def coco_captions(
     files: dict[str, str] = {}
     for number, entry in enumerate(loaded["images"]):
         at = f"{path}:images[{number}]"
-        if not isinstance(entry, dict) or not _is_number(entry.get("id")) or not _is_name(entry.get("file_name")):
+        named = isinstance(entry, dict) and entry.get("file_name") and is_text(entry["file_name"])
+        if not (named and _is_number(entry.get("id"))):
             problems.add(at, "malformed entry: expected an object with the number id and the string file_name")
         elif str(entry["id"]) in files:
             problems.add(at, f"image {entry['id']} occurred before")
@@ -190,10 +191,6 @@ def coco_captions(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value) and is_text(value)
 
 
 def read_coco_captions(

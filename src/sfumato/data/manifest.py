@@ -312,9 +312,8 @@ def _consistent(item: SourceItem, wordings: dict[str, str], problems: Problems) 
         if not identity or wordings.setdefault(identity, text) == text:
             kept.append((identity, text))
         else:
-            problems.remark(
-                item.location, f"caption id {identity!r} occurred before, with another wording; it is left out"
-            )
+            found = f"caption id {identity!r} occurred before, with another wording"
+            problems.remark(item.location, f"{found}; it is left out")
     return tuple(kept)
 
 

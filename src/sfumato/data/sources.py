@@ -180,9 +180,8 @@ class _Columns:
                 ids = row.get("caption_ids") or [""] * len(texts)
                 usable = manifest.usable_captions(where, texts, problems)
                 own = tuple((ids[k], text) for k, text in usable.items()) if len(ids) == len(texts) else ()
-                yield SourceItem(
-                    source.id, source, own, manifest.canonical_split(str(row.get(self.split) or split)), where
-                )
+                part = manifest.canonical_split(str(row.get(self.split) or split))
+                yield SourceItem(source.id, source, own, part, where)
 
 
 def _same_image(first: RowImage, other: RowImage) -> bool:
@@ -368,10 +367,8 @@ def _karpathy(config: DataConfig, problems: Problems) -> dict[str, PairData]:
 
 
 def _coco(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    year = CocoOptions.model_validate(config.options).year
-    return read_coco_captions(
-        _existing(config), problems, images=config.images or None, year=year, **_fractions(config)
-    )
+    year, images = CocoOptions.model_validate(config.options).year, config.images or None
+    return read_coco_captions(_existing(config), problems, images=images, year=year, **_fractions(config))
 
 
 def _shards(config: DataConfig, problems: Problems) -> dict[str, PairData]:

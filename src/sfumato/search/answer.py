@@ -272,10 +272,8 @@ class Hit:
     why: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return (
-            f"Hit({self.id!r}, rank={self.rank}, distance={self.distance:.4f},"
-            f" match_probability={self.match_probability:.3f}, uncertainty={self.uncertainty:.4g})"
-        )
+        values = f"rank={self.rank}, distance={self.distance:.4f}, match_probability={self.match_probability:.3f}"
+        return f"Hit({self.id!r}, {values}, uncertainty={self.uncertainty:.4g})"
 
     @property
     def name(self) -> str:

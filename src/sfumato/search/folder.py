@@ -175,9 +175,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     if not file.is_file():
-        raise FileNotFoundError(
-            f"{folder}: no {MANIFEST} here; not a {KIND} folder, or its first save did not finish: build it again"
-        )
+        way = f"not a {KIND} folder, or its first save did not finish: build it again"
+        raise FileNotFoundError(f"{folder}: no {MANIFEST} here; {way}")
     try:
         manifest = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -417,9 +417,8 @@ class Gallery(ABC):
         if k < 1:
             raise ValueError(f"search: k must be at least 1, got {k}")
         if queries.d != self.d:
-            raise ValueError(
-                f"search: queries have {queries.d} dimensions, the index has {self.d}; embed both with one model"
-            )
+            way = "embed both with one model"
+            raise ValueError(f"search: queries have {queries.d} dimensions, the index has {self.d}; {way}")
         check_finite(queries, "search")
         return queries.numpy().to(np.float32)
 

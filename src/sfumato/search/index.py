@@ -112,9 +112,8 @@ class GaussianIndex(Gallery):
             logit_bias = calibration.logit_bias + scorer.prior_shift(len(ids))
         _check_settings(distance, logit_scale, logit_bias)
         if get_distance(distance).needs_variance and (embeddings.log_var == -math.inf).any():
-            raise ValueError(
-                f"GaussianIndex: {distance} needs positive variances, got points; use csd, squared_l2 or wasserstein2"
-            )
+            way = "use csd, squared_l2 or wasserstein2"
+            raise ValueError(f"GaussianIndex: {distance} needs positive variances, got points; {way}")
         notes = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
         embeddings = embeddings.numpy().to(np.float32)
         return cls(

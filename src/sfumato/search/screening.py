@@ -339,9 +339,8 @@ class Screen:
         slack = 1e-12 * ((vectors**2).sum(1, keepdims=True) + (centres**2).sum(1))
         square = np.stack([((vectors - centre) ** 2).sum(1) for centre in centres], axis=1) + slack
         longest = np.array([(block.length + block.rounding).max() for block in blocks], np.float64)
-        weight = np.array([block.weight[-1] for block in blocks], np.float64) * (
-            1 + 4 * coding.sum_error(centres.shape[1])
-        )
+        heaviest = np.array([block.weight[-1] for block in blocks], np.float64)
+        weight = heaviest * (1 + 4 * coding.sum_error(centres.shape[1]))
         return np.asarray(((square + 2 * np.sqrt(square) * longest + weight) * (1 + 1e-6)).min(1))
 
 

@@ -265,9 +265,8 @@ class Searcher:
         """
         found = self.gallery.get(ids)
         if missing := [i for i in ids if i not in found.ids]:
-            raise UserError(
-                f"{self.source} has no item {missing[0]!r} to search by; ids are those that a search returns"
-            )
+            way = "ids are those that a search returns"
+            raise UserError(f"{self.source} has no item {missing[0]!r} to search by; {way}")
         rows = np.array([found.ids.index(i) for i in ids], np.int64)
         about = [QueryInfo(i, native=False) for i in ids]
         return self.gallery.search(found.embeddings[rows], k, options, about, image_of=self.image_of)

@@ -83,6 +83,9 @@ PAGE = Path(__file__).parent / "page"
 
 _LOG = logging.getLogger("sfumato.serve")
 
+_READS = problems(404, 422, 503, 504)
+"""What a request that reads may be refused for."""
+
 _ItemGallery = Annotated[GalleryName, Parameter(description="gallery of the item")]
 _Id = Annotated[str, PathParameter(description="id of the item; percent-encoded, but for its slashes")]
 
@@ -236,9 +239,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
     refusals = problems(404, 413, 415, 422, 503, 504)
     post = partial(app.post, response_model=schemas.SearchResponse, tags=["search"], responses=refusals)
 
-    @app.get(
-        "/v1/search", response_model=schemas.SearchResponse, tags=["search"], responses=problems(404, 422, 503, 504)
-    )
+    @app.get("/v1/search", response_model=schemas.SearchResponse, tags=["search"], responses=_READS)
     async def search_by_text(parameters: Annotated[schemas.TextSearch, Parameter()]) -> Response:
         """Search by one text."""
         asked = asked_text(parameters.q, parameters.also, parameters.without, "query.q")
@@ -257,7 +258,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
 
 
 def _add_views(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/items", response_model=schemas.ItemList, tags=["items"], responses=problems(404, 422, 503, 504))
+    @app.get("/v1/items", response_model=schemas.ItemList, tags=["items"], responses=_READS)
     async def list_items(
         gallery: Annotated[GalleryName, Parameter(description="gallery to list")] = "images",
         cursor: Annotated[
@@ -269,15 +270,12 @@ def _add_views(app: FastAPI, service: Service) -> None:
         """Items in the order of their ids, some at a time."""
         return _json(await service.items(gallery, cursor, limit))
 
-    @app.get("/v1/items/{id:path}", response_model=schemas.Item, tags=["items"], responses=problems(404, 422, 503, 504))
+    @app.get("/v1/items/{id:path}", response_model=schemas.Item, tags=["items"], responses=_READS)
     async def get_item(id: _Id, gallery: _ItemGallery = "images") -> Response:
         """One item, by its id. Ids may hold slashes."""
         return _json(await service.item(id, gallery))
 
-    @app.get(
-        "/v1/pictures/{id:path}", response_class=Response, tags=["look"],
-        responses={**problems(404, 422, 503, 504), **IMAGE},
-    )  # fmt: skip
+    @app.get("/v1/pictures/{id:path}", response_class=Response, tags=["look"], responses={**_READS, **IMAGE})
     async def get_picture(
         request: Request,
         id: _Id,
@@ -367,4 +365,4 @@ async def _answers(service: Service, asked: Sequence[Asked], options: schemas.Se
 
 
 def _json(model: BaseModel) -> Response:
-    return Response(model.model_dump_json(), media_type="application/json")
+    return Response(model.model_dump_json(), media_type=JSON)

@@ -112,9 +112,8 @@ class LocalStore(StoreBase):
             self.dim, self.fingerprint = int(about["dim"]), str(about["fingerprint"])
             kept = dict(json.loads(about["settings"]))
         except (LookupError, TypeError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"store {url}: the settings in {self._database} are damaged ({first_line(error)}); build it again"
-            ) from error
+            found = f"the settings in {self._database} are damaged ({first_line(error)})"
+            raise UserError(f"store {url}: {found}; build it again") from error
         self._settings = local_files.LocalSettings.opened(url, given, kept)
 
     def upsert(self, records: Records) -> None:
@@ -133,12 +132,8 @@ class LocalStore(StoreBase):
     def get(self, ids: Sequence[str]) -> Records:
         """Records by id."""
         with self._transaction() as connection:
-            found = {
-                row[0]: row
-                for row in connection.execute(
-                    f"{local_files.RECORD} WHERE id IN {local_files.LIST}", (local_files.listed(ids),)
-                )
-            }
+            sql = f"{local_files.RECORD} WHERE id IN {local_files.LIST}"
+            found = {row[0]: row for row in connection.execute(sql, (local_files.listed(ids),))}
             return self._records(in_order(ids, found))
 
     def search(self, queries: np.ndarray, k: int, filter: Filter | None = None) -> list[Records]:
@@ -156,10 +151,8 @@ class LocalStore(StoreBase):
             for part in (wanted[i : i + _QUERIES] for i in range(0, len(wanted), _QUERIES)):
                 nearest = self._nearest(connection, part, k, allowed)
                 distinct = np.unique(np.concatenate(nearest)).tolist()
-                rows = connection.execute(
-                    f"{local_files.RECORD} WHERE position IN {local_files.LIST} ORDER BY position",
-                    (local_files.listed(distinct),),
-                )
+                sql = f"{local_files.RECORD} WHERE position IN {local_files.LIST} ORDER BY position"
+                rows = connection.execute(sql, (local_files.listed(distinct),))
                 found = dict(zip(distinct, rows, strict=True))
                 results += [self._records([found[p] for p in row.tolist()]) for row in nearest]
         return results
@@ -252,13 +245,11 @@ class LocalStore(StoreBase):
                     self._pool.remove(connection)
                     connection.close()
         except sqlite3.OperationalError as error:
-            raise self.error(
-                f"{self._database}: {error}; check free space, permissions and other programs that use it"
-            ) from error
+            way = "check free space, permissions and other programs that use it"
+            raise self.error(f"{self._database}: {error}; {way}") from error
         except sqlite3.DatabaseError as error:
-            raise self.error(
-                f"{self._database} is damaged ({error}); put back a copy of the folder, or build it again"
-            ) from error
+            way = "put back a copy of the folder, or build it again"
+            raise self.error(f"{self._database} is damaged ({error}); {way}") from error
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -351,9 +342,8 @@ class LocalStore(StoreBase):
 
     def _records(self, rows: Sequence[tuple[str, float, str, bytes]]) -> Records:
         """The records of rows of RECORD."""
-        return self.records(
-            [(i, u, json.loads(text)) for i, u, text, _ in rows], self._matrix([row[3] for row in rows])
-        )
+        vectors = self._matrix([row[3] for row in rows])
+        return self.records([(i, u, json.loads(text)) for i, u, text, _ in rows], vectors)
 
     def _find_in_index(
         self, connection: sqlite3.Connection, queries: np.ndarray, k: int, allowed: local_files.Positions | None
@@ -393,9 +383,8 @@ class LocalStore(StoreBase):
         except (FileNotFoundError, ValueError) as error:
             if not file.exists():
                 return None
-            raise self.error(
-                f"{file} is damaged ({error}); remove this file and optimise the store, which builds it anew"
-            ) from error
+            way = "remove this file and optimise the store, which builds it anew"
+            raise self.error(f"{file} is damaged ({error}); {way}") from error
         raw = connection.execute("SELECT positions FROM indexes").fetchone()[0]
         self._index = LocalIndex(file, graph, np.frombuffer(raw, dtype="<i8").astype(np.int64))
         return self._index
@@ -403,10 +392,8 @@ class LocalStore(StoreBase):
     def _build_index(self) -> None:
         """Index all items, unless few of them are outside the index or there are too few for one."""
         with self._transaction() as connection:
-            positions, index = (
-                local_files.positions_of(connection, "SELECT position FROM items"),
-                self._read_index(connection),
-            )
+            positions = local_files.positions_of(connection, "SELECT position FROM items")
+            index = self._read_index(connection)
             n = len(positions)
             moved = len(np.setxor1d(positions, index.positions)) if index else n
             if n < max(16, self._settings.exact_below) or moved <= _STALE * n:

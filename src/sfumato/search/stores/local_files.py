@@ -302,9 +302,8 @@ class LocalSettings:
         check_choice(f"store {url}", "compress", compress, _CHOICES["compress"])
         own = () if engine == "flat" else (*_OF_GRAPH, "overfetch")
         if foreign := sorted(set(given) - {"engine", *_OF_ALL, *own}):
-            raise UserError(
-                f"store {url}: engine {engine} has no option {foreign[0]!r}; it has {', '.join((*_OF_ALL, *own))}"
-            )
+            known = f"it has {', '.join((*_OF_ALL, *own))}"
+            raise UserError(f"store {url}: engine {engine} has no option {foreign[0]!r}; {known}")
         if engine == "hnsw":
             require_faiss()
         common = {name: given.get(name, usual) for name, usual in _OF_ALL.items()}

@@ -130,9 +130,8 @@ class MilvusStore(StoreBase):
         # Nested: a server reads these numbers so or flat, as pymilvus would send them; Lite only so, and passes over
         # flat ones.
         index.add_index("vector", index_type=kind, metric_type="L2", params={"params": built.get(kind, {})})
-        self._call(
-            "create_collection", {"schema": schema, "properties": {"sfumato": text}, "consistency_level": "Strong"}
-        )
+        options = {"schema": schema, "properties": {"sfumato": text}, "consistency_level": "Strong"}
+        self._call("create_collection", options)
         self._call("create_index", {"index_params": index, "sync": False})  # nothing to wait for yet
         self._call("load_collection")
 

@@ -92,9 +92,8 @@ class Place:
         if head == "milvus":
             path = rest.partition("?")[0]
             if not path.endswith(".db") or path.startswith("//"):
-                raise UserError(
-                    f"store {self.url}: an embedded Milvus is milvus:PATH.db, a server milvus+http://host:19530/name"
-                )
+                server = "a server milvus+http://host:19530/name"
+                raise UserError(f"store {self.url}: an embedded Milvus is milvus:PATH.db, {server}")
             self.file, self.uri = Path(path).absolute(), str(Path(path).absolute())
             self.name = self.options.get("name", "sfumato")
         else:

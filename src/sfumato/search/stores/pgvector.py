@@ -133,9 +133,8 @@ class PgVectorStore(StoreBase):
             try:
                 connection.execute(self._sql(create, {"dim": self.dim}))
             except errors.DuplicateTable:
-                raise self.error(
-                    f"table {self._name} already exists; open it, or give another name: ?table=..."
-                ) from None
+                way = "open it, or give another name: ?table=..."
+                raise self.error(f"table {self._name} already exists; {way}") from None
             # Stored in the row if it fits, not in a separate table, because an exact search reads every vector.
             connection.execute(self._sql("ALTER TABLE {table} ALTER COLUMN embedding SET STORAGE MAIN"))
             note = {"sfumato": FORMAT, "dim": self.dim, "fingerprint": self.fingerprint, "options": self._options}
@@ -347,10 +346,8 @@ class PgVectorStore(StoreBase):
 
     def _rows(self, connection: Any) -> int:
         """Approximate number of rows, as of the last `optimise`."""
-        found = connection.execute(
-            "SELECT reltuples FROM pg_class WHERE oid = to_regclass(%s)", [self._table.as_string(connection)]
-        )
-        return max(0, int(found.fetchone()[0]))
+        sql = "SELECT reltuples FROM pg_class WHERE oid = to_regclass(%s)"
+        return max(0, int(connection.execute(sql, [self._table.as_string(connection)]).fetchone()[0]))
 
     def _records(self, rows: list[tuple[str, bytes, float, dict[str, str]]]) -> Records:
         # Four bytes of header, then the numbers in network order.
@@ -362,9 +359,8 @@ def _read_options(url: str) -> dict[str, str]:
     given = options(url, _OPTIONS)
     _check_options(f"store {redacted(url)}", given)
     if not re.fullmatch(r"[^.%\0]+(\.[^.%\0]+)?", given.get("table", "sfumato")):
-        raise UserError(
-            f"store {redacted(url)}: table must be a name or schema.name, without %, got {given['table']!r}"
-        )
+        found = f"got {given['table']!r}"
+        raise UserError(f"store {redacted(url)}: table must be a name or schema.name, without %, {found}")
     return given
 
 

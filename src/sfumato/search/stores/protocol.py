@@ -53,9 +53,8 @@ class Records:
         for name in ("vectors", "uncertainty"):
             object.__setattr__(self, name, as_numpy(getattr(self, name)))
         if self.vectors.ndim != 2 or self.vectors.dtype != np.float32:
-            raise ValueError(
-                f"Records: vectors must be (n, e) float32, got {tuple(self.vectors.shape)} {self.vectors.dtype}"
-            )
+            found = f"got {tuple(self.vectors.shape)} {self.vectors.dtype}"
+            raise ValueError(f"Records: vectors must be (n, e) float32, {found}")
         if not (len(self.vectors) == len(self.uncertainty) == len(self.payloads) == n):
             others = f"{len(self.uncertainty)} uncertainties and {len(self.payloads)} payloads"
             found = f"{n} ids, {len(self.vectors)} vectors, {others}"
@@ -67,9 +66,8 @@ class Records:
             seen.add(i)
         for i, payload in zip(self.ids, self.payloads, strict=True):
             if not all(is_text(text) for pair in payload.items() for text in pair):
-                raise ValueError(
-                    f"Records: the payload of {i!r} must be Unicode texts without NUL by name, got {dict(payload)!r}"
-                )
+                found = f"got {dict(payload)!r}"
+                raise ValueError(f"Records: the payload of {i!r} must be Unicode texts without NUL by name, {found}")
         wrong = ~(np.isfinite(self.vectors).all(1) & np.isfinite(self.uncertainty))
         if wrong.any():
             raise ValueError(f"Records: the vector or uncertainty of {self.ids[int(wrong.argmax())]!r} is not finite")
@@ -314,9 +312,8 @@ STORES: dict[str, StoreKind] = {
 def register_store(scheme: str, factory: Any, *, is_path: bool = False) -> None:
     """Add a kind of store: an object with the functions `create` and `open`, or the name of such a module."""
     if not re.fullmatch(_SCHEME, scheme):
-        raise ValueError(
-            f"register_store: a scheme is two or more lower-case letters, digits and +, letter first, got {scheme!r}"
-        )
+        expected = "two or more lower-case letters, digits and +, letter first"
+        raise ValueError(f"register_store: a scheme is {expected}, got {scheme!r}")
     if scheme in STORES:
         raise ValueError(f"register_store: scheme {scheme!r} is already registered; choose another")
     STORES[scheme] = StoreKind(factory, is_path)
@@ -363,9 +360,8 @@ Options = Mapping[str, Option]
 def options(url: str, known: Options) -> dict[str, str]:
     """The options of a store URL, after its question mark; numbers are checked, and left as they are written."""
     if _malformed(url):
-        raise UserError(
-            f"store {redacted(url)}: the host or port is malformed; write / ? # @ in a password as %2F %3F %23 %40"
-        )
+        way = "write / ? # @ in a password as %2F %3F %23 %40"
+        raise UserError(f"store {redacted(url)}: the host or port is malformed; {way}")
     pairs = parse_qsl(urlsplit(url).query, keep_blank_values=True)
     found = dict(pairs)
     if len(found) < len(pairs):
