@@ -77,8 +77,8 @@ def made_ahead(milvus_server):
     """Empty stores for the contract, made at the same time: a server takes two seconds to load one."""
     dims = (3, 3, 5, 6, 6, 7, 17)
     with ThreadPoolExecutor(len(dims)) as threads:
-        url, fingerprint = milvus_server.url(index="HNSW"), contract.FINGERPRINT
-        ahead = list(threads.map(lambda dim: stores.create_store(url, dim, fingerprint), dims))
+        make = lambda dim: stores.create_store(milvus_server.url(index="HNSW"), dim, contract.FINGERPRINT)
+        ahead = list(threads.map(make, dims))
     yield ahead
     for store in ahead:
         store.close()
