@@ -167,7 +167,7 @@ class Model:
             batch_size: number of images at a time.
 
         Returns:
-            (n, d) embeddings on the CPU: arrays of NumPy by `small` and others of ONNX graphs, else tensors.
+            (n, d) embeddings on the CPU: arrays of NumPy by `small`, ONNX graphs and adopted models, else tensors.
 
         Raises:
             UserError: an image is missing or cannot be read; the message has its path or its number.
