@@ -34,11 +34,11 @@ from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_en
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import MatchLoss
 from sfumato.losses.pcme import PCMELoss, PCMEOptions
 from sfumato.losses.pcmepp import PCMEPPLoss
+from sfumato.models.build import DualEncoder, Tower
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.sections import OptimConfig
 from sfumato.training.step import TrainBatch, build_optimiser, clip_gradients, forward_backward

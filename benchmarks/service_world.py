@@ -22,9 +22,8 @@ from store_servers import family, family_memory
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import UploadedImages
 from sfumato.encoders.processors import train_tokenizer
-from sfumato.encoders.towers import DualEncoder
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.models.build import Assets, build_model
+from sfumato.models.build import Assets, DualEncoder, build_model
 from sfumato.models.sections import ModelConfig
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.index import GaussianIndex

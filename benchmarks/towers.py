@@ -27,8 +27,8 @@ from sfumato.arrays import Array
 from sfumato.encoders.clip import ARCHITECTURES, ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.heads import GaussianHead, TokenFeatures
-from sfumato.encoders.towers import Tower
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.models.build import Tower
 
 DIM = 1024
 FORMS = ("plain", "gaussian")

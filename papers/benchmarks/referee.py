@@ -39,9 +39,9 @@ from papers.uncertainty.corruption import corrupted_inputs
 from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.data.images import Problems
 from sfumato.encoders.backbones import text_backbone
-from sfumato.encoders.towers import DualEncoder
 from sfumato.files import write_atomically
 from sfumato.metrics.bootstrap import spearman
+from sfumato.models.build import DualEncoder
 from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run

@@ -19,9 +19,9 @@ from sfumato.encoders.convolutional import ResNetEncoder, ResNetImageConfig, res
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import BilinearProcessor, TokenProcessor
 from sfumato.encoders.scratch import WordEncoder
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError
 from sfumato.matching import SampledLogits
+from sfumato.models.build import DualEncoder, Tower
 from sfumato.models.pretrained import FOREIGN
 from sfumato.models.pretrained_tensors import Layout, below, check_tensors, number_of
 

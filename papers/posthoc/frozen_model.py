@@ -23,13 +23,13 @@ from sfumato.data.sources import DataConfig
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import Item, Store
 from sfumato.encoders.heads import AveragePool, GaussianHead, TokenFeatures
-from sfumato.encoders.towers import Tower
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Query
 from sfumato.evaluation.trust import many_to_many, resampled_together
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.metrics.relevance import Relevance
+from sfumato.models.build import Tower
 from sfumato.models.embed import PreparedSplit, load_split
 from sfumato.models.model import Model
 

@@ -21,7 +21,6 @@ from .distances import register_distance as register_distance
 from .encoders.heads import GaussianHead as GaussianHead
 from .encoders.registry import ENCODERS as ENCODERS
 from .encoders.registry import register_encoder as register_encoder
-from .encoders.towers import DualEncoder as DualEncoder
 from .evaluation.embedded_input import read_ground_truths as read_ground_truths
 from .evaluation.estimators import ESTIMATORS as ESTIMATORS
 from .evaluation.estimators import Estimator as Estimator
@@ -56,6 +55,7 @@ from .matching import match_probability as match_probability
 from .metrics.relevance import Relevance as Relevance
 from .metrics.reliability import RecallByUncertainty as RecallByUncertainty
 from .metrics.reliability import Reliability as Reliability
+from .models.build import DualEncoder as DualEncoder
 from .models.model import Model as Model
 from .models.pretrained_tensors import read_checkpoint as read_checkpoint
 from .models.recipe import Recipe as Recipe

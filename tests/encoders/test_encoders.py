@@ -18,8 +18,8 @@ from sfumato.encoders.heads import GPO, POOLINGS, AveragePool, GaussianHead, Hea
 from sfumato.encoders.package_weights import package_folder
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, tokenize, train_tokenizer
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder, WordEncoder
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError
+from sfumato.models.build import DualEncoder, Tower
 
 
 @pytest.fixture

@@ -17,13 +17,12 @@ from sfumato.encoders import frozen, package_weights
 from sfumato.encoders.backbones import SideBySide, image_backbone, text_backbone
 from sfumato.encoders.convolutional import efficientnet_lite
 from sfumato.encoders.encoder_protocol import BuildContext, RaggedStore
-from sfumato.encoders.feature_rows import FeatureInput, build_embeddings
+from sfumato.encoders.feature_rows import FeatureInput, build_embeddings, build_frozen
 from sfumato.encoders.frozen import FeatureCache, FrozenImageConfig, FrozenTextConfig, cached_features
 from sfumato.encoders.heads import GaussianHead, HeadOptions, TokenFeatures
 from sfumato.encoders.joint import TransformersNetwork
 from sfumato.encoders.package_weights import WEIGHTS, MiniLM, package_folder
 from sfumato.encoders.processors import EmbeddingProcessor
-from sfumato.encoders.towers import build_frozen
 from sfumato.errors import UserError
 
 CHANNELS = 6

@@ -29,12 +29,11 @@ from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor, TokenProcessor, train_tokenizer
 from sfumato.encoders.scratch import SmallImageEncoder, SmallTextEncoder
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError
 from sfumato.evaluation.hits import measure_hits
 from sfumato.metrics.bootstrap import auroc
 from sfumato.models import run
-from sfumato.models.build import Assets, build_loss, build_model, load_state, save_state
+from sfumato.models.build import Assets, DualEncoder, Tower, build_loss, build_model, load_state, save_state
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import embed_folder, embedding_steps, encode_each
 from sfumato.models.model import Model, UnfamiliarTexts, model_digest, nonsense

@@ -18,8 +18,8 @@ from sfumato.encoders.encoder_protocol import Inputs, PixelStore, RaggedStore
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor, add_begin_and_end, train_tokenizer
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError
+from sfumato.models.build import DualEncoder, Tower
 from sfumato.models.process_group import ProcessGroup, alone
 from sfumato.models.recipe import check_recipe
 from sfumato.training import batches as module

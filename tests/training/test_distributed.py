@@ -17,9 +17,9 @@ from sfumato.data.shards import ShardBatch
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.losses.pcme import PCMEOptions
 from sfumato.losses.pcmepp import PCMEPPOptions
+from sfumato.models.build import DualEncoder, Tower
 from sfumato.models.embed import load_splits
 from sfumato.models.process_group import PeerLostError, ProcessGroup, _answered, alone, join_process_group
 from sfumato.models.run import load_run

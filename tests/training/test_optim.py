@@ -14,7 +14,7 @@ from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_en
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import RegionEncoder
 from sfumato.encoders.scratch import Encoder, SmallImageEncoder, SmallTextEncoder, WordEncoder
-from sfumato.encoders.towers import DualEncoder, Tower
+from sfumato.models.build import DualEncoder, Tower
 from sfumato.models.recipe import check_recipe, load_recipe
 from sfumato.models.sections import OptimConfig
 from sfumato.training import loop, step

@@ -14,8 +14,8 @@ from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import HeadOptions, TokenFeatures
 from sfumato.encoders.scratch import SmallImageEncoder
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.losses.pcmepp import PCMEPPOptions
+from sfumato.models.build import DualEncoder, Tower
 from sfumato.models.embed import load_split
 from sfumato.models.process_group import alone
 from sfumato.models.run import load_run

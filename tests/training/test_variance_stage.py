@@ -18,9 +18,9 @@ from sfumato.calibration.logits import fit_logits
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.encoders.scratch import SmallTextEncoder, WordEncoder
-from sfumato.encoders.towers import Tower
 from sfumato.errors import UserError
 from sfumato.metrics.bootstrap import spearman
+from sfumato.models.build import Tower
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.run import load_run
 from sfumato.models.sections import VarianceStageConfig

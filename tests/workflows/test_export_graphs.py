@@ -12,7 +12,7 @@ from sfumato.data.image_decoding import encode_png
 from sfumato.errors import UserError
 from sfumato.models.model import model_digest
 from sfumato.models.run import load_model, load_run
-from sfumato.workflows import export_graphs
+from sfumato.workflows import export
 from sfumato.workflows.export import export_run
 from sfumato.workflows.search import load
 
@@ -89,6 +89,6 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(toy, tmp_path
     for name, (text, message) in made.items():
         folder = made_by_hand(tmp_path / name, {"dim": 8, "image": SMALL[0], "text": text})
         raises(UserError, message, export_run, folder, tmp_path / "out", graphs=True)
-    monkeypatch.setattr(export_graphs, "TOLERANCE", 1e-12)
+    monkeypatch.setattr(export, "TOLERANCE", 1e-12)
     raises(UserError, r"otherwise than torch, by .* \(1e-12", export_run, toy / "run", tmp_path / "out", graphs=True)
     assert not (tmp_path / "out").exists()

@@ -2,7 +2,7 @@
 
 A kind of encoder is one file with three things: its section of the recipe (a subclass of :class:`ImageEncoderConfig` or
 :class:`TextEncoderConfig`), the encoder itself (an :class:`~sfumato.encoders.scratch.Encoder`), and a build function
-that makes a :class:`Processor` and the encoder from that section. :mod:`sfumato.encoders.towers` lists the kinds.
+that makes a :class:`Processor` and the encoder from that section. :mod:`sfumato.models.build` lists the kinds.
 """
 
 import contextlib

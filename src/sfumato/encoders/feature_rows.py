@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from sfumato.data.transforms import drop_regions
 from sfumato.encoders import encoder_protocol as protocol
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenProcessor, FrozenTextConfig, frozen_processor
 from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.processors import EmbeddingProcessor, FeatureProcessor
 from sfumato.encoders.scratch import Encoder
@@ -300,3 +301,12 @@ def build_embeddings(
     channels = context.description["channels"]
     encoder = EmbeddingInput(channels, context.feature_dropout, whiten=dict(config)["whiten"])
     return EmbeddingProcessor(channels), encoder
+
+
+def build_frozen(
+    config: FrozenImageConfig | FrozenTextConfig, context: protocol.BuildContext
+) -> tuple[FrozenProcessor, FeatureInput]:
+    """Build a side of kind "frozen". Returns (processor, encoder)."""
+    processor = frozen_processor(config, context.cache)
+    channels = processor.backbone.channels
+    return processor, FeatureInput(channels, context.feature_dropout, whiten=config.whiten)

@@ -27,7 +27,7 @@ class PackageEntry:
 ENCODERS: dict[Side, dict[str, protocol.EncoderEntry | PackageEntry]] = {
     "image": {
         "small": PackageEntry("scratch:SmallImageConfig", "scratch:build_small_image"),
-        "frozen": PackageEntry("frozen:FrozenImageConfig", "towers:build_frozen"),
+        "frozen": PackageEntry("frozen:FrozenImageConfig", "feature_rows:build_frozen"),
         "efficientnet": PackageEntry("convolutional:EfficientNetImageConfig", "convolutional:build_efficientnet"),
         "resnet": PackageEntry("convolutional:ResNetImageConfig", "convolutional:build_resnet"),
         "clip": PackageEntry("clip:ClipImageConfig", "clip:build_clip_image"),
@@ -37,7 +37,7 @@ ENCODERS: dict[Side, dict[str, protocol.EncoderEntry | PackageEntry]] = {
     "text": {
         "small": PackageEntry("scratch:SmallTextConfig", "scratch:build_small_text", "scratch:small_tokenizer"),
         "gru": PackageEntry("scratch:WordTextConfig", "scratch:build_word_text", "scratch:words_of_texts"),
-        "frozen": PackageEntry("frozen:FrozenTextConfig", "towers:build_frozen"),
+        "frozen": PackageEntry("frozen:FrozenTextConfig", "feature_rows:build_frozen"),
         "clip": PackageEntry("clip:ClipTextConfig", "clip:build_clip_text", "clip:clip_tokenizer"),
         "embeddings": PackageEntry("frozen:EmbeddingTextConfig", "feature_rows:build_embeddings"),
     },

@@ -1,4 +1,4 @@
-"""Published probabilistic image-text models, loaded as a :class:`~sfumato.encoders.towers.DualEncoder`.
+"""Published probabilistic image-text models, loaded as a :class:`~sfumato.models.build.DualEncoder`.
 
 Supported are the PCME++ and ProLIP models of the Hugging Face hub, and the checkpoints of PCME++'s released training
 code (the COCO models). The config.json and the names of the tensors show what a path holds.
@@ -20,12 +20,11 @@ from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
 from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD, UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError
 from sfumato.files import CONFIG, TOKENIZER, WEIGHTS
 from sfumato.models import pretrained_tensors as layouts
-from sfumato.models.hub import download, from_hub
-from sfumato.models.model import Model
+from sfumato.models.build import DualEncoder, Tower
+from sfumato.models.model import Model, download, from_hub
 from sfumato.models.pretrained_tensors import ConfigSection, Layout, Sizes, count_blocks, embedding_size, number_of
 
 CLIP_TOKENIZER = "openai/clip-vit-base-patch16"

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sfumato.encoders import clip
-from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, first_line
 from sfumato.matching import SampledLogits
+from sfumato.models.build import DualEncoder
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -35,15 +35,13 @@ from sfumato.errors import UserError, as_typed, first_line, need
 from sfumato.files import CALIBRATION, CONFIG, ENCODER, MODEL, RECIPE, TOKENIZER, WEIGHTS
 from sfumato.ids import Side
 from sfumato.matching import SampledLogits
-from sfumato.models.hub import download, with_graphs
-from sfumato.models.model import Model, UnfamiliarTexts, model_digest
+from sfumato.models.model import Model, UnfamiliarTexts, download, model_digest, with_graphs
 from sfumato.search.gallery import Gallery
 
 if TYPE_CHECKING:
     import torch
 
-    from sfumato.encoders.towers import DualEncoder
-    from sfumato.models.build import Assets
+    from sfumato.models.build import Assets, DualEncoder
     from sfumato.models.recipe import Recipe
     from sfumato.models.sections import ModelConfig
 

@@ -22,8 +22,8 @@ from sfumato.data.shards import ShardBatch, ShardStream
 from sfumato.data.transforms import MixPlan
 from sfumato.encoders.encoder_protocol import Inputs, Store
 from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
-from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, progress_bar
+from sfumato.models.build import DualEncoder
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import Recipe
 from sfumato.models.sections import AugmentConfig

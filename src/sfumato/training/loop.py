@@ -21,12 +21,11 @@ from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS, apply_noise, load_noise, parse_part, save_noise, shuffle_pairs, without_part
 from sfumato.encoders.frozen import described_by
 from sfumato.encoders.package_weights import where_weights_are
-from sfumato.encoders.towers import DualEncoder
 from sfumato.errors import UserError, as_typed, counted, say
 from sfumato.files import LAST, MODEL, RECIPE, TOKENIZER
 from sfumato.imports import given_imports
 from sfumato.models import recipe as recipes
-from sfumato.models.build import Assets, build_loss, build_model, fresh_tokenizer, load_tensors
+from sfumato.models.build import Assets, DualEncoder, build_loss, build_model, fresh_tokenizer, load_tensors
 from sfumato.models.embed import embed_split, load_splits, prepare_split
 from sfumato.models.process_group import ProcessGroup, alone, join_process_group
 from sfumato.models.recipe import Recipe

@@ -21,10 +21,10 @@ from sfumato.data.transforms import MixPlan
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.package_weights import number_format
 from sfumato.encoders.scratch import Encoder
-from sfumato.encoders.towers import DualEncoder
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import LossOutput, MatchLoss, PairBlock, loss_of_block
 from sfumato.losses.tiles import dense_labels
+from sfumato.models.build import DualEncoder
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.recipe import Recipe
 from sfumato.models.sections import OptimConfig

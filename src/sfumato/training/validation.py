@@ -21,7 +21,6 @@ from sfumato.data.pairs import PairData
 from sfumato.data.splits import WORDINGS
 from sfumato.distances.distance import Distance
 from sfumato.encoders.encoder_protocol import Store
-from sfumato.encoders.towers import DualEncoder, Tower
 from sfumato.errors import UserError, progress_bar, say
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
@@ -30,7 +29,7 @@ from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, check_finite
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import spearman
 from sfumato.metrics.relevance import Relevance
-from sfumato.models.build import load_state, save_state
+from sfumato.models.build import DualEncoder, Tower, load_state, save_state
 from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import PreparedSplit, Sides, embed_split, prepare_split
 from sfumato.models.model import remember_words
