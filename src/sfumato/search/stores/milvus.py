@@ -52,8 +52,8 @@ _LEAST_INDEXED = 1024
 _LOOK = 0.2
 """Seconds between two looks at what a server has indexed."""
 
-_LOADED = 15
-"""Seconds within which a server has loaded an index that it has built."""
+_LOADED = 40
+"""Seconds within which a busy server has loaded an index that it has built."""
 
 _LONG = "flush", "load_collection"
 """Methods that wait for the server's own work."""
