@@ -62,10 +62,9 @@ def multiplicity(
     if predict:
         asked = read_captions(predict if predict.exists() else data / predict)
         values = Predictor(Captions.joined(train, validation), model)(asked.texts, [REGRESSION])[REGRESSION]
-        rows = [row | {name: round(float(v[i]), 6) for name, v in values.items()} for i, row in enumerate(asked.rows)]
-        shown = [[r["caption"], number(math.exp(r["log_relevant"]), 1), number(r["p10_mean"], 2)] for r in rows]
-        headings = ["caption", "relevant images", "precision at 10"]
-        return print(json.dumps(rows)) if as_json else Table("", headings, shown, running=[0]).show()
+        return _show(
+            [row | {n: round(float(v[i]), 6) for n, v in values.items()} for i, row in enumerate(asked.rows)], as_json
+        )
     if agree:
         return print(json.dumps(agreement(Captions.joined(train, validation), agree)))
     found, truth = Predictor(train, model)(validation.texts, names), validation.labels
@@ -84,6 +83,13 @@ def multiplicity(
     for label in truth:
         _table(label, {name: of[label] for name, of in figures.items()}, PUBLISHED.get(label, {})).show()
     print(f"published: {SOURCE}")
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Print predictions."""
+    shown = [[r["caption"], number(math.exp(r["log_relevant"]), 1), number(r["p10_mean"], 2)] for r in rows]
+    table = Table("", ["caption", "relevant images", "precision at 10"], shown, running=[0])
+    print(json.dumps(rows)) if as_json else table.show()
 
 
 def _table(label: str, figures: Mapping[str, Mapping[str, Interval]], published: Mapping[str, Any]) -> Table:

@@ -12,10 +12,11 @@ It says nothing about n. One pass over pairs and one search for lambda; no gradi
 the method is not available.
 
 The factors are sums over pairs. For a source x (not normalised) and the C unit targets Y of its class batch the logits
-are z = s Y x / ||x||, and
+are z = s Y x / ||x|| (+ b), and
 
     J = s Y (I - u u^T) / ||x||,    u = x / ||x||
-    H = J^T (diag p - p p^T) J,    p = softmax(z)
+    softmax (CLIP):     H = J^T (diag p - p p^T) J,    p = softmax(z)
+    sigmoid (SigLIP):   H = J^T diag(sigmoid(z) sigmoid(-z)) J
 
 H is the generalised Gauss-Newton matrix of -log p(target | source): the curvature of the normalisation is left out, so
 it is never indefinite. The sum over sources is taken by matrix products in O(n C d). Labels have no influence.
@@ -53,7 +54,9 @@ class KroneckerFactors(NamedTuple):
 
 
 @torch.no_grad()
-def summed_curvature(sources: Tensor, targets: Tensor, *, logit_scale: float) -> Tensor:
+def summed_curvature(
+    sources: Tensor, targets: Tensor, *, logit_scale: float, logit_bias: float | None = None
+) -> Tensor:
     """The sum of H over sources that share their targets.
 
     Paper: Baumann et al., "Post-hoc probabilistic vision-language models", 2025 (BayesVLM); the order of the sums is
@@ -62,14 +65,19 @@ def summed_curvature(sources: Tensor, targets: Tensor, *, logit_scale: float) ->
     sources (n, d), targets (c, d) -> (d, d).
     """
     y = unit(targets)
-    y = y - y.mean(0)  # Softmax and curvature stay the same, and the differences below lose fewer digits.
+    if logit_bias is None:
+        y = y - y.mean(0)  # Softmax and curvature stay the same, and the differences below lose fewer digits.
     c, d = y.shape
     total, weights = y.new_zeros(d, d, dtype=torch.float64), y.new_zeros(c, dtype=torch.float64)
     for x in sources.to(y.dtype).split(max(1, _MAX_ENTRIES // max(1, c))):
         u, w = unit(x), (logit_scale / x.norm(dim=1, keepdim=True)).square()
         cosine = u @ y.T
-        q = torch.softmax(logit_scale * cosine, dim=1)
-        centre = q @ y
+        if logit_bias is None:
+            q = torch.softmax(logit_scale * cosine, dim=1)
+            centre = q @ y
+        else:
+            p = torch.sigmoid(logit_scale * cosine + logit_bias)
+            q, centre = p * (1 - p), torch.zeros_like(u)
         weights += (w.T @ q).squeeze(0)
         cosine.mul_(q)
         v = cosine @ y - centre * cosine.sum(1, keepdim=True)
@@ -88,6 +96,7 @@ def kronecker_factors(
     targets: Tensor,
     *,
     logit_scale: float,
+    logit_bias: float | None = None,
     bias_column: bool = False,
     class_batch: int,
 ) -> KroneckerFactors:
@@ -100,7 +109,7 @@ def kronecker_factors(
     n = len(sources)
     b = torch.zeros(sources.shape[1], sources.shape[1], dtype=torch.float64, device=sources.device)
     for chosen in torch.arange(n, device=sources.device).tensor_split(-(-n // class_batch)):
-        b += summed_curvature(sources[chosen], targets[chosen], logit_scale=logit_scale)
+        b += summed_curvature(sources[chosen], targets[chosen], logit_scale=logit_scale, logit_bias=logit_bias)
     p = hidden.shape[1] + bias_column
     a = torch.zeros(p, p, dtype=torch.float64, device=hidden.device)
     for rows in hidden.split(8192):
@@ -181,7 +190,8 @@ class LaplaceProjections(PosthocMethod):
     def fit(cls, pairs: FrozenPairs, *, seed: int = 0) -> Self:
         """Factors by one pass over the pairs, prior precisions by the evidence.
 
-        A layer with a bias gets a bias column. An item counts once for each of its pairs.
+        The softmax of CLIP or, with pairs.logit_bias, the sigmoid of SigLIP. A layer with a bias gets a bias column. An
+        item counts once for each of its pairs.
         """
         pairs.at_least(_MIN_PAIRS, cls.name)
         missing = [name for name in ("image_hidden", "text_hidden", "logit_scale") if getattr(pairs, name) is None]
@@ -202,6 +212,7 @@ class LaplaceProjections(PosthocMethod):
                 hidden[rows[side]],
                 pairs.embeddings(other)[rows[other]],
                 logit_scale=pairs.logit_scale,
+                logit_bias=pairs.logit_bias,
                 bias_column=bias is not None,
                 class_batch=_CLASS_BATCH,
             )

@@ -47,6 +47,7 @@ class FrozenPairs(TwoSides):
     image_hidden: Tensor | None = None
     text_hidden: Tensor | None = None
     projections: Mapping[Side, tuple[Tensor, Tensor | None]] = field(default_factory=dict)  # (d, P) matrix, (d,) bias
+    logit_bias: float | None = None  # constant of the model's logit (SigLIP); None for a model without one (CLIP)
 
     def __post_init__(self) -> None:
         who = "FrozenPairs"

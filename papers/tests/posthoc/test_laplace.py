@@ -24,22 +24,23 @@ def normal(*shape, seed, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def dense_curvature(sources, targets, scale):
+def dense_curvature(sources, targets, scale, bias):
     """Source by source from the Jacobian that autograd finds."""
     y = functional.normalize(targets, dim=1)
     total = torch.zeros(y.shape[1], y.shape[1], dtype=y.dtype)
     for x in sources:
-        logits = lambda x: scale * y @ x / x.norm()
-        j, p = jacobian(logits, x), logits(x).softmax(0)
-        total += j.T @ (torch.diag(p) - torch.outer(p, p)) @ j
+        logits = lambda x: scale * y @ x / x.norm() + (bias or 0.0)
+        j, p = jacobian(logits, x), logits(x).softmax(0) if bias is None else logits(x).sigmoid()
+        total += j.T @ (torch.diag(p) - (torch.outer(p, p) if bias is None else torch.diag(p * p))) @ j
     return total
 
 
+@pytest.mark.parametrize("bias", [None, -3.0])
 @pytest.mark.parametrize("n, c, d", [(5, 7, 4), (1, 3, 6), (9, 2, 3)])
-def test_the_curvature_is_that_of_dense_jacobians(n, c, d):
+def test_the_curvature_is_that_of_dense_jacobians(bias, n, c, d):
     sources, targets = 3 * normal(n, d, seed=1), normal(c, d, seed=2) + 0.7
-    found = summed_curvature(sources, targets, logit_scale=12.0)
-    close(found, dense_curvature(sources, targets, 12.0), rtol=1e-8, atol=1e-10)
+    found = summed_curvature(sources, targets, logit_scale=12.0, logit_bias=bias)
+    close(found, dense_curvature(sources, targets, 12.0, bias), rtol=1e-8, atol=1e-10)
     assert torch.linalg.eigvalsh(found).min() > -1e-8
 
 
@@ -70,6 +71,18 @@ def test_parity_curvature_and_factors(side, dtype, rtol):
     close(a.to(dtype), t[f"clip/divisible/A_{own}"], rtol)
     wanted = t[f"clip/divisible/B_{own}"]
     close(b.to(dtype), wanted, rtol, rounding(wanted, dtype, scale))
+
+
+@pytest.mark.parametrize("dtype, rtol", DTYPES)
+@pytest.mark.parametrize("side", SIDES)
+def test_parity_siglip_factors(side, dtype, rtol):
+    described, t = fixture("bayesvlm_factors")
+    (own, other), classes = SIDES[side], described["cases"]["num_classes"]
+    scale, bias = float(t["inputs/sl_logit_scale"].exp()), float(t["inputs/sl_logit_bias"])
+    inputs = [t[f"inputs/{name}"].to(dtype) for name in (f"sl_{own}_emb", f"{own}_act", f"sl_{other}_emb")]
+    a, b = kronecker_factors(*inputs, logit_scale=scale, logit_bias=bias, bias_column=True, class_batch=classes)
+    close(a.to(dtype), t[f"siglip/A_{own}"], rtol)
+    close(b.to(dtype), t[f"siglip/B_{own}"], rtol, rounding(t[f"siglip/B_{own}"], dtype, scale))
 
 
 def test_parity_damped_inverses():
@@ -130,7 +143,8 @@ def small_pairs(*, biased=False, n=60, d=4, widths=(6, 5), dtype=torch.float64):
     biases = [normal(d, seed=40 + k, dtype=dtype) if biased else None for k in range(2)]
     images, texts = (h @ w.T + (0 if b is None else b) for h, w, b in zip(hidden, matrices, biases, strict=True))
     layers = dict(zip(SIDES, zip(matrices, biases, strict=True), strict=True))
-    return FrozenPairs(images, texts, torch.arange(n).repeat(2, 1).T, 5.0, *hidden, layers)
+    index = torch.arange(n).repeat(2, 1).T
+    return FrozenPairs(images, texts, index, 5.0, *hidden, layers, -2.0 if biased else None)
 
 
 def test_variances_are_those_of_the_dense_posterior():
@@ -153,7 +167,7 @@ def test_the_fit_is_that_of_its_parts():
             matrix, bias = pairs.projections[side]
             a, b = kronecker_factors(
                 pairs.embeddings(side), pairs.hidden(side), pairs.embeddings(other),
-                logit_scale=5.0, bias_column=biased, class_batch=60,
+                logit_scale=5.0, logit_bias=pairs.logit_bias, bias_column=biased, class_batch=60,
             )  # fmt: skip
             norm = float(matrix.square().sum()) + (float(bias.square().sum()) if biased else 0.0)
             value = best_prior_precision(torch.linalg.eigvalsh(a), torch.linalg.eigvalsh(b), norm, pseudo_data=10.0)

@@ -269,7 +269,7 @@ def calibrate_by_captions(collection: GaussianCollection, model: Model) -> str:
     try:
         sides = found.embeddings, model.embed_texts([*texts])
         collection.calibrate(calibrate_split(sides, data, collection.distance, split="captions"))
-    except ValueError as error:
+    except (ValueError, UserError) as error:  # They do not say enough, or the model reads no texts.
         return f"the captions of {len(images):,} images do not calibrate {model.source}: {error}"
     fitted = f"The probabilities were fitted on {len(texts):,} captions of {len(images):,} of these images"
     return " ".join(filter(None, (f"{fitted}.", training_note(collection))))
