@@ -18,11 +18,7 @@ queries with fewer than 16 matches, and over all queries."""
 
 
 def measure_ambiguity(
-    scores: Mapping[str, np.ndarray],
-    relevance: Relevance,
-    *,
-    n_resamples: int = 200,
-    seed: int = 0,
+    scores: Mapping[str, np.ndarray], relevance: Relevance, *, n_resamples: int = 200, seed: int = 0
 ) -> dict[str, dict[str, Interval]]:
     """Correlate numbers of queries with their true number of matches.
 

@@ -94,11 +94,9 @@ class AdapterMethod(PosthocMethod):
         var = self.variance(side, x)
         return GaussianEmbedding(unit(x).to(var.dtype), var.log())
 
-    def uncertainty(
-        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
-    ) -> Tensor:
+    def uncertainty(self, side: Side, x: Tensor, gallery: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`; the mean variance over dimensions."""
-        return self.variance(side, queries).mean(1)
+        return self.variance(side, x).mean(1)
 
     def tensors(self) -> list[Tensor]:
         """See :meth:`PosthocMethod.tensors`."""

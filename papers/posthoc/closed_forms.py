@@ -54,12 +54,10 @@ class GalleryMethod(PosthocMethod):
     def of_block(self, side: Side, queries: Tensor, gallery: Tensor) -> Tensor:
         """(b,) uncertainties of unit queries (b, d) in a unit gallery (m, d)."""
 
-    def uncertainty(
-        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
-    ) -> Tensor:
+    def uncertainty(self, side: Side, x: Tensor, gallery: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`."""
         assert gallery is not None
-        q = unit(queries)
+        q = unit(x)
         items = unit(gallery).to(q.dtype)
         return in_blocks(q, lambda rows: self.of_block(side, rows, items))
 
@@ -257,11 +255,9 @@ class WhitenedNorm(PosthocMethod):
         """Means and covariances of the raw embeddings of each modality, each item once."""
         return cls({side: Whitening.fit(pairs.embeddings(side)) for side in cls.sides})
 
-    def uncertainty(
-        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
-    ) -> Tensor:
+    def uncertainty(self, side: Side, x: Tensor, gallery: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`."""
-        return self.whitenings[side].whitened(queries).square().sum(1)
+        return self.whitenings[side].whitened(x).square().sum(1)
 
     def tensors(self) -> list[Tensor]:
         """See :meth:`PosthocMethod.tensors`."""

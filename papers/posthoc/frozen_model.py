@@ -196,13 +196,7 @@ class FrozenModel:
 
 
 def freeze(
-    retrieval_model: Model,
-    data: DataConfig,
-    tests: tuple[str, ...],
-    *,
-    name: str,
-    n_corrupted: int = 0,
-    seed: int = 0,
+    retrieval_model: Model, data: DataConfig, tests: tuple[str, ...], *, name: str, n_corrupted: int = 0, seed: int = 0
 ) -> FrozenModel:
     """The embeddings of a model that searches by the cosine of its means, as an outsider would see them."""
     _check_cosine(retrieval_model)

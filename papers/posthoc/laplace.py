@@ -230,11 +230,9 @@ class LaplaceProjections(PosthocMethod):
         found = GaussianEmbedding(mean / length.sqrt(), var.log() - length.log())
         return found if x.dtype == torch.float64 else found.to(torch.float32)
 
-    def uncertainty(
-        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
-    ) -> Tensor:
+    def uncertainty(self, side: Side, x: Tensor, gallery: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`; the total variance of :meth:`embed`."""
-        return self.embed(side, queries, hidden=hidden).total_variance
+        return self.embed(side, x, hidden=hidden).total_variance
 
     def tensors(self) -> list[Tensor]:
         """See :meth:`PosthocMethod.tensors`."""

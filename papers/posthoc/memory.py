@@ -73,13 +73,11 @@ class MemoryDistance(MemoryMethod):
         """Remember the items of both modalities."""
         return cls(remembered(pairs, cls.name), k=k)
 
-    def uncertainty(
-        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
-    ) -> Tensor:
+    def uncertainty(self, side: Side, x: Tensor, gallery: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`."""
         memory = self.items[side]
         k = min(self.k, len(memory))
-        return in_blocks(unit(queries).to(memory), lambda q: 1 - (q @ memory.T).topk(k, dim=1).values[:, -1])
+        return in_blocks(unit(x).to(memory), lambda q: 1 - (q @ memory.T).topk(k, dim=1).values[:, -1])
 
 
 class MemoryEntropy(MemoryMethod):
@@ -101,9 +99,7 @@ class MemoryEntropy(MemoryMethod):
         """Remember the items of both modalities."""
         return cls(remembered(pairs, cls.name), scale_of(pairs, cls.name))
 
-    def uncertainty(
-        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
-    ) -> Tensor:
+    def uncertainty(self, side: Side, x: Tensor, gallery: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """See :meth:`PosthocMethod.uncertainty`."""
         memory = self.items[OTHER_SIDE[side]]
 
@@ -111,7 +107,7 @@ class MemoryEntropy(MemoryMethod):
             log_p = (self.logit_scale * q @ memory.T).log_softmax(1)
             return -(log_p.exp() * log_p).sum(1)
 
-        return in_blocks(unit(queries).to(memory), entropy)
+        return in_blocks(unit(x).to(memory), entropy)
 
 
 class MemoryContrast(GalleryMethod):

@@ -98,12 +98,10 @@ class PosthocMethod(ABC):
         """Fit the method; a subclass has options of its own, all with defaults."""
 
     @abstractmethod
-    def uncertainty(
-        self, side: Side, queries: Tensor, gallery: Tensor | None = None, *, hidden: Tensor | None = None
-    ) -> Tensor:
+    def uncertainty(self, side: Side, x: Tensor, gallery: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """The uncertainty of every query, which must not depend on the other queries.
 
-        queries (q, d), gallery (m, d), hidden (q, P) -> (q,).
+        x (q, d) queries, gallery (m, d), hidden (q, P) -> (q,).
         """
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:

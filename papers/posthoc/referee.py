@@ -117,15 +117,14 @@ def referee_model(
         report["about"] = dict(about or {})
         splits, n, seed = {"val": model.val, **model.tests}, len(model.val.images), options.seed
         scenes = {split: {side: _Scene.of(x, side, n, seed) for side in _SIDES} for split, x in splits.items()}
-        validation = scenes.pop("val")
         calibration = pair_calibration(model, reference=False)
         for name in missing:
-            report["methods"][name] = _measured(name, model, options, calibration, validation, scenes)
+            report["methods"][name] = _measured(name, model, options, calibration, scenes)
             say(f"{model.name}, seed {options.seed}: {name}, {report['methods'][name].get('fit_seconds', 0):.1f} s fit")
             if path is not None:
                 write_json(path, report)
         for method, by_split in own.items():
-            report["methods"][method.name] = _added(method, by_split, options, validation, scenes)
+            report["methods"][method.name] = _added(method, by_split, options, scenes)
     if path is not None:
         write_json(path, report)
     return report
@@ -224,13 +223,11 @@ class _Scene:
         return np.concatenate([u[g.kept] for u, g in zip(every, self.galleries, strict=True)]), every
 
 
+_Scenes = Mapping[str, Mapping[Side, _Scene]]  # by split, "val" among them
+
+
 def _measured(
-    name: str,
-    model: FrozenModel,
-    options: RefereeOptions,
-    calibration: Calibration,
-    validation: Mapping[Side, _Scene],
-    scenes: Mapping[str, Mapping[Side, _Scene]],
+    name: str, model: FrozenModel, options: RefereeOptions, calibration: Calibration, scenes: _Scenes
 ) -> dict[str, Any]:
     try:
         with PeakMemory() as memory:
@@ -239,7 +236,7 @@ def _measured(
             seconds = time.perf_counter() - started
     except (ValueError, ArithmeticError, UserError) as error:
         return asdict(UnavailableMethod(str(error)))
-    tests = _tests(dict.fromkeys(("val", *scenes), contestant), options, validation, scenes)
+    tests = _tests(dict.fromkeys(scenes, contestant), options, scenes)
     suited = [corruption for corruption in model.corruptions if corruption.side in contestant.sides]
     damaged = {corruption.name: _of_corruption(contestant, corruption, options) for corruption in suited}
     costs = seconds, memory.megabytes, contestant.n_bytes
@@ -247,32 +244,25 @@ def _measured(
 
 
 def _added(
-    method: AddedMethod,
-    by_split: Mapping[str, Contestant],
-    options: RefereeOptions,
-    validation: Mapping[Side, _Scene],
-    scenes: Mapping[str, Mapping[Side, _Scene]],
+    method: AddedMethod, by_split: Mapping[str, Contestant], options: RefereeOptions, scenes: _Scenes
 ) -> dict[str, Any]:
     """The figures of a method whose uncertainties are given; nobody knows its costs."""
     tests = {
         split: {d: replace(f, ms_per_query=None, query_megabytes=None) for d, f in of_directions.items()}
-        for split, of_directions in _tests(by_split, options, validation, scenes).items()
+        for split, of_directions in _tests(by_split, options, scenes).items()
     }
     return asdict(FittedMethod(by_split["val"].summary, None, None, None, False, tests, {}, str(method.path)))
 
 
 def _tests(
-    by_split: Mapping[str, Contestant],
-    options: RefereeOptions,
-    validation: Mapping[Side, _Scene],
-    scenes: Mapping[str, Mapping[Side, _Scene]],
+    by_split: Mapping[str, Contestant], options: RefereeOptions, scenes: _Scenes
 ) -> dict[str, dict[Direction, ContestantFigures]]:
     """The figures of a contestant in every measured split, of which each, like validation, may have its own object."""
-    tests: dict[str, dict[Direction, ContestantFigures]] = {split: {} for split in scenes}
+    tests: dict[str, dict[Direction, ContestantFigures]] = {split: {} for split in scenes if split != "val"}
     for side in by_split["val"].sides:
-        platt, rate = _platt(by_split["val"], validation[side])
-        for split, of_sides in scenes.items():
-            tests[split][DIRECTION_OF[side]] = _figures(by_split[split], of_sides[side], platt, rate, options)
+        platt, rate = _platt(by_split["val"], scenes["val"][side])
+        for split, found in tests.items():
+            found[DIRECTION_OF[side]] = _figures(by_split[split], scenes[split][side], platt, rate, options)
     return tests
 
 

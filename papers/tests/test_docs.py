@@ -15,10 +15,9 @@ def test_the_readme_lists_every_page_and_links_lead_somewhere():
     for folder, text in [(DOCS, text) for text in PAGES.values()] + [(DOCS.parent, README)]:
         for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)", text):
             page = text if not file else (folder / file).read_text("utf-8") if file.endswith(".md") else ""
-            headings = [
-                re.sub(r"[^\w\s-]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", page, re.M)
-            ]
-            if not (folder / file).exists() or (anchor and anchor not in headings):
+            headings = re.findall(r"^#+ (.+)$", page, re.M)
+            anchors = [re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            if not (folder / file).exists() or (anchor and anchor not in anchors):
                 missing.append(f"{file}#{anchor}")
     assert not missing
 
@@ -36,9 +35,7 @@ def test_tests_that_the_differences_name_exist():
     assert len(named) > 30
     places = (ROOT / "tests", ROOT / "papers" / "tests", ROOT)
     texts = {file: "".join((p / file).read_text("utf-8") for p in places if (p / file).exists()) for file, _ in named}
-    assert not [
-        f"{file}::{name}" for file, name in named if not re.search(rf"^def {name}\(", texts[file], re.MULTILINE)
-    ]
+    assert not [f"{file}::{name}" for file, name in named if not re.search(rf"^def {name}\(", texts[file], re.M)]
 
 
 def test_lines_are_wrapped():

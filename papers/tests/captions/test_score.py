@@ -92,9 +92,8 @@ def test_what_the_encoder_does_not_read_is_not_probable(language, picture):
 
 def test_fraction_of_a_text_that_is_read():
     pieces = shared_minilm("cpu").pieces
-    found = read_fraction(
-        ["A dog runs", "a snowboarder on a chairlift", "Собака бежит", "", "!!!", "dog собака"], pieces
-    )
+    texts = ["A dog runs", "a snowboarder on a chairlift", "Собака бежит", "", "!!!", "dog собака"]
+    found = read_fraction(texts, pieces)
     assert found[:2] == [1, 1] and max(found[2:5]) < 0.1 and found[5] == pytest.approx(3 / 9)
 
 

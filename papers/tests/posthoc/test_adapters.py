@@ -8,9 +8,9 @@ import scipy
 import torch
 from torch.nn import functional
 
-from papers.posthoc import FrozenPairs, variance_adapters
+from papers.posthoc import FrozenPairs, asymvlm, variance_adapters
 from papers.posthoc.adapters import AdapterTraining, PairBatches, minimise, mlp, scaled_inputs
-from papers.posthoc.asymvlm import AsymVLM, asymvlm_loss, log_likelihoods, log_normaliser, mean_length
+from papers.posthoc.asymvlm import AsymVLM, asymvlm_loss, direction_and_kappa, log_likelihoods, mean_length
 from papers.posthoc.variance_adapters import (
     GeneralisedGaussian,
     PCMEPPAdapter,
@@ -25,11 +25,13 @@ from papers.posthoc.variance_adapters import (
     probvlm_loss,
 )
 from papers.tests.posthoc.fixtures import close, fixture
+from sfumato.distances import csd_matrix
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.base import vib_loss
 from sfumato.losses.contrastive import ProLIPOptions, prolip_loss
 from sfumato.losses.pcmepp import PCMEPPLoss, PCMEPPOptions, pcmepp_loss
 
+NAMES = {"vmf": "vmf", "psd": "power_spherical"}
 FAST = AdapterTraining((24,), 30, 64, 3e-3)
 
 
@@ -46,21 +48,17 @@ def loaded_mlp(tensors, prefix):
     return loaded(mlp(shapes[0][1], [s[0] for s in shapes[:-1]], shapes[-1][0]), tensors, prefix)
 
 
-def direction_and_kappa(eta):
-    """The published network gives eta = kappa mu."""
-    return functional.normalize(eta, dim=1), eta.norm(dim=1)
-
-
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
-def test_parity_asymvlm_likelihood_and_loss(dtype, rtol):
+def test_parity_asymvlm_likelihood_and_loss(name, dtype, rtol):
     described, t = fixture("asymvlm")
     for temperature in described["cases"]["temperatures"]:
         eta, x = (t[f"inputs/{key}"].to(dtype).clone().requires_grad_() for key in ("eta", "x"))
         factor = torch.tensor(temperature, dtype=dtype, requires_grad=True)
-        ll = log_likelihoods(functional.normalize(x, dim=1), *direction_and_kappa(eta))
-        close(ll, t["vmf/ll"].to(dtype), rtol)
+        ll = log_likelihoods(functional.normalize(x, dim=1), *direction_and_kappa(eta), NAMES[name])
+        close(ll, t[f"{name}/ll"].to(dtype), rtol)
         loss = asymvlm_loss(ll, torch.eye(len(x), dtype=dtype), factor)
-        prefix = f"vmf/loss_t{temperature}"
+        prefix = f"{name}/loss_t{temperature}"
         close(loss, t[prefix].to(dtype), rtol)
         loss.backward()
         # A softmax has the rounding of its logits, in nats: the larger they are, the coarser is float32.
@@ -69,10 +67,12 @@ def test_parity_asymvlm_likelihood_and_loss(dtype, rtol):
             wanted = t[f"{prefix}/grad_{key}"].to(dtype)
             close(found.grad, wanted, rtol, 2 * torch.finfo(dtype).eps * nats * float(wanted.abs().max()))
     points = functional.normalize(t["inputs/x_rect"], dim=1)
-    close(log_likelihoods(points, *direction_and_kappa(t["inputs/eta"])), t["vmf/ll_rect"])
+    close(log_likelihoods(points, *direction_and_kappa(t["inputs/eta"]), NAMES[name]), t[f"{name}/ll_rect"])
     direction, kappa = direction_and_kappa(loaded_mlp(t, "net/param/")(t["net/z_txt"]))
+    close(direction, t[f"{name}/net/mu"])
+    close(1 / kappa, t[f"{name}/net/uncertainty"])
     points = functional.normalize(t["inputs/x"], dim=1)
-    close(log_likelihoods(points, direction, kappa), t["vmf/net/log_likelihood"])
+    close(log_likelihoods(points, direction, kappa, NAMES[name]), t[f"{name}/net/log_likelihood"])
 
 
 def test_parity_normalisers_and_mean_lengths():
@@ -81,18 +81,28 @@ def test_parity_normalisers_and_mean_lengths():
     assert spreads
     for name, wanted in spreads.items():
         d = int(name.removeprefix("d"))
-        approximate, exact = log_normaliser(kappa, d), t[f"ours/ln_c/{name}/vmf_exact"]
+        close(asymvlm.log_normaliser(kappa, d, "power_spherical"), t[f"ln_c/{name}/psd"])
+        approximate, exact = asymvlm.log_normaliser(kappa, d, "vmf"), t[f"ours/ln_c/{name}/vmf_exact"]
         close(approximate, t[f"ln_c/{name}/vmf_approx"])
         spread = approximate - exact
         rounding = 1e-14 * float(exact.abs().max())
         assert float(spread.max() - spread.min()) == pytest.approx(wanted, rel=1e-9, abs=rounding), name
-        close(mean_length(kappa, d), t[f"ours/moment/{name}/vmf"])
+        for key, density in NAMES.items():
+            close(mean_length(kappa, d, density), t[f"ours/moment/{name}/{key}"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parity_csd_of_the_sphere(name):
+    _, t = fixture("asymvlm")
+    text = asymvlm.gaussian_on_sphere(*direction_and_kappa(t["inputs/eta"]), NAMES[name])
+    image = GaussianEmbedding.point(functional.normalize(t["inputs/x"], dim=1))
+    close(csd_matrix(image, text), t[f"ours/csd_unit/{name}"])
 
 
 def test_mean_length_is_a_ratio_of_bessel_functions():
     kappa = np.array([1e-3, 0.7, 30.0, 2e3, 1e5])
     for d in (3, 10, 512):
-        found = mean_length(torch.from_numpy(kappa), d).numpy()
+        found = mean_length(torch.from_numpy(kappa), d, "vmf").numpy()
         assert ((found > 0) & (found < 1)).all()
         above, below = scipy.special.ive(d / 2, kappa), scipy.special.ive(d / 2 - 1, kappa)
         known = above > 1e-290  # Otherwise scipy underflows.
@@ -216,9 +226,8 @@ def gaussians(t, shift):
 def test_parity_pfe():
     _, t = fixture("frozen_adapters")
     heads = [t[f"inputs/head_{s}"].clone().requires_grad_() for s in "it"]
-    both = [
-        GaussianEmbedding(t[f"inputs/mean_{s}"], PFEAdapter.log_variance(h)) for s, h in zip("it", heads, strict=True)
-    ]
+    means = [t[f"inputs/mean_{s}"] for s in "it"]
+    both = [GaussianEmbedding(m, PFEAdapter.log_variance(h)) for m, h in zip(means, heads, strict=True)]
     loss = pfe_loss(*both)
     close(loss, t["pfe/loss"])
     loss.backward()
@@ -333,11 +342,17 @@ def test_first_logits_fit_the_frozen_pairs():
 
 def test_asymvlm_embeddings():
     pairs = toy_pairs()
-    method = AsymVLM.fit(pairs, training=AdapterTraining((16,), 2, 64))
-    embedding, image = method.embed("text", pairs.texts), method.embed("image", pairs.images)
-    close(embedding.mean, functional.normalize(pairs.texts, dim=1))
-    length = mean_length(1 / method.uncertainty("text", pairs.texts), 8).float()
-    close(embedding.total_variance, 1 - length.square(), rtol=1e-4)
+    training, unit = AdapterTraining((16,), 2, 64), functional.normalize(pairs.texts, dim=1)
+    for density in NAMES.values():
+        kinds = [type("Kind", (AsymVLM,), {"density": density, "keep_mean": keep}) for keep in (True, False)]
+        kept, learnt = (kind.fit(pairs, training=training) for kind in kinds)
+        embedding, image = kept.embed("text", pairs.texts), kept.embed("image", pairs.images)
+        close(embedding.mean, unit)
+        length = mean_length(1 / kept.uncertainty("text", pairs.texts), 8, density).float()
+        close(embedding.total_variance, 1 - length.square(), rtol=1e-4)
+        embedding = learnt.embed("text", pairs.texts)
+        close(embedding.mean.square().sum(1) + embedding.total_variance, torch.ones(len(unit)), rtol=1e-5)
+        assert not torch.allclose(functional.normalize(embedding.mean, dim=1), unit, atol=0.1)
     close(image.mean, functional.normalize(pairs.images, dim=1))
     assert image.total_variance.max() == 0
 

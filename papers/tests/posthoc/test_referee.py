@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,9 +55,7 @@ def split_of(n, seed, *, per_image=2, many=False, hidden=True):
     images, texts = (x @ w.T + b for x, (w, b) in zip(inputs, PROJECTIONS.values(), strict=True))
     pairs = [(text // per_image, text) for text in range(n * per_image)]
     if many:
-        pairs += [
-            ((text // per_image + k) % n, text) for text in range(0, n * per_image, 3) for k in range(1, text % 5)
-        ]
+        pairs += [((t // per_image + k) % n, t) for t in range(0, n * per_image, 3) for k in range(1, t % 5)]
     return FrozenSplit(images, texts, np.array(pairs), np.arange(n), *(inputs if hidden else ()))
 
 
@@ -94,16 +93,9 @@ def report(model):
 
 def untimed(report):
     """Without what differs between equal calls."""
-    text = json.dumps(report, sort_keys=True)
-    found = json.loads(text)
-    for method in found["methods"].values():
-        method.pop("fit_seconds", None)
-        for split in method.get("tests", {}).values():
-            for figures in split.values():
-                figures.pop("ms_per_query")
-                figures.pop("query_megabytes")
-        method.pop("fit_megabytes", None)
-    return found
+    costs = "fit_seconds", "fit_megabytes", "ms_per_query", "query_megabytes"
+    kept = lambda found: {key: value for key, value in found.items() if key not in costs}
+    return json.loads(json.dumps(report), object_hook=kept)
 
 
 def by_loops(split, side):
@@ -222,9 +214,8 @@ def test_a_label_free_probability_is_measured_as_it_is(model, report):
     from bayesian_bm25 import VectorProbabilityTransform
 
     for direction, side in SIDES.items():
-        own, fitted = (
-            report["methods"][name]["tests"]["test"][direction] for name in ("bayesian_bm25", "bayesian_bm25_platt")
-        )
+        names = "bayesian_bm25", "bayesian_bm25_platt"
+        own, fitted = (report["methods"][name]["tests"]["test"][direction] for name in names)
         cosine, match = by_loops(model.tests["test"], side)
         losses = []
         for row, truth in zip(cosine, match, strict=True):
@@ -467,9 +458,8 @@ def test_the_command_prints_tables_writes_files_and_resumes(run, papers):
     assert all(out.count(f"\n{name} ") == 3 and f"[{name}]" in out for name in chosen[1].split(","))
     assert "note: images are not corrupted: the model reads embeddings" in words and "corrupted queries" not in words
     markdown = path.with_suffix(".md").read_text()
-    assert markdown.startswith("**run, split test") and all(
-        f"\n| {name} |" in markdown for name in chosen[1].split(",")
-    )
+    assert markdown.startswith("**run, split test")
+    assert all(f"\n| {name} |" in markdown for name in chosen[1].split(","))
     assert "PRR" in markdown and "Note: images are not corrupted" in markdown
     first = path.read_text()
     status, out, err = papers("referee", run, *chosen, "--json")
@@ -493,11 +483,8 @@ def test_other_models_and_other_distances_are_refused(papers, tmp_path):
     data = load_split(loaded.model, loaded.recipe.data, "test").data
     usable = {"image": np.ones(len(data.images), bool), "text": np.ones(len(data.texts), bool)}
     found = {(c.side, c.name): c for c in frozen.corruptions}
-    expected = {
-        (side, c.name): c
-        for side in ("image", "text")
-        for c in corrupted_queries(loaded.model, side, data, usable[side], 4, 3)
-    }
+    made = {side: corrupted_queries(loaded.model, side, data, kept, 4, 3) for side, kept in usable.items()}
+    expected = {(side, c.name): c for side, corruptions in made.items() for c in corruptions}
     assert found.keys() == expected.keys() and len(found) == 5
     for key, c in found.items():
         assert c.strengths == (0.0, *expected[key].strengths)
@@ -510,9 +497,6 @@ def test_other_models_and_other_distances_are_refused(papers, tmp_path):
     assert status == 2 and "not of unit length, so the model does not search by their cosine" in err
     run = load_run(tmp_path / "csd")
     for name in ("average_l2", "kl"):
-
-        class Sampled:
-            model, distance = run.model, name
-
+        sampled = SimpleNamespace(model=run.model, distance=name)
         with pytest.raises(UserError, match=f"searches by {name}, and not by the cosine"):
-            freeze(Sampled(), run.recipe.data, ("test",), name="x")
+            freeze(sampled, run.recipe.data, ("test",), name="x")

@@ -119,9 +119,7 @@ def test_there_and_back(ending, tmp_path):
 def test_a_csv_is_readable_by_others(tmp_path):
     write_per_query(tmp_path / "x.csv", table().columns())
     lines = (tmp_path / "x.csv").read_text().splitlines()
-    assert lines[0] == (
-        "truth,direction,query,group,recall@1,recall@5,recall@10,r_precision,map@r,best_rank,uncertainty"
-    )
+    assert lines[0] == "truth,direction,query,group,recall@1,recall@5,recall@10,r_precision,map@r,best_rank,uncertainty"
     assert lines[1] == "hand,i2t,a,a,1.0,1.0,1.0,0.5,0.5,0.0,0.5" and lines[6].endswith(",1.0,")
 
 
@@ -147,9 +145,7 @@ def runs(n=60, seed=0, gain=0.3, n_groups=None):
     keys = [np.full(n, "t"), np.full(n, "i2t"), np.array([f"q{i}" for i in range(n)]), group]
     a = hard + 0.3 * random.normal(size=n)
     b = hard + gain * 0.3 + 0.3 * random.normal(size=n)
-    return PerQuery(*keys, {"map@r": a, "recall@1": np.round(a)}), PerQuery(
-        *keys, {"map@r": b, "recall@1": np.round(b)}
-    )
+    return tuple(PerQuery(*keys, {"map@r": x, "recall@1": np.round(x)}) for x in (a, b))
 
 
 def test_the_interval_is_scipys():
@@ -191,15 +187,12 @@ def test_groups_are_drawn_and_swapped_together():
     one_first, one_second = runs(5, seed=8)
     keys = [np.tile(x, 12) for x in (one_first.ground_truth, one_first.direction)]
     query, group = np.array([f"q{i}" for i in range(60)]), np.tile(one_first.query, 12)
-    copies = [
-        PerQuery(*keys, query, group, {"map@r": np.tile(t.figures["map@r"], 12)}) for t in (one_first, one_second)
-    ]
+    tiled = [{"map@r": np.tile(run.figures["map@r"], 12)} for run in (one_first, one_second)]
     (few,) = compare_per_query(one_first, one_second, metrics=["map@r"], n_resamples=4000)
-    (many,) = compare_per_query(*copies, n_resamples=4000)
+    (many,) = compare_per_query(*(PerQuery(*keys, query, group, each) for each in tiled), n_resamples=4000)
     assert (many.n_queries, many.n_groups, few.n_groups) == (60, 5, 5)
     assert many.difference.low == pytest.approx(few.difference.low) and many.p_value == few.p_value
-    alone = PerQuery(*keys, query, query, copies[0].figures), PerQuery(*keys, query, query, copies[1].figures)
-    (wrong,) = compare_per_query(*alone, n_resamples=4000)
+    (wrong,) = compare_per_query(*(PerQuery(*keys, query, query, each) for each in tiled), n_resamples=4000)
     assert wrong.difference.high - wrong.difference.low < 0.5 * (many.difference.high - many.difference.low)
     assert wrong.p_value < many.p_value
 

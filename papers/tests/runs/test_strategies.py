@@ -127,9 +127,8 @@ def test_what_is_outside_of_the_gallery_counts_in_the_length_of_a_list():
     assert ranks.tolist() == [0, 5, 11]
     assert per_query_metrics(ranks, outside)["r_precision"] == pytest.approx(3 / 12)
     ground_truth = ground_truth_from_pairs("x", ["q"], range(30), [("q", j) for j in (0, 5, 11)])
-    ground_truth = type(ground_truth)(
-        "x", ground_truth.image_ids, ground_truth.text_ids, outside, ground_truth.t2i, ("r_precision",)
-    )
+    ids = ground_truth.image_ids, ground_truth.text_ids
+    ground_truth = type(ground_truth)("x", *ids, outside, ground_truth.t2i, ("r_precision",))
     found = strategies_of(query, gallery, ["q"], ground_truth.text_ids, [ground_truth], engine="exact")
     for result in found.values():
         assert result.figures["x"]["i2t"]["r_precision"] == pytest.approx(3 / 12)

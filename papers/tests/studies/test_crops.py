@@ -169,9 +169,8 @@ def test_a_sample_is_found_and_depends_on_ids_and_seed_alone(tmp_path):
     for name in names:
         picture(tmp_path / name)
     entries = [{"id": i, "regions": [region(0, 1, 2.5, 3, f" a “{i}”,\n thing ")]} for i in range(30)]
-    read = lambda listed, seed, n=6: read_boxed_images(
-        write(tmp_path, listed), tmp_path, Problems(), sample=n, seed=seed
-    )
+    sampled = lambda path, seed, n: read_boxed_images(path, tmp_path, Problems(), sample=n, seed=seed)
+    read = lambda listed, seed, n=6: sampled(write(tmp_path, listed), seed, n)
     every = read(entries, 0, 99)
     assert [p.path for p in every] == [tmp_path / name for name in names]
     assert every[7].boxes == [(0, 1, 2.5, 3)] and every[7].phrases == ["a “7”, thing"]

@@ -84,10 +84,8 @@ def test_table_1_is_the_mean_of_the_directions_and_rsum_the_sum_but_where_the_pa
 
 def test_rows_are_chosen_and_what_is_missing_is_told():
     assert len(published_rows()) == sum(ROWS.values())
-    fractions = [
-        (n, v) for r in published_rows() for n, v in r.figures.items() if not n.endswith(("rsum", "log_sigma"))
-    ]
-    assert all(0 <= v <= 100 for _, v in fractions)
+    figures = [figure for row in published_rows() for figure in row.figures.items()]
+    assert all(0 <= value <= 100 for name, value in figures if not name.endswith(("rsum", "log_sigma")))
     assert published_rows("PCME E.1") == published_rows("E.1")
     assert {row.paper for row in published_rows("1")} == {"PCME", "PCME++", "PVSE++"}
     raises(ValueError, r"no figures for table 'C.12'; known: 1, 2, 3, 4, 5, C.1", published_rows, "C.12")
