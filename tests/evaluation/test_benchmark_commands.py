@@ -308,7 +308,7 @@ def test_matrices_that_cannot_be_ranked(folder, ground_truths, scores, kind, mes
 def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
     np.save(folder / "d.npy", np.zeros((N, M)))
     wanted = {"scores": folder / "d.npy", "scores_are": "distance", "ground_truth": folder / "truth.json"}
-    measured, embedded = measure_files(embedded_input.Files(**wanted))
+    measured, embedded = measure_files(embedded_input.Files(**wanted), None, split="test")
     assert embedded is None and measured.score == "distance matrix"
     truth, both = {"ground_truth": folder / "truth.json"}, {"images": "a.npy", "texts": "b.npy"}
     own = {"images": f"{folder}/i.npy", "texts": f"{folder}/t.npy"}
@@ -323,7 +323,7 @@ def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
         (truth | lists, "csd", "leave out --score"),
         (truth | own, "match_probability", "match_probability needs the logits of a model"),
     ):  # fmt: skip
-        raises(UserError, message, measure_files, embedded_input.Files(**files), score)
+        raises(UserError, message, measure_files, embedded_input.Files(**files), score, split="test")
 
 
 def test_numbers_and_padded_file_names_of_coco_are_one_image():

@@ -72,7 +72,7 @@ def test_pairs_make_both_directions_and_folds_are_consecutive_images():
         GroundTruth("t", images, texts, one, one)
     raises(ValueError, "text id 'x' occurs more than once", GroundTruth, "t", images, ("x", "y", "x"), one, other)
     raises(ValueError, "unknown metric 'recall'", GroundTruth, "t", images, texts, one, other, ("recall",))
-    with pytest.raises(ValueError, match=r"fold 0 needs distinct text positions in 0\.\.2"):
+    with pytest.raises(ValueError, match=r"fold 0 needs distinct text positions below 3"):
         GroundTruth("t", images, texts, one, other, folds=((np.array([0]), np.array([3])),))
 
 

@@ -117,7 +117,7 @@ def test_shapes_emptiness_labels_and_options_are_checked(loss):
                 with pytest.raises(ValueError, match=rf"{type(defaults).__name__}: {item.name} must be .*got {wrong}"):
                     dataclasses.replace(defaults, **{item.name: wrong})
     other = next(entry.Options() for entry in LOSSES.values() if entry.Options is not type(defaults))
-    raises(TypeError, rf"{type(loss).__name__}: expected \w+Options, got {type(other).__name__}", type(loss), other)
+    raises(TypeError, rf"{type(loss).__name__}: needs \w+Options, got {type(other).__name__}", type(loss), other)
 
 
 GIVEN = {

@@ -108,7 +108,7 @@ MIXED = torch.tensor([[0.7, 0.3, 0, 0.3], [1, 1, 0, 1], [0, 0, 1, 0], [0.25, 0.7
     ],
 )
 def test_labels_by_hand_with_duplicate_captions(augment, expected, monkeypatch):
-    monkeypatch.setattr(module.transforms, "plan_mixing", fixed_plan)
+    monkeypatch.setattr(module, "plan_mixing", fixed_plan)
     batches = indexed(recipe(**augment), alone())
     batches.sampler = Given(shared_captions(), PICTURES, TEXTS)
     (batch,) = batches.epoch(0)

@@ -102,8 +102,7 @@ def _from_lists(root: Path, prefix: str, base: GroundTruth, metrics: tuple[str, 
             found = [columns[item] for item in dict.fromkeys(items) if item in columns]
             index[rows[query]], outside[rows[query]] = found, len(dict.fromkeys(items)) - len(found)
         if outside.sum() > _MAX_OUTSIDE * sum(map(len, listed.values())):
-            strange = f"{outside.sum()} of its positives are not in the gallery"
-            raise UserError(f"{path}: {strange}; is the file of another benchmark?")
+            raise UserError(f"{path}: {outside.sum()} of its positives are not in the gallery; of another benchmark?")
         sides.append(Relevance.from_lists(index, n_gallery=len(gallery), n_outside=outside if outside.any() else None))
     return GroundTruth(prefix, base.image_ids, base.text_ids, sides[0], sides[1], metrics, source=str(root))
 
@@ -279,9 +278,7 @@ def cub_captions(
                 raise UserError(f"{path}: no captions; expected one per line")
             class_of_image.append(number)
     if keep and keep.isdisjoint(present):
-        raise UserError(
-            f"{root}: none of the {len(keep)} images of only= is in these classes, for instance {min(keep)}"
-        )
+        raise UserError(f"{root}: none of the {len(keep)} images of only= is in these classes, e.g. {min(keep)}")
     if not counts:
         raise UserError(f"{root}: found no captions CLASS/IMAGE.txt for this choice of classes and images")
     text_ids = tuple(f"{image}#{i}" for image, n in counts.items() for i in range(n))

@@ -72,9 +72,8 @@ class GroundTruthRanks:
         kept = [part.relevance.totals > 0 for part in self.parts]
         single = [retrieval.per_query_metrics(p.ranks, p.relevance, depth=p.depth, names=names) for p in self.parts]
         ids = [self.query_ids[i] for part, has in zip(self.parts, kept, strict=True) for i in part.queries[has]]
-        return ids, {
-            name: np.concatenate([x[name][has] for x, has in zip(single, kept, strict=True)]) for name in names
-        }
+        pairs = list(zip(single, kept, strict=True))
+        return ids, {name: np.concatenate([values[name][has] for values, has in pairs]) for name in names}
 
 
 BenchmarkRanks = dict[str, dict[Direction, GroundTruthRanks]]
@@ -174,13 +173,11 @@ class RankPlan:
             group.ranks[filled] = retrieval.relevant_ranks(chosen, group.relevance, int(a))
 
 
-def plan_ranks(
-    ground_truths: Iterable[GroundTruth], image_ids: Sequence[str], text_ids: Sequence[str]
-) -> list[RankPlan]:
+def plan_ranks(truths: Iterable[GroundTruth], image_ids: Sequence[str], text_ids: Sequence[str]) -> list[RankPlan]:
     """Plan the rankings of several ground truths in both directions, so that common ranks are counted once."""
     images, texts = _Positions(image_ids, "image"), _Positions(text_ids, "text")
     groups: dict[Direction, dict[bytes, GalleryGroup]] = {direction: {} for direction in DIRECTIONS}
-    for one in ground_truths:
+    for one in truths:
         place = images.of(one.image_ids, one), texts.of(one.text_ids, one)
         for direction, found in groups.items():
             step = 1 if direction == "i2t" else -1

@@ -368,9 +368,7 @@ def _check_files(files: Files, score: str | None) -> None:
         raise UserError(f"{what}; leave out --score")
 
 
-def measure_files(
-    files: Files, score: str | None = None, *, split: str = "test"
-) -> tuple[Measured, protocols.EmbeddedSet | None]:
+def measure_files(files: Files, score: str | None, *, split: str) -> tuple[Measured, protocols.EmbeddedSet | None]:
     """Evaluate embeddings or ranked lists from files.
 
     Returns (the evaluation, the embeddings or None for ranked lists).

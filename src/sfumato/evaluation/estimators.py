@@ -254,10 +254,21 @@ def estimate_uncertainty(
         >>> estimate_uncertainty(queries, gallery, Matching(), estimators=chosen)["total_variance"].round(3)
         array([2.   , 0.736])
     """
-    _check(queries, gallery, estimators, without)
+    if without is not None and (without.n_queries, without.n_gallery) != (queries.n, gallery.n):
+        listed = f"`without` is of {without.n_queries} by {without.n_gallery}"
+        raise ValueError(f"estimate_uncertainty: {queries.n} queries and {gallery.n} items, but {listed}")
+    if without is not None and gallery.n - without.counts.max(initial=0) < NEAREST:
+        raise ValueError(f"estimate_uncertainty: `without` leaves a query fewer than {NEAREST} items; leave it out")
+    looking = [name for name, e in estimators.items() if e.needs_gallery]
+    if looking and gallery.n < 2:
+        raise ValueError(f"estimate_uncertainty: {looking[0]} needs a gallery of at least two items, got {gallery.n}")
+    missing = [name for name in estimators if name not in usable_estimators(queries, gallery, estimators=estimators)]
+    if missing:
+        needs = f"{', '.join(missing)} need variances, got points"
+        raise ValueError(f"estimate_uncertainty: {needs}; choose with usable_estimators()")
     queries, gallery = queries.detach(), gallery.detach()
     parts: dict[str, list[np.ndarray]] = {name: [np.empty(0)] for name in estimators}
-    if any(e.needs_gallery for e in estimators.values()):
+    if looking:
         blocks = distance_blocks(queries, gallery, matching.oriented_distance, memory_mb=memory_mb)
     else:
         blocks = iter([(0, queries.mean[:, :0])])
@@ -280,24 +291,3 @@ def usable_estimators(
     """Choose the estimators that are defined for these embeddings."""
     points = any(bool((e.log_var == -np.inf).any()) for e in embeddings)
     return {name: e for name, e in estimators.items() if not (points and e.needs_variance)}
-
-
-def _check(
-    queries: GaussianEmbedding,
-    gallery: GaussianEmbedding,
-    estimators: Mapping[str, Estimator],
-    without: Relevance | None,
-) -> None:
-    if without is not None and (without.n_queries, without.n_gallery) != (queries.n, gallery.n):
-        listed = f"`without` is of {without.n_queries} by {without.n_gallery}"
-        raise ValueError(f"estimate_uncertainty: {queries.n} queries and {gallery.n} items, but {listed}")
-    if without is not None and gallery.n - without.counts.max(initial=0) < NEAREST:
-        found = f"`without` leaves a query fewer than {NEAREST} items"
-        raise ValueError(f"estimate_uncertainty: {found}; leave such queries out")
-    looking = [name for name, e in estimators.items() if e.needs_gallery]
-    if looking and gallery.n < 2:
-        raise ValueError(f"estimate_uncertainty: {looking[0]} needs a gallery of at least two items, got {gallery.n}")
-    missing = [name for name in estimators if name not in usable_estimators(queries, gallery, estimators=estimators)]
-    if missing:
-        needs = f"{', '.join(missing)} need variances, got points"
-        raise ValueError(f"estimate_uncertainty: {needs}; choose with usable_estimators()")

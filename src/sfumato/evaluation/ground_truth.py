@@ -5,6 +5,7 @@ sources and definitions.
 """
 
 import csv
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,15 +66,15 @@ class GroundTruth:
                 raise ValueError(f"GroundTruth {self.name}: {found}, but {there}")
         for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
             if (twice := first_twice(ids)) is not None:
-                found = f"{what} id {twice!r} occurs more than once"
-                raise ValueError(f"GroundTruth {self.name}: {found}; ids must be distinct")
+                raise ValueError(
+                    f"GroundTruth {self.name}: {what} id {twice!r} occurs more than once; give distinct ids"
+                )
         for metric in self.metrics:
             check_metric(metric)
         for f, fold in enumerate(self.folds):
             for what, index, count in zip(("image", "text"), fold, (n, m), strict=True):
                 if len(np.unique(index)) != len(index) or (len(index) and not (min(index) >= 0 and max(index) < count)):
-                    needed = f"distinct {what} positions in 0..{count - 1}"
-                    raise ValueError(f"GroundTruth {self.name}: fold {f} needs {needed}")
+                    raise ValueError(f"GroundTruth {self.name}: fold {f} needs distinct {what} positions below {count}")
 
     def with_metrics(self, *metrics: str) -> "GroundTruth":
         """Replace the reported metrics.
@@ -156,20 +157,18 @@ def in_folds(ground_truth: GroundTruth, n_folds: int = 5, *, name: str) -> Groun
     return replace(ground_truth, name=name, folds=folds)
 
 
-def in_folds_of(
-    folded: GroundTruth, ground_truth: GroundTruth, *, name: str, averaged_as: str | None = None
-) -> GroundTruth:
+def in_folds_of(folded: GroundTruth, truth: GroundTruth, *, name: str, averaged_as: str | None = None) -> GroundTruth:
     """Divide a ground truth into the folds of another one, such as CxC into the folds of COCO 1K.
 
     A query's relevant items outside of its fold do not count there.
     """
-    images = {identity: i for i, identity in enumerate(ground_truth.image_ids)}
-    texts = {identity: i for i, identity in enumerate(ground_truth.text_ids)}
+    images = {identity: i for i, identity in enumerate(truth.image_ids)}
+    texts = {identity: i for i, identity in enumerate(truth.text_ids)}
     folds = tuple(
         (_places(folded.image_ids, some_images, images), _places(folded.text_ids, some_texts, texts))
         for some_images, some_texts in folded.folds
     )
-    return replace(ground_truth, name=name, folds=folds, averaged_as=averaged_as)
+    return replace(truth, name=name, folds=folds, averaged_as=averaged_as)
 
 
 def _places(ids: Sequence[str], chosen: np.ndarray, place: Mapping[str, int]) -> np.ndarray:
@@ -186,9 +185,7 @@ def relevance_from_table(match: np.ndarray) -> Relevance:
 # ---------------------------------------------------------------- files
 
 
-def read_ground_truth(
-    path: str | Path, *, name: str | None = None, metrics: Sequence[str] = ALL_METRICS
-) -> GroundTruth:
+def read_ground_truth(path: str | Path, *, name: str = "", metrics: Sequence[str] = ALL_METRICS) -> GroundTruth:
     """Read a user's ground truth.
 
     Args:
@@ -231,8 +228,9 @@ def _read_pairs(path: Path) -> _Ids:
     if json_kind(loaded) == "coco":
         return _of_coco(path)
     if not isinstance(loaded, dict):
-        expected = "an object with images, texts and pairs, or with lists"
-        raise UserError(f"{path}: found {type(loaded).__name__}; expected {expected}")
+        raise UserError(
+            f"{path}: found {type(loaded).__name__}; expected an object with images, texts, pairs, or lists"
+        )
     if set(loaded) != {"images", "texts", "pairs"}:
         listed = _lists_of(path, loaded)
         pairs = [(image, text) for image, texts in listed.items() for text in texts]
@@ -311,9 +309,4 @@ Named = TypeVar("Named")
 
 def first_twice(ids: Iterable[Named]) -> Named | None:
     """Find a repeated id."""
-    seen = set[Named]()
-    for identity in ids:
-        if identity in seen:
-            return identity
-        seen.add(identity)
-    return None
+    return next((identity for identity, n in Counter(ids).items() if n > 1), None)

@@ -15,7 +15,7 @@ from sfumato.arrays import Array, as_numpy, smallest
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.logits import N_NEAREST, no_reference_error
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import Direction
+from sfumato.ids import DIRECTIONS, Direction
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, simulated_calibration_errors
 
@@ -91,13 +91,10 @@ def measure_hits(
 
     distance (n images, m texts), match (n, m), embedded (images, texts).
     """
-    folds = calibration
-    if isinstance(folds, Calibration):
-        folds = [Fold(folds, np.arange(len(distance)), np.arange(distance.shape[1]))]
     distance, match, figures = as_numpy(distance), as_numpy(match), []
-    n = len(distance)
-    directions: tuple[Direction, ...] = ("t2i", "i2t")
-    for direction in directions:
+    n, m = distance.shape
+    folds = [Fold(calibration, np.arange(n), np.arange(m))] if isinstance(calibration, Calibration) else calibration
+    for direction in DIRECTIONS[::-1]:
         seen = [_seen_by(fold.calibration, embedded, direction) for fold in folds]
         for size in [*sorted({size for size in sizes if size < n}), n]:
             n_drawn = n_galleries if size < n else 1

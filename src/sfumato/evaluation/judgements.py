@@ -153,16 +153,14 @@ class JudgementFile:
                 self._kept, self._seen = read_judgements(self.path) if there else [], there
             return self._kept
 
-    def change(
-        self, change: Callable[[list[Judgement]], Iterable[Judgement]]
-    ) -> tuple[list[Judgement], list[Judgement]]:
+    def change(self, by: Callable[[list[Judgement]], Iterable[Judgement]]) -> tuple[list[Judgement], list[Judgement]]:
         """Replace the verdicts; others who change them wait. Returns (old, new)."""
         path = self.path
         if not path.parent.is_dir():
             raise UserError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
         with self._lock, FileLock(path.with_name(f".{path.name}.lock")):
             before = self.read()
-            after = list(change(before))
+            after = list(by(before))
             write_judgements(path, after)
             self._kept, self._seen = after, self._now()
         return before, after
@@ -337,9 +335,7 @@ class JudgedFigures:
 _NONE = Interval(None, None, None)
 
 
-def judged_figures(
-    hits: Sequence[ShownHit], judgements: Iterable[Judgement], *, n_resamples: int = 1000, seed: int = 0
-) -> JudgedFigures:
+def judged_figures(hits: Sequence[ShownHit], judgements: Iterable[Judgement], n_resamples: int = 1000) -> JudgedFigures:
     """Compare the hits of a search with verdicts. Hits that nobody judged are unknown and do not count.
 
     The means are weighted by one over the probability that a hit was sampled (Hajek 1971), nDCG is not.
@@ -369,7 +365,7 @@ def judged_figures(
     if (p := np.array([math.nan if q is None else q for q in said])).size and not np.isnan(p).any():
         statistics |= {"said": mean_statistic(p, weight), "excess": mean_statistic(p - yes, weight)}
         statistics["calibration_error"], chance = _calibration(p, yes, weight)
-    found = bootstrap(statistics, len(known), n_resamples=n_resamples, seed=seed, groups=groups)
+    found = bootstrap(statistics, len(known), n_resamples=n_resamples, groups=groups)
     found = dict.fromkeys(("said", "excess", "calibration_error"), _NONE) | found
     return JudgedFigures(len(known), len(ranked), len(known) / len(hits), **found, calibration_error_by_chance=chance)
 

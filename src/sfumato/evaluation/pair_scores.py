@@ -20,12 +20,19 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, eq=False)
-class ListedScores:
-    """The p listed pairs, by image and then by text."""
-
+class _Scores:
     image: np.ndarray  # (p,) positions of the images
     text: np.ndarray  # (p,) positions of the texts
     distance: np.ndarray  # (p,) between image and text
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+
+@dataclass(frozen=True, eq=False)
+class ListedScores(_Scores):
+    """The p listed pairs, by image and then by text."""
+
     excess: np.ndarray
     text_rank: np.ndarray
     image_rank: np.ndarray  # (p,) number of unlisted images that are closer to the text, likewise
@@ -34,22 +41,13 @@ class ListedScores:
     better_text_distance: np.ndarray  # (p,) distance of that text from the image; infinite if there is none
     better_image_distance: np.ndarray  # (p,) distance of that image from the text; infinite if there is none
 
-    def __len__(self) -> int:
-        return len(self.image)
-
 
 @dataclass(frozen=True, eq=False)
-class MissingScores:
-    """Unlisted pairs that may match, the closest first."""
+class MissingScores(_Scores):
+    """Unlisted pairs that may match, the closest first; a small distance is suspicious."""
 
-    image: np.ndarray  # (c,) positions of the images
-    text: np.ndarray  # (c,) positions of the texts
-    distance: np.ndarray  # (c,) the score; a small distance is suspicious
-    text_rank: np.ndarray  # (c,) rank from 0 among the unlisted texts of the image; -1 beyond NEIGHBOURS
-    image_rank: np.ndarray  # (c,) rank from 0 among the unlisted images of the text; -1 beyond NEIGHBOURS
-
-    def __len__(self) -> int:
-        return len(self.image)
+    text_rank: np.ndarray  # (p,) rank from 0 among the unlisted texts of the image; -1 beyond NEIGHBOURS
+    image_rank: np.ndarray  # (p,) rank from 0 among the unlisted images of the text; -1 beyond NEIGHBOURS
 
 
 @dataclass(frozen=True, eq=False)

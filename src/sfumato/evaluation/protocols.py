@@ -357,8 +357,7 @@ class Lists:
         """See :meth:`Source.fill`."""
         lists = {str(query): items for query, items in (getattr(self, plan.direction) or {}).items()}
         if unknown := lists.keys() - set(plan.query_ids):
-            found = f"there is a list for {min(unknown)!r}, which is not among the query ids"
-            raise ValueError(f"{plan.direction}: {found}")
+            raise ValueError(f"{plan.direction}: there is a list for {min(unknown)!r}, which is not among the queries")
         position = {item: j for j, item in enumerate(plan.gallery_ids)}
         places = []  # For each group, the position within its gallery of every item, or -1.
         for group in plan.groups:
@@ -379,15 +378,13 @@ class Lists:
                 group.depth[a:b] = depth
 
 
-def _positions(
-    plan: RankPlan, query: int, lists: Mapping[str, Sequence[Any]], position: Mapping[str, int]
-) -> np.ndarray:
+def _positions(plan: RankPlan, query: int, lists: Mapping[str, Sequence[Any]], place: Mapping[str, int]) -> np.ndarray:
     """(k,) positions of the items in the list of one query."""
     name = plan.query_ids[query]
     if name not in lists:
         raise ValueError(f"{plan.direction}: there is no list for query {name!r}")
     items = list(map(str, lists[name]))
-    found = list(map(position.get, items))
+    found = list(map(place.get, items))
     if None in found:
         unknown = items[found.index(None)]
         raise ValueError(f"{plan.direction}: the list of {name!r} holds the unknown id {unknown!r}")

@@ -238,12 +238,9 @@ def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Int
 def _of_multiplicity(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Interval]:
     """Correlations with the number of true items."""
     counts, options = scene.relevance.counts, scene.resampling
-    found = scene.intervals(
-        {f"{name}/multiplicity": bootstrap.spearman_statistic(u, counts) for name, u in scores.items()}
-    )
-    resampled = bootstrap.resampled_balanced_spearman(
-        scores, counts, n_resamples=options.n_resamples, seed=options.seed
-    )
+    found = _of_proxy(scene, scores, "multiplicity", counts)
+    n, seed = options.n_resamples, options.seed
+    resampled = bootstrap.resampled_balanced_spearman(scores, counts, n_resamples=n, seed=seed)
     for name, u in scores.items():
         value = bootstrap.balanced_spearman(u, counts)
         found[f"{name}/multiplicity_balanced"] = bootstrap.percentile_interval(value, resampled[name], options.level)
@@ -253,10 +250,8 @@ def _of_multiplicity(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[st
 def _of_proxy(scene: _Scene, scores: Mapping[str, np.ndarray], proxy: str, values: np.ndarray) -> dict[str, Interval]:
     """Correlations with a proxy of ambiguity, over the queries that have it."""
     known = np.flatnonzero(~np.isnan(values))
-    statistics = {
-        f"{name}/{proxy}": bootstrap.spearman_statistic(u[known], values[known]) for name, u in scores.items()
-    }
-    return scene.intervals(statistics, known)
+    found = {f"{name}/{proxy}": bootstrap.spearman_statistic(u[known], values[known]) for name, u in scores.items()}
+    return scene.intervals(found, known)
 
 
 def _of_removed_items(scene: _Scene, scores: Mapping[str, np.ndarray]) -> tuple[int, dict[str, Interval]]:

@@ -14,14 +14,9 @@ from sfumato.losses.pcmepp import PCMEPPLoss
 from sfumato.losses.triplet import DAALoss, PVSELoss, TripletLoss
 
 LOSSES: dict[str, type[MatchLoss]] = {
-    "pcmepp": PCMEPPLoss,
-    "pcme": PCMELoss,
-    "prolip": ProLIPLoss,
-    "infonce": InfoNCELoss,
-    "triplet": TripletLoss,
-    "pvse": PVSELoss,
-    "daa": DAALoss,
-}
+    "pcmepp": PCMEPPLoss, "pcme": PCMELoss, "prolip": ProLIPLoss, "infonce": InfoNCELoss,
+    "triplet": TripletLoss, "pvse": PVSELoss, "daa": DAALoss,
+}  # fmt: skip
 """Every loss by the name that recipes use."""
 
 
@@ -64,11 +59,8 @@ def register_loss(name: str, loss: LossFunction | type[MatchLoss], options: type
     if not (isinstance(options, type) and issubclass(options, LossOptions)):
         raise TypeError(f"register_loss: options is {options!r}; expected a dataclass derived from LossOptions")
     known = {item.name: item for item in fields(options)}
-    if wrong := [
-        key
-        for key in {*known, *vars(options).get("__annotations__", {})}
-        if key == "name" or key not in known or "description" not in known[key].metadata
-    ]:
+    given = {*known, *vars(options).get("__annotations__", {})}
+    if wrong := [key for key in given if key == "name" or "description" not in getattr(known.get(key), "metadata", ())]:
         expected = "expected fields of a frozen dataclass, each an option() of another name than 'name'"
         raise TypeError(f"register_loss: the option {min(wrong)!r} of {options.__name__} is none; {expected}")
     if "logit_bias" in known and "logit_scale" not in known:

@@ -165,8 +165,7 @@ class MatchLoss(nn.Module, ABC):
         super().__init__()
         self.options = self.Options() if options is None else options
         if type(self.options) is not self.Options:
-            expected = f"expected {self.Options.__name__}, got {type(self.options).__name__}"
-            raise TypeError(f"{type(self).__name__}: {expected}")
+            raise TypeError(f"{type(self).__name__}: needs {self.Options.__name__}, got {type(self.options).__name__}")
         self.distance: Distance = get_distance(self.options.distance)
         given = vars(self.options)
         if "logit_scale" in given:
@@ -211,9 +210,7 @@ class MatchLoss(nn.Module, ABC):
         """The contribution of a block to the batch's loss."""
 
 
-LossFunction = Callable[
-    [GaussianEmbedding, GaussianEmbedding, Tensor, Any], "Tensor | Mapping[str, Tensor] | LossOutput"
-]
+LossFunction = Callable[[GaussianEmbedding, GaussianEmbedding, Tensor, Any], Tensor | Mapping[str, Tensor] | LossOutput]
 """A loss as a plain function: (images (n, d), texts (m, d), match (n, m), options) -> the terms, which sum to it."""
 
 
@@ -298,8 +295,7 @@ def check_match(image: GaussianEmbedding, text: GaussianEmbedding, match: Array,
     check_embedding(text, who, "text")
     match = as_tensor(match, "match", who)
     if match.shape != (image.n, text.n):
-        shape = f"(images, texts) = ({image.n}, {text.n})"
-        raise ValueError(f"{who}: match must have shape {shape}, got {tuple(match.shape)}")
+        raise ValueError(f"{who}: match must have shape (images, texts) = {(image.n, text.n)}, got {(*match.shape,)}")
     if image.n == 0 or text.n == 0:
         raise ValueError(f"{who}: got an empty batch of {image.n} images and {text.n} texts")
     match = canonical(match)

@@ -98,10 +98,8 @@ class _CrossEntropies(PairTerms):
                 self._log_sum[k][own] = torch.logaddexp(self._log_sum[k][own], tile.logit.logsumexp(1 - axis))
                 self._total[k][own] += tile.label.sum(1 - axis)
                 matched[k][own] += weighted.sum(1 - axis)
-        losses = [
-            torch.where(total > 0, log_sum - label_sum / total, 0).sum(dtype=torch.float64)
-            for log_sum, total, label_sum in zip(self._log_sum, self._total, matched, strict=True)
-        ]
+        sides = zip(self._log_sum, self._total, matched, strict=True)
+        losses = [torch.where(n > 0, log_sum - own / n, 0).sum(dtype=torch.float64) for log_sum, n, own in sides]
         return torch.stack(losses)
 
     def gradient(self, tile: Tile, upstream: Tensor) -> Tensor:
@@ -152,8 +150,7 @@ def log_inclusion(x: GaussianEmbedding, y: GaussianEmbedding) -> Tensor:
     """
     if x.mean.shape != y.mean.shape or x.dtype != y.dtype or x.device != y.device:
         first, second = (f"{tuple(e.mean.shape)} {e.dtype} on {e.device}" for e in (x, y))
-        needed = "both must have the same n, d, dtype and device"
-        raise ValueError(f"log_inclusion: x is {first} and y is {second}; {needed}")
+        raise ValueError(f"log_inclusion: x is {first} and y is {second}; n, d, dtype and device must be equal")
     x, y = (e.to(accumulation_dtype(e.dtype)) for e in (x, y))
     log_v = torch.logaddexp(x.log_var, y.log_var + math.log(2))
     # Divided before squaring: small variances do not overflow.
@@ -211,9 +208,7 @@ class ProLIPOptions(base.LossOptions):
 
     beta: float = base.option(1e-4, "weight of the information bottleneck; 0 leaves it out, as points need", ge=0)
     inclusion_weight: float = base.option(
-        0.0,
-        "weight of the inclusion of images in their texts; 0 leaves it out, as points need; 1e-7 as published",
-        ge=0,
+        0.0, "weight of the inclusion of images in their texts; 0 leaves it out, as points need; published: 1e-7", ge=0
     )
     logit_scale: float = base.option(5.0, "initial scale; 5 and a bias of 0 are ProLIP's scale 10 and bias -10", gt=0)
     logit_bias: float = base.option(0.0, "initial bias of the match logits")

@@ -36,17 +36,13 @@ class PCMEOptions(base.LossOptions):
     n_samples: int = base.option(7, "number of samples of each embedding", ge=1)
     sigmoid: Sigmoid = base.option("plain", "plain, or compressed: the released sigmoid(2 logit)")  # noqa: RUF009
     beta: float = base.option(
-        1e-4,
-        "weight of the information bottleneck; 0 leaves it out, as points need; COCO's released 1e-5 is 8e-5 here",
-        ge=0,
+        1e-4, "weight of the bottleneck; 0 leaves it out, as points need; COCO's released 1e-5 is 8e-5 here", ge=0
     )
     uniformity_weight: float = base.option(
         0.0, "weight of the uniformity of all samples; 0 leaves it out; CUB's published 10 is 4.4e-4 here", ge=0
     )
-    logit_scale: float = base.option(
-        5.0, "initial scale of the match logits; 15 in the paper for COCO, 5 for CUB", gt=0
-    )
-    logit_bias: float = base.option(5.0, "initial bias of the match logits; 15 in the paper for COCO, 5 for CUB")
+    logit_scale: float = base.option(5.0, "initial scale of the match logits; the paper: 15 for COCO, 5 for CUB", gt=0)
+    logit_bias: float = base.option(5.0, "initial bias of the match logits; the paper: 15 for COCO, 5 for CUB")
     free_scale: bool = base.option(False, base.FREE_SCALE)
 
 
@@ -94,8 +90,7 @@ def pcme_loss(
     noise = _sampled_noise(image, text, options, step) if noise is None else noise
     for name, e, z in zip(("images", "texts"), (image, text), noise, strict=True):
         if z.ndim != 3 or (len(z), z.shape[2]) != (e.n, e.d):
-            shape = f"({e.n}, n_samples, {e.d})"
-            raise ValueError(f"pcme_loss: noise of {name} must have shape {shape}, got {tuple(z.shape)}")
+            raise ValueError(f"pcme_loss: noise of {name} must be ({e.n}, n_samples, {e.d}), got {tuple(z.shape)}")
     x, y = (reparametrised(e.to(accumulation_dtype(e.dtype)), z) for e, z in zip((image, text), noise, strict=True))
     logits = base.or_start(logit_scale, options.logit_scale), base.or_start(logit_bias, options.logit_bias)
     likelihood = _log_likelihood(x, y, label, options, *logits)
@@ -153,9 +148,7 @@ def _own_and_all(
     return (image, text), (images, texts)
 
 
-def _reduced_exponents(
-    block: base.PairBlock, noise: tuple[Tensor, Tensor], reduce: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _exponents(block: base.PairBlock, noise: tuple[Tensor, Tensor], reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """(k,) values of reduce, (r, c, s, s') exponents -2 ||z - z'||^2 of the block's and of all samples -> (r, c).
 
     A sample with itself has the exponent -inf. Exponents reach thousands and their differences matter, hence float64.
@@ -226,7 +219,7 @@ class PCMELoss(base.MatchLoss):
         if self.options.uniformity_weight:
             noise = self._noise(block)
             with torch.no_grad():
-                values.append(_reduced_exponents(block, noise, lambda x: x.logsumexp((2, 3))).logsumexp(0))
+                values.append(_exponents(block, noise, lambda x: x.logsumexp((2, 3))).logsumexp(0))
         return torch.stack(values)
 
     def combine(self, counts: Tensor) -> Tensor:
@@ -245,7 +238,7 @@ class PCMELoss(base.MatchLoss):
         if options.uniformity_weight:
             samples = sum(x.shape[0] * x.shape[1] for x in noise)
             # The block's fraction of the whole sum; its gradient is that of the logarithm of the whole sum.
-            part = _reduced_exponents(block, noise, lambda x: (x - counts[1]).exp().sum((2, 3))).sum()
+            part = _exponents(block, noise, lambda x: (x - counts[1]).exp().sum((2, 3))).sum()
             value = part.detach() * (counts[1] - math.log(samples * (samples - 1))) + (part - part.detach())
             terms["uniformity"] = options.uniformity_weight * value.to(likelihood.dtype)
         return base.sum_of_terms(terms)

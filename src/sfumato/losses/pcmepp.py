@@ -31,9 +31,7 @@ class PCMEPPOptions(base.LossOptions):
     free_scale: bool = base.option(False, base.FREE_SCALE)
     pseudo_positives_from: int = base.option(0, "first epoch (0-based) with the pseudo-positive terms", ge=0)
     infonce_weight: float = base.option(0.0, "weight of an additional InfoNCE loss of the means; 0 leaves it out", ge=0)
-    infonce_scale: float = base.option(
-        5.0, "initial scale of the InfoNCE loss; learnt apart from that of the match logits", gt=0
-    )
+    infonce_scale: float = base.option(5.0, "initial scale of the InfoNCE loss; learnt apart from logit_scale", gt=0)
     infonce_largest_scale: float = base.option(0.0, LARGEST_SCALE, ge=0)
 
 

@@ -106,9 +106,7 @@ class Tile:
 class Tiles:
     """The labels, distances and logits of n images and m texts, tile by tile."""
 
-    def __init__(
-        self, tensors: tuple[Tensor, ...], labels: Tensor, max_pairs: int, *, whole: Tensor | None = None
-    ) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], labels: Tensor, max_pairs: int, whole: Tensor | None) -> None:
         self._x, self._y, self._x_offset, self._y_offset, self._scale, self._bias = tensors
         self._labels, self.shape, self.whole = labels, labels.shape, whole
         if whole is None:
@@ -208,7 +206,7 @@ class _PairSums(torch.autograd.Function):
 
     @staticmethod
     def forward(terms: PairTerms, max_pairs: int, *tensors: Tensor) -> tuple[Tensor, Tensor | None]:
-        tiles = Tiles(tensors, terms.labels, max_pairs)
+        tiles = Tiles(tensors, terms.labels, max_pairs, None)
         return terms.of_tiles(tiles).to(tensors[0].dtype), tiles.whole
 
     @staticmethod
@@ -222,7 +220,7 @@ class _PairSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, whole = ctx.saved_tensors
-        tiles = Tiles(tuple(tensors), ctx.terms.labels, ctx.max_pairs, whole=whole)
+        tiles = Tiles(tuple(tensors), ctx.terms.labels, ctx.max_pairs, whole)
         with torch.autocast(upstream.device.type, enabled=False):
             return None, None, *_gradients(ctx.terms, tiles, tensors, upstream, ctx.needs_input_grad[2:])
 

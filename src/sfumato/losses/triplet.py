@@ -126,14 +126,10 @@ class PVSEOptions(TripletOptions):
     distance: str = option("squared_l2", "nearest_of_K for model.embeddings=K above 1; any other for one embedding")
     margin: float = option(0.2, "margin in units of the distance; 0.2 on squared_l2 is 0.1 on the cosine", gt=0)
     mmd_weight: float = option(
-        0.02,
-        "weight of the discrepancy between images and texts; 0 leaves it out, 0.02 is the released 0.01 on the cosine",
-        ge=0,
+        0.02, "weight of the discrepancy of images and texts; 0: left out; 0.02: the released 0.01 on the cosine", ge=0
     )
     diversity_weight: float = option(
-        0.2,
-        "weight of the likeness of an item's embeddings; 0 leaves it out, 0.2 is the released 0.1 on the cosine",
-        ge=0,
+        0.2, "weight of the likeness of an item's embeddings; 0: left out; 0.2: the released 0.1 on the cosine", ge=0
     )
 
 
@@ -228,8 +224,7 @@ class DAAOptions(TripletOptions):
 
     asp_weight: float = option(
         0.39,
-        "weight of the disagreement of the ranks, which lies in [0, 1) for each direction; 0.39 is the released 25 for"
-        " COCO with batches of 128",
+        "weight of the ranks' disagreement, in [0, 1) per direction; 0.39: COCO's released 25 in batches of 128",
         ge=0,
     )
 

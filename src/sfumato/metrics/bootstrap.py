@@ -83,10 +83,8 @@ def bootstrap(
         counts = (times if groups is None else times[:, which]).astype(float)
         for name, statistic in statistics.items():
             resampled[name].append(statistic(counts))
-    return {
-        name: percentile_interval(whole[name], np.concatenate(parts or [np.empty(0)]), level)
-        for name, parts in resampled.items()
-    }
+    every = {name: np.concatenate(parts or [np.empty(0)]) for name, parts in resampled.items()}
+    return {name: percentile_interval(whole[name], values, level) for name, values in every.items()}
 
 
 @dataclass(frozen=True)
@@ -97,9 +95,7 @@ class Resampling:
     level: float = 0.95
     seed: int = 0
 
-    def intervals(
-        self, statistics: Mapping[str, Statistic], n: int, groups: np.ndarray | None = None
-    ) -> dict[str, Interval]:
+    def intervals(self, statistics: Mapping[str, Statistic], n: int, groups: np.ndarray | None) -> dict[str, Interval]:
         """The interval of each statistic of n queries; those of a group are resampled together. groups (n,)."""
         return bootstrap(statistics, n, n_resamples=self.n_resamples, level=self.level, seed=self.seed, groups=groups)
 
@@ -195,10 +191,8 @@ def resampled_balanced_spearman(
     together = np.concatenate(parts, axis=2)
     chosen = together.reshape(n_resamples * n_sets, together.shape[2])  # With -1, no resample would have no shape.
     ground_truth = _row_ranks(multiplicity, chosen)
-    return {
-        name: _row_pearson(_row_ranks(x, chosen), ground_truth).reshape(n_resamples, n_sets).mean(1)
-        for name, x in scores.items()
-    }
+    found = {name: _row_pearson(_row_ranks(x, chosen), ground_truth) for name, x in scores.items()}
+    return {name: values.reshape(n_resamples, n_sets).mean(1) for name, values in found.items()}
 
 
 def _row_ranks(x: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -282,9 +276,7 @@ def aurc_statistic(uncertainty: np.ndarray, error: np.ndarray) -> Statistic:
     return statistic
 
 
-def risk_coverage_statistics(
-    uncertainty: np.ndarray, error: np.ndarray, best: Statistic | None = None
-) -> dict[str, Statistic]:
+def risk_coverage_statistics(u: np.ndarray, error: np.ndarray, best: Statistic | None = None) -> dict[str, Statistic]:
     """Three figures that share what they compute; best is the remembered AURC of a perfect order, if it is known.
 
         e_aurc = aurc - best aurc    (excess area, the paper of aurc_statistic)
@@ -293,7 +285,7 @@ def risk_coverage_statistics(
     Paper: Malinin, "Uncertainty estimation in deep learning with application to spoken language assessment", 2019, for
         the ratio.
     """
-    own, mean = remembered(aurc_statistic(uncertainty, error)), mean_statistic(error)
+    own, mean = remembered(aurc_statistic(u, error)), mean_statistic(error)
     least = remembered(aurc_statistic(error, error)) if best is None else best
 
     def prr(counts: np.ndarray) -> np.ndarray:

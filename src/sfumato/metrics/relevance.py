@@ -63,8 +63,7 @@ class Relevance:
         """
         query, gallery = np.asarray(query_index, np.int64), np.asarray(gallery_index, np.int64)
         if query.shape != gallery.shape or query.ndim != 1:
-            found = f"got {query.shape} queries for {gallery.shape} gallery items"
-            raise ValueError(f"Relevance: {found}; the numbers must be equal")
+            raise ValueError(f"Relevance: got {query.shape} queries for {gallery.shape} items; they must be equal")
         for what, index, n in (("query", query, n_queries), ("gallery", gallery, n_gallery)):
             if len(index) and not (index.min() >= 0 and index.max() < n):
                 found = f"(found {index.min()}..{index.max()})"

@@ -303,11 +303,10 @@ class RecallByUncertainty:
         if not len(u):
             raise ValueError(f"{who}: got no query that has a match")
         parts = [part for part in np.array_split(np.argsort(u, kind="stable"), n_bins) if len(part)]
-        means = [float(u[p].mean()) for p in parts]
-        bins = [
-            {"uncertainty": mean if np.isfinite(mean) else None, "recall": float(y[p].mean()), "count": len(p)}
-            for p, mean in zip(parts, means, strict=True)
-        ]
+        bins = []
+        for p in parts:
+            mean = float(u[p].mean()) if np.isfinite(u[p].mean()) else None
+            bins.append({"uncertainty": mean, "recall": float(y[p].mean()), "count": len(p)})
         constant = len(u) < 2 or u.min() == u.max()
         correlation = float("nan") if constant else pearson(np.arange(len(bins)), np.array([b["recall"] for b in bins]))
         return cls(bins, none_if_nan(correlation), none_if_nan(spearman(u, y)))

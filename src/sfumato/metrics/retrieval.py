@@ -272,8 +272,7 @@ def retrieval_metrics(
     asked = dict.fromkeys("best_rank" if name in RANK_METRICS else name for name in names)
     has = relevance.totals > 0
     if not has.any():
-        way = "check that ids of images and texts fit together"
-        raise ValueError(f"retrieval_metrics: no query has a relevant item; {way}")
+        raise ValueError("retrieval_metrics: no query has a relevant item; do ids of images and texts fit together?")
     single = per_query_metrics(ranks, relevance, depth=depth, names=list(asked))
     result = {}
     for name in names:

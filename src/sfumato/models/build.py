@@ -38,9 +38,7 @@ from sfumato.models.sections import AugmentConfig, ModelConfig
 class Tower(nn.Module, BaseTower):
     """One side of a model of torch: a processor of raw items, an encoder and a Gaussian head."""
 
-    def __init__(
-        self, processor: Processor, encoder: Encoder, head: GaussianHead, *, token_dropout: float = 0.0
-    ) -> None:
+    def __init__(self, processor: Processor, encoder: Encoder, head: GaussianHead, token_dropout: float = 0.0) -> None:
         super().__init__()
         self.processor, self.encoder, self.head = processor, encoder, head
         self.token_dropout, self.dim = token_dropout, head.dim
@@ -209,9 +207,7 @@ def load_towers(path: Path, recipe: Recipe, assets: Assets, device: torch.device
     return model.to(device).eval(), loss.to(device).eval()
 
 
-def check_weights(
-    path: Path, config: ModelConfig, assets: Assets, what: str, way_out: str = "", prefix: str = ""
-) -> None:
+def check_weights(path: Path, config: ModelConfig, assets: Assets, what: str, way: str = "", prefix: str = "") -> None:
     """Compare the header of a file of weights with a model, before the model takes memory and time."""
     wrong = set[str]()
     sides: tuple[Side, ...] = ("image", "text")
@@ -225,7 +221,7 @@ def check_weights(
             came = {(key.removeprefix(prefix), tuple(file.get_slice(key).get_shape())) for key in own}
             wrong |= {key for key, _ in came ^ {(key, tuple(value.shape)) for key, value in expected.items()}}
     if wrong:
-        raise misfit(what, sorted(wrong), way_out)
+        raise misfit(what, sorted(wrong), way)
 
 
 def save_state(

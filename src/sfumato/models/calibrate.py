@@ -24,7 +24,7 @@ from sfumato.files import CALIBRATION
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import auroc
-from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error
+from sfumato.metrics.reliability import Reliability
 from sfumato.models.embed import Sides, embed_split, load_split, load_splits, prepare_split
 from sfumato.models.run import TRAINING_CALIBRATION, Run, load_run
 from sfumato.search.exact import distance_blocks
@@ -237,15 +237,12 @@ def _nearest_items(
             nearest, place = _nearest(z[np.ix_(rows, columns)])
             seen = queries.reference(at[0] + rows, columns[place[:, 0]])
             parts.append((nearest, match[rows[:, None], columns[place]], seen))
-    return [
-        logits.NearestItems(
-            np.concatenate([z for z, _, _ in parts]),
-            np.concatenate([y for _, y, _ in parts]),
-            int(items.sum()),
-            None if queries.hub is None else np.concatenate([seen for _, _, seen in parts if seen is not None]),
-        )
-        for parts, (items, _) in zip(found, queries.galleries, strict=True)
-    ]
+    made = []
+    for parts, (items, _) in zip(found, queries.galleries, strict=True):
+        values, matching, features = (list(each) for each in zip(*parts, strict=True))
+        reference = None if queries.hub is None else np.concatenate(features)
+        made.append(logits.NearestItems(np.concatenate(values), np.concatenate(matching), int(items.sum()), reference))
+    return made
 
 
 def some_positions(n: int, most: int, seed: int) -> np.ndarray:
@@ -318,22 +315,15 @@ def describe_calibration(calibration: Calibration) -> dict[str, Any]:
 
     for direction, fit in calibration.directions.items():
         scores = fit.scores
+        sizes = calibration.metadata.get("set_sizes", {}).get(direction, {})
+        limits = {r: (at(fit.abstain_below, r), at(fit.answered_fraction, r)) for r in RISKS}
         result[direction] = {
             "n_queries": len(scores.nearest),
-            "n_gallery": scores.n_gallery,
-            "matches_per_query": scores.matches_per_query,
-            "growth": scores.growth,
+            **{name: getattr(scores, name) for name in ("n_gallery", "matches_per_query", "growth")},
             "precision": {str(p): at(fit.threshold, p) for p in PRECISIONS},
-            "risk": {
-                str(r): {"abstain_below": at(fit.abstain_below, r), "answered": at(fit.answered_fraction, r)}
-                for r in RISKS
-            },
+            "risk": {str(r): {"abstain_below": limit, "answered": part} for r, (limit, part) in limits.items()},
             "coverage": {
-                str(c): {
-                    "radius": at(fit.conformal_radius, 1 - c),
-                    "size": calibration.metadata.get("set_sizes", {}).get(direction, {}).get(str(c)),
-                }
-                for c in COVERAGES
+                str(c): {"radius": at(fit.conformal_radius, 1 - c), "size": sizes.get(str(c))} for c in COVERAGES
             },
         }
         if fit.hits is not None:
@@ -346,11 +336,8 @@ def _first_hit(of_hits: QueryScores, of_distances: QueryScores) -> dict[str, flo
     p = sigmoid(-of_hits.nearest)
     right = np.array(of_hits.closest_match) < np.array(of_hits.closest_other)
     both = bool(right.any() and not right.all())
-    return {
-        "rate": float(right.mean()),
-        "mean_probability": float(p.mean()),
-        "ece": expected_calibration_error(p, right, binning="count"),
-        "ece_by_chance": calibration_error_by_chance(p),
+    found = vars(Reliability.of(p, right))
+    return {name: found[name] for name in ("rate", "mean_probability", "ece", "ece_by_chance")} | {
         "auroc": auroc(p, right) if both else None,
         "auroc_of_distance": auroc(-of_distances.nearest, right) if both else None,
     }

@@ -43,9 +43,7 @@ class UnfamiliarTexts:
     words: frozenset[str]  # the words of the training texts, in lower case; a text of these is always familiar
 
     @classmethod
-    def fit(
-        cls, texts: Sequence[str], pieces: Pieces, *, false_alarms: float = 0.05, seed: int = 0
-    ) -> "UnfamiliarTexts":
+    def fit(cls, texts: Sequence[str], pieces: Pieces, false_alarms: float = 0.05, seed: int = 0) -> "UnfamiliarTexts":
         """Fit on training texts against as many made-up ones, half of random letters and half pronounceable."""
         spelt = [text for text in texts if _WORD.search(text)]
         if len(spelt) < 100:
@@ -329,10 +327,7 @@ ENCODER_FILES = (
 )
 """Patterns of the files from which a frozen model is loaded: data alone, no code and no pickle."""
 
-HUB_FILES = (
-    *(CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE),
-    *(f"{ENCODER}/{pattern}" for pattern in ENCODER_FILES),
-)
+HUB_FILES = (CONFIG, WEIGHTS, TOKENIZER, CALIBRATION, REFERENCE, *(f"{ENCODER}/{pattern}" for pattern in ENCODER_FILES))
 """Patterns of the files of a model on the hub; ``*`` goes below subfolders, too."""
 
 _GRAPH_FILES = (

@@ -58,9 +58,7 @@ def pcmepp_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
         "text.head.mean.linear": "text_projection",
         "text.head.log_var.linear": "uncertainty_text_projection",
     }
-    others: layouts.Shapes = {
-        name: ((vision if "visual" in name else text).width, dim) for name in projections.values()
-    }
+    others: layouts.Shapes = {key: ((vision if "visual" in key else text).width, dim) for key in projections.values()}
     shapes = others | {"logit_scale": (), "shift": (1,), "negative_scale": (1,)}
     model, state = layouts.renamed(build, prefixes, tensors, where, shapes)
     for ours, released in projections.items():
@@ -80,8 +78,7 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     text_section = ConfigSection(config, "text_cfg", where, needed=appended)
     vision, text, dim = section.image_sizes(), text_section.text_sizes(), embedding_size(config, where)
     if text.width != dim:
-        found = f"text_cfg.width {text.width} is not embed_dim {dim}"
-        raise UserError(f"{where}: {found}; no released code runs such a model")
+        raise UserError(f"{where}: text_cfg.width {text.width} is not embed_dim {dim}; no released code runs it")
     cleaning = (text_section.given.get("tokenizer_kwargs") or {"clean": "canonicalize"}).get("clean", "whitespace")
     if cleaning not in CLEANINGS:
         raise UserError(f"{where}: unknown cleaning of texts {cleaning!r}; known: {', '.join(CLEANINGS)}")
@@ -195,19 +192,15 @@ _ANCHORS = (
 )  # fmt: skip
 
 _TRAINING = {
-    "image.encoder.": "img_enc.backbone.",
-    "image.head.mean.linear.": "img_enc.image_encoder.fc.",
+    "image.encoder.": "img_enc.backbone.", "image.head.mean.linear.": "img_enc.image_encoder.fc.",
     "image.head.mean.pool.": "img_enc.image_encoder.gpool.",
     "image.head.log_var.linear.": "img_enc.image_std_encoder.fc.",
     "image.head.log_var.pool.": "img_enc.image_std_encoder.gpool.",
     "image.head.log_var_norm.": "img_enc.image_std_ln.",
-    "text.encoder.": "txt_enc.backbone.",
-    "text.head.mean.linear.": "txt_enc.linear.",
-    "text.head.mean.pool.": "txt_enc.gpool.",
-    "text.head.log_var.linear.": "txt_enc.std_linear.",
-    "text.head.log_var.pool.": "txt_enc.std_gpool.",
-    "text.head.log_var_norm.": "txt_enc.text_std_ln.",
-}
+    "text.encoder.": "txt_enc.backbone.", "text.head.mean.linear.": "txt_enc.linear.",
+    "text.head.mean.pool.": "txt_enc.gpool.", "text.head.log_var.linear.": "txt_enc.std_linear.",
+    "text.head.log_var.pool.": "txt_enc.std_gpool.", "text.head.log_var_norm.": "txt_enc.text_std_ln.",
+}  # fmt: skip
 """Name here -> name in the training code."""
 
 
@@ -272,8 +265,7 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
         if not (folder / needed).is_file():
             if (folder / "manifest.json").is_file():
                 raise UserError(f"{where} holds an index or embeddings, not a model; give the folder of the model")
-            expected = f"expected a run, or a published model with its {CONFIG} and {WEIGHTS}"
-            raise UserError(f"{where}: no {needed} in it; {expected}")
+            raise UserError(f"{where}: no {needed} in it; expected a run, or a published model, {CONFIG} and {WEIGHTS}")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

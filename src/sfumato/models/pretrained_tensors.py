@@ -105,14 +105,10 @@ def _numpy_scalar(dtype: _NumpyDtype, data: bytes) -> Any:
 
 
 _STAND_INS: list[Any] = [
-    (_Dict, "munch.Munch"),
-    (_Namespace, "argparse.Namespace"),
-    (_Dict, "lightning.fabric.utilities.data.AttributeDict"),
-    (_Dict, "lightning_fabric.utilities.data.AttributeDict"),
+    *((_Dict, "munch.Munch"), (_Namespace, "argparse.Namespace"), (_NumpyDtype, "numpy.dtype")),
+    *((_Dict, f"{place}.utilities.data.AttributeDict") for place in ("lightning.fabric", "lightning_fabric")),
     (_Dict, "pytorch_lightning.utilities.parsing.AttributeDict"),
-    (_NumpyDtype, "numpy.dtype"),
-    (_numpy_scalar, "numpy.core.multiarray.scalar"),
-    (_numpy_scalar, "numpy._core.multiarray.scalar"),
+    *((_numpy_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
 ]
 
 Shapes = dict[str, tuple[int, ...]]

@@ -138,11 +138,8 @@ def without_gone(values: dict[str, Any]) -> dict[str, Any]:
         section: Any = values
         for one in parts:
             section = section.get(one) if isinstance(section, dict) else None
-        if (
-            not isinstance(section, dict)
-            or name not in section
-            or kind not in ("", section.get("kind"), section.get("name"))
-        ):
+        held = isinstance(section, dict) and name in section
+        if not held or kind not in ("", section.get("kind"), section.get("name")):
             continue
         if section[name] != value:
             raise UserError(f"{key}={section[name]!r}: this key is gone, its value is always {value!r} now")

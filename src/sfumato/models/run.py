@@ -173,11 +173,8 @@ def load_assets(folder: Path, recipe: "Recipe") -> "Assets":
     for name, wanted in needed.items():
         if wanted and not (folder / name).is_file():
             raise UserError(f"{folder / name} is missing; the run folder is incomplete, copy it whole")
-    return Assets(
-        read_tokenizer(folder / TOKENIZER) if needed[TOKENIZER] else None,
-        _read_json(folder / ENCODERS) if needed[ENCODERS] else {},
-        trained=True,
-    )
+    tokenizer = read_tokenizer(folder / TOKENIZER) if needed[TOKENIZER] else None
+    return Assets(tokenizer, _read_json(folder / ENCODERS) if needed[ENCODERS] else {}, trained=True)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -374,9 +371,7 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> "torch.device":
         raise UserError(f"device {name!r} is not available here ({first_line(error)}); take the CPU: {way}") from error
 
 
-def load_retrieval_model(
-    gallery: Gallery, folder: str | Path, run: str | Path | None = None, *, device: Device = "cpu"
-) -> Model:
+def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path | None, device: Device = "cpu") -> Model:
     """The model that a gallery was made with."""
     model_source = str(run or gallery.metadata.get("run", ""))
     if not model_source or files.is_gone(model_source):

@@ -168,8 +168,7 @@ class AugmentConfig(Section):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
         one_token = model.pooling in ("token", "first", "last")
         if self.image_tokens and one_token and not model.image.drops_tokens:
-            unused = f"tokens that model.pooling={model.pooling!r} does not use"
-            raise ValueError(f"augment.image_tokens drops {unused}; set it to 0")
+            raise ValueError(f"augment.image_tokens drops what model.pooling={model.pooling!r} ignores; set it to 0")
 
 
 class OptimConfig(Section):
@@ -208,15 +207,13 @@ class OptimConfig(Section):
     @pydantic.model_validator(mode="after")
     def _stages_fit(self) -> "OptimConfig":
         if self.first_stage_epochs and self.freeze_image_epochs:
-            key = "optim.freeze_image_epochs"
-            raise ValueError(f"optim.first_stage_epochs freezes the image encoder already; leave out {key}")
+            raise ValueError("optim.first_stage_epochs freezes both encoders; leave out optim.freeze_image_epochs")
         return self
 
     def check(self, model: ModelConfig, epochs: int) -> None:
         """Refuse settings of optimiser and schedule that have no effect or contradict each other."""
         if self.layer_decay != 1 and not (model.image.has_blocks or model.text.has_blocks):
-            needs = "needs the blocks of a clip encoder, but this model has none"
-            raise ValueError(f"optim.layer_decay {needs}; leave it out")
+            raise ValueError("optim.layer_decay needs the blocks of a clip encoder, but there are none; leave it out")
         if self.freeze_image_epochs and not model.image.starts_pretrained:
             given = f"optim.freeze_image_epochs={self.freeze_image_epochs} freezes a pre-trained image encoder"
             random = f"the section model.image with kind={model.image.kind!r} starts from random weights"
@@ -301,8 +298,7 @@ class LossConfig(Section):
         """Refuse a loss that does not fit the model or the data."""
         distance = get_distance(self.distance)
         if not model.variance and distance.needs_variance:
-            needs = f"loss.distance={distance.name!r} needs variances"
-            raise ValueError(f"{needs}, but model.variance=false; use csd or squared_l2")
+            raise ValueError(f"loss.distance={distance.name!r} needs model.variance=true; use csd or squared_l2")
         if not model.variance and getattr(self, "beta", False):
             raise ValueError("loss.beta must be 0 when model.variance=false: the bottleneck of a point is infinite")
         if not model.variance and getattr(self, "inclusion_weight", False):
@@ -340,11 +336,9 @@ class VarianceStageConfig(Section):
         if not self.epochs:
             return
         if not model.variance:
-            why = "points have no variance to fit"
-            raise ValueError(f"variance_stage.epochs must be 0 when model.variance=false: {why}")
+            raise ValueError("variance_stage.epochs must be 0 when model.variance=false: points have no variance")
         if get_source(data.source).streamed:
-            why = "needs all pairs in memory, but shards are read as a stream"
-            raise ValueError(f"variance_stage.epochs {why}; set it to 0")
+            raise ValueError("variance_stage.epochs needs all pairs in memory, but shards are a stream; set it to 0")
         if loss.distance != "squared_l2":
             found = f"changes variances after training, and loss.distance={loss.distance!r} ranks by them"
             way = "use squared_l2, with model.item_offset=true for what variances did"

@@ -19,7 +19,7 @@ from torch import Tensor
 from sfumato.data import transforms
 from sfumato.data.pairs import EqualTexts, PairBatch, PairSampler, normal_wording
 from sfumato.data.shards import ShardBatch, ShardStream
-from sfumato.data.transforms import MixPlan
+from sfumato.data.transforms import MixPlan, plan_mixing
 from sfumato.encoders.encoder_protocol import Inputs, Store
 from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
 from sfumato.errors import UserError, progress_bar
@@ -98,9 +98,7 @@ class Augmentation:
         def seeded(*rank: int) -> torch.Generator:
             return torch.Generator().manual_seed(epoch_seed(self.seed, epoch, 2, step, *rank))
 
-        plan = partial(
-            transforms.plan_mixing, size=size, mixup_alpha=config.mixup_alpha, cutmix_alpha=config.cutmix_alpha
-        )
+        plan = partial(plan_mixing, size=size, mixup_alpha=config.mixup_alpha, cutmix_alpha=config.cutmix_alpha)
         if config.mix_choice != "whole":
             own = partial(plan, fraction=config.mixed_share, choice=config.mix_choice)
             return [own(n, generator=seeded(rank), choice_generator=seeded(0)) for rank, n in enumerate(counts)]
@@ -152,9 +150,8 @@ class IndexedBatches:
         counts = [len(self.process_group.part(len(batch), rank)) for rank in range(self.process_group.size)]
         height, width = images.values.shape[-2:]
         plans = self.augmentation.plans(counts, (height, width), epoch, step)
-        labels = self.augmentation.labels(
-            torch.from_numpy(batch.labels(own, everything)), torch.from_numpy(batch.labels(everything, own)).T, plans
-        )
+        i2t, t2i = (torch.from_numpy(batch.labels(*index)) for index in ((own, everything), (everything, own)))
+        labels = self.augmentation.labels(i2t, t2i.T, plans)
         return TrainBatch(images, texts, lambda _: labels, plans[self.process_group.rank] if plans else None)
 
 
@@ -239,10 +236,8 @@ def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
 def steps(batches: Batches, epoch: int, epochs: int, *, first: int) -> Generator[TrainBatch, None, None]:
     """The batches of an epoch from a step on, made ahead in a thread, with a progress bar."""
-    with (
-        progress_bar(f"epoch {epoch + 1}/{epochs}", len(batches)) as advance,
-        closing(prefetch(batches.epoch(epoch, first))) as coming,
-    ):
+    bar = progress_bar(f"epoch {epoch + 1}/{epochs}", len(batches))
+    with bar as advance, closing(prefetch(batches.epoch(epoch, first))) as coming:
         advance(first)
         for batch in coming:
             yield batch

@@ -164,17 +164,15 @@ def _extended(recipe: Recipe, former: int) -> str:
     return f"extended from {former} to {epochs} epochs. {rate} {before}. {other}"
 
 
-def training_splits(
-    recipe: Recipe, folder: Path, problems: Problems, process_group: ProcessGroup
-) -> dict[str, PairData]:
+def training_splits(recipe: Recipe, folder: Path, problems: Problems, group: ProcessGroup) -> dict[str, PairData]:
     """The splits of the recipe's data; the training split has its noise and lacks the part that is left out."""
     splits = load_splits(recipe.data, problems)
     if "train" in splits:
-        splits["train"] = _with_noise(recipe.data, splits["train"], folder, process_group)
+        splits["train"] = _with_noise(recipe.data, splits["train"], folder, group)
         if recipe.data.leave_out:
             splits["train"] = without_part(splits["train"], *parse_part(recipe.data.leave_out))
     if recipe.data.source == "shards":
-        _stream(recipe, Problems(), process_group)  # Refused on all processes before any of them starts to work.
+        _stream(recipe, Problems(), group)  # Refused on all processes before any of them starts to work.
     return splits
 
 
@@ -189,22 +187,20 @@ def _with_noise(config: DataConfig, data: PairData, folder: Path, process_group:
     return apply_noise(data, load_noise(path, data))
 
 
-def new_or_resumed_model(
-    recipe: Recipe, folder: Path, splits: dict[str, PairData], process_group: ProcessGroup
-) -> DualEncoder:
+def new_or_resumed_model(recipe: Recipe, folder: Path, splits: dict[str, PairData], group: ProcessGroup) -> DualEncoder:
     """Build a new model, equal on all processes, or the model of an interrupted run without its weights."""
     if (folder / LAST).exists():
-        return build_model(recipe.model, load_assets(folder, recipe), recipe.augment).to(process_group.device)
-    if process_group.main:
+        return build_model(recipe.model, load_assets(folder, recipe), recipe.augment).to(group.device)
+    if group.main:
         tokenizer = fresh_tokenizer(recipe.model, _training_texts(recipe, splits))
         described = described_by(splits["train"]) if "train" in splits else {}
         model = build_model(recipe.model, Assets(tokenizer, described), recipe.augment)
         save_assets(folder, tokenizer, model)
-    process_group.wait()
-    if not process_group.main:
+    group.wait()
+    if not group.main:
         model = build_model(recipe.model, load_assets(folder, recipe), recipe.augment)
-    model = model.to(process_group.device)
-    process_group.copy_from_main(model)
+    model = model.to(group.device)
+    group.copy_from_main(model)
     return model
 
 
@@ -264,8 +260,7 @@ def training_batches(
     if recipe.data.source == "shards":
         for side, section in (("image", recipe.model.image), ("text", recipe.model.text)):
             if getattr(section, "whiten", None) is not None:
-                why = "is fitted on a training split, but shards are a stream"
-                raise UserError(f"model.{side}.whiten {why}; leave it out")
+                raise UserError(f"model.{side}.whiten is fitted on a split, but shards are a stream; leave it out")
         stream = _stream(recipe, problems, process_group)
         return ShardBatches(stream, model, augmentation, process_group, equal_texts=recipe.data.equal_texts)
     if "train" not in splits:
@@ -323,10 +318,8 @@ def opened(recipe: Recipe, folder: Path) -> Iterator[tuple[Recipe, Path, Process
     recipe = with_present_imports(recipes.absolute_recipe(recipe))
     build_loss(recipe)  # An unknown one is refused before anything is written.
     folder.mkdir(parents=True, exist_ok=True)
-    with (
-        join_process_group(partial(choose_device, recipe.train.device), recipe.train.timeout_minutes) as group,
-        _locked(folder) if group.main else nullcontext(),
-    ):
+    joining = join_process_group(partial(choose_device, recipe.train.device), recipe.train.timeout_minutes)
+    with joining as group, _locked(folder) if group.main else nullcontext():
         yield recipe, folder, group
 
 

@@ -312,38 +312,26 @@ def teacher_values(
     if config.teacher == "listed_matches":
         values = np.log(np.maximum(matches.counts, 1))
     else:
-        values = _estimated(config, items, partners, matches, direction, logits, seed)
+        estimator = ESTIMATORS.get(config.teacher)
+        if estimator is None or not estimator.needs_gallery or estimator.needs_variance:
+            known = [name for name, e in ESTIMATORS.items() if e.needs_gallery and not e.needs_variance]
+            found = f"unknown variance_stage.teacher {config.teacher!r}"
+            raise UserError(f"{found}; known: dispersion, listed_matches, {', '.join(known)}")
+        # Over a random gallery of partners; logits that are not given are fitted on some items with it.
+        random = np.random.default_rng([seed, items.n])
+        chosen = np.sort(random.permutation(partners.n)[:_N_GALLERY])
+        gallery, known_matches = partners[torch.from_numpy(chosen)], matches.select_gallery(chosen)
+        calibrating = np.sort(random.permutation(items.n)[:_N_CALIBRATING])
+        try:
+            scale, bias = logits or _logits(items, gallery, known_matches, calibrating, direction)
+            matching, own = Matching("squared_l2", scale, bias, direction), {estimator.name: estimator}
+            values = estimate_uncertainty(items, gallery, matching, estimators=own, seed=seed)[estimator.name]
+        except ValueError as error:
+            raise UserError(f"variance_stage.teacher={config.teacher!r} cannot be computed: {error}") from error
+        values = np.log(np.maximum(values, 1e-9)) if config.teacher == "expected_matches" else values
     low, high = np.quantile(values[matches.counts > 0], (0.01, 0.99))
     scaled = (values - low) / (high - low) if high > low else np.zeros(len(values))
     return torch.from_numpy(np.clip(scaled, 0, 1)).float()
-
-
-def _estimated(
-    config: VarianceStageConfig,
-    items: GaussianEmbedding,
-    partners: GaussianEmbedding,
-    matches: Relevance,
-    direction: Direction,
-    logits: tuple[float, float] | None,
-    seed: int,
-) -> np.ndarray:
-    """(n,) values of the estimator, over a random gallery of partners."""
-    estimator = ESTIMATORS.get(config.teacher)
-    if estimator is None or not estimator.needs_gallery or estimator.needs_variance:
-        known = [name for name, e in ESTIMATORS.items() if e.needs_gallery and not e.needs_variance]
-        found = f"unknown variance_stage.teacher {config.teacher!r}"
-        raise UserError(f"{found}; known: dispersion, listed_matches, {', '.join(known)}")
-    random = np.random.default_rng([seed, items.n])
-    chosen = np.sort(random.permutation(partners.n)[:_N_GALLERY])
-    gallery, known_matches = partners[torch.from_numpy(chosen)], matches.select_gallery(chosen)
-    calibrating = np.sort(random.permutation(items.n)[:_N_CALIBRATING])
-    try:
-        scale, bias = logits or _logits(items, gallery, known_matches, calibrating, direction)
-        matching, own = Matching("squared_l2", scale, bias, direction), {estimator.name: estimator}
-        values = estimate_uncertainty(items, gallery, matching, estimators=own, seed=seed)[estimator.name]
-    except ValueError as error:
-        raise UserError(f"variance_stage.teacher={config.teacher!r} cannot be computed: {error}") from error
-    return np.log(np.maximum(values, 1e-9)) if config.teacher == "expected_matches" else values
 
 
 def _logits(
