@@ -93,7 +93,7 @@ def test_wrong_overrides_and_those_without_effect_are_named():
     for override, message in wrong:
         raises(UserError, re.escape(message), load_recipe, find_recipe("emoji-demo"), [override])
     refused = {
-        "emoji-infonce loss.distance=kl": "needs variances, but model.variance=false",
+        "emoji-infonce loss.distance=kl": "needs model.variance=true",
         "emoji-vsepp model.covariance=spherical-one": "model.covariance and model.variance_bounds are for variances",
         "emoji-pcmepp model.covariance=spherical-one model.variance_norm=true": "leave it out with spherical-one",
         "emoji-ambiguity model.variance=false": "points have no variance to fit",
@@ -102,7 +102,7 @@ def test_wrong_overrides_and_those_without_effect_are_named():
         "coco-pcmepp-b32 model.image.activation=gelu": "is only for random weights; leave it out with model.image.weig",
         "coco-pcmepp-b32 model.text.tokenizer=mine": "model.text.tokenizer is only for random weights",
         "coco-pcmepp-b32 model.image.variance_token=true model.image.variance_blocks=2": "replaces the variance blocks",
-        "coco-pcmepp-b32 model.pooling=token": "augment.image_tokens drops tokens that model.pooling='token' does not",
+        "coco-pcmepp-b32 model.pooling=token": "augment.image_tokens drops what model.pooling='token' ignores",
         "coco-pcmepp-b32 augment.mixup_alpha=0 augment.cutmix_alpha=0": "augment.mixed_share needs augment.mixup_alpha",
     }
     for line, message in refused.items():

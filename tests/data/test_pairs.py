@@ -11,7 +11,7 @@ from support.pairs import captions, many_to_many
 from support.pictures import write_tar
 from support.raising import raises
 
-from sfumato.data.coco import TarArchive, TarImage
+from sfumato.data.coco import TarArchive, find_image
 from sfumato.data.images import FileImage, Problem, Problems
 from sfumato.data.pairs import PairData, PairSampler, make_pair_data
 from sfumato.data.splits import merge_equal_texts
@@ -139,11 +139,12 @@ def test_tar_members_are_read_by_position_from_many_threads(tmp_path):
     members = {f"./some/folder/{'x' * (k % 150)}{k}.bin": bytes([k % 256]) * (k * 37 % 5000) for k in range(300)}
     write_tar(tmp_path / "a.tar", members)
     archive = TarArchive(tmp_path / "a.tar")
-    images = [TarImage(archive, name.removeprefix("./")) for name in members]
-    assert all(image.member in archive for image in images) and "some" not in archive
+    names = [name.removeprefix("./") for name in members]
+    assert all(name in archive for name in names) and "some" not in archive
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(TarImage.read_bytes, images * 3)) == list(members.values()) * 3
-    assert images[0].location == f"{tmp_path / 'a.tar'}!some/folder/0.bin"
+        assert list(pool.map(archive.read, names * 3)) == list(members.values()) * 3
+    image = find_image(tmp_path, archive, "some/folder", "0.bin")
+    assert (image.location, image.read_bytes()) == (f"{tmp_path / 'a.tar'}!some/folder/0.bin", b"")
     write_tar(tmp_path / "a.tar.gz", {"a": b"123"}, "w:gz")
     (tmp_path / "no.tar").write_bytes(b"not a tar file" * 100)
     (tmp_path / "empty.tar").write_bytes(b"")

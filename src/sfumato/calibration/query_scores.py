@@ -105,8 +105,7 @@ class QueryScores:
             raise ValueError("QueryScores: got no queries")
         sizes = {m for m, _ in parts}
         if len(sizes) > 1:
-            found = f"blocks have galleries of {sorted(sizes)} items"
-            raise ValueError(f"QueryScores: {found}; they must be of one gallery")
+            raise ValueError(f"QueryScores: blocks have galleries of {sorted(sizes)} items; they must be of one")
         every = np.concatenate([scores for _, scores in parts], axis=1)
         count, kept = every[0], every[:, every[0] > 0]
         if not kept.shape[1]:
@@ -233,12 +232,10 @@ def _precision(distance: np.ndarray, match: np.ndarray, limits: np.ndarray) -> n
     row, column = np.nonzero(distance < at[-1])  # Mostly few: the others are below no limit.
     first = row * len(at) + np.searchsorted(at, distance[row, column], side="right")
     right = first[match[row, column]]
-    below, matching = (
-        np.bincount(which, minlength=len(distance) * len(at)).reshape(-1, len(at)).cumsum(1) for which in (first, right)
-    )
+    cells = len(distance) * len(at)
+    below, right = (np.bincount(which, minlength=cells).reshape(-1, len(at)).cumsum(1) for which in (first, right))
     with np.errstate(invalid="ignore"):
-        found: np.ndarray = matching / below
-    return found
+        return np.asarray(right / below)
 
 
 def _mean_of_groups(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -298,8 +295,7 @@ def precision_limit(scores: QueryScores, precision: float, *, confidence: float 
         best = _strictest(lambda allowed: loosest(1 - allowed) is not None, 1 - precision)
         found = f"a precision of {precision:g} with confidence {confidence:g} on {len(scores.nearest)} held-out queries"
         most = "" if best is None else f" the largest that works is {1 - best:.2f};"
-        way = "give a lower precision, or calibrate on more queries"
-        raise ValueError(f"threshold: no limit has {found};{most} {way}")
+        raise ValueError(f"threshold: no limit has {found};{most} give a lower precision, or calibrate on more queries")
     return limit
 
 
@@ -325,8 +321,7 @@ def answer_limit(scores: QueryScores, risk: float, *, confidence: float = 0.9, a
         best = _strictest(lambda allowed: loosest(allowed) is not None, risk)
         found = f"a risk of at most {risk:g} with confidence {confidence:g} on {len(nearest)} held-out queries"
         least = "" if best is None else f" the smallest that works is {best:.2f};"
-        way = "allow more risk, or calibrate on more queries"
-        raise ValueError(f"abstention: no limit has {found};{least} {way}")
+        raise ValueError(f"abstention: no limit has {found};{least} allow more risk, or calibrate on more queries")
     return limit
 
 

@@ -11,12 +11,13 @@ import tarfile
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sfumato.data.images import FileImage, ImageSource, Problems
+from sfumato.data.images import FileImage, ImageSource, LazyImage, Problems
 from sfumato.data.manifest import check_fractions, splits_of_items
 from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.errors import UserError
@@ -56,22 +57,6 @@ class TarArchive:
         if len(data) < size:
             raise OSError(f"{self.path} ends within {member}")
         return data
-
-
-@dataclass(frozen=True)
-class TarImage:
-    """An image in a tar archive."""
-
-    archive: TarArchive  # the scanned archive
-    member: str  # its name there
-
-    @property
-    def location(self) -> str:
-        """archive!member."""
-        return f"{self.archive.path}!{self.member}"
-
-    def read_bytes(self) -> bytes:
-        return self.archive.read(self.member)
 
 
 def coco_image_id(name: str) -> str:
@@ -117,7 +102,7 @@ def find_image(images: Path, archive: TarArchive | None, folder: str, name: str)
     for candidate in _candidates(folder, name):
         if archive is not None:
             if (member := os.path.normpath(candidate)) in archive:
-                return TarImage(archive, member)
+                return LazyImage(f"{archive.path}!{member}", partial(archive.read, member))
         elif os.path.isfile(path := images / candidate):
             return FileImage(path)
     return None
@@ -144,14 +129,11 @@ class CocoOptions(BaseModel):
     """2014 or 2017, where a folder has the captions of several years"""
 
 
-def coco_captions(
-    path: str | Path, problems: Problems | None = None
-) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
+def coco_captions(path: Path, problems: Problems) -> tuple[dict[str, str], list[tuple[str, str, str]]]:
     """Read a captions file of COCO; malformed entries are recorded, captions of known images as remarks.
 
     Returns (file name of each image by its number, (annotation id, image number, caption) of each caption).
     """
-    path, problems = Path(path), Problems() if problems is None else problems
     loaded = read_json(path)
     kind = json_kind(loaded)
     if kind != "coco":
@@ -254,15 +236,13 @@ def _caption_files(folder: Path, year: str) -> dict[str, Path]:
     return {split: files[0] for split, files in found.items()}
 
 
-def _items(
-    file: Path, split: str, images: Path, archive: TarArchive | None, problems: Problems
-) -> Iterator[SourceItem]:
+def _items(file: Path, split: str, images: Path, tar: TarArchive | None, problems: Problems) -> Iterator[SourceItem]:
     files, captions = coco_captions(file, problems)
     texts: dict[str, list[tuple[str, str]]] = {}
     for identity, image, text in captions:
         texts.setdefault(image, []).append((identity, text))
     for image, name in files.items():
-        if (source := find_image(images, archive, "", name)) is None:
+        if (source := find_image(images, tar, "", name)) is None:
             problems.add(f"{file} image {image}", f"image {name} is missing from {images}")
         else:
             yield SourceItem(image, source, tuple(texts.get(image, ())), split, f"{file} image {image}")

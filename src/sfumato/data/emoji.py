@@ -10,7 +10,6 @@ scripts/build_emoji.py rebuilds it.
 import json
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, get_args
@@ -18,6 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from sfumato.data.images import LazyImage
 from sfumato.data.pairs import PairData, normal_wording
 from sfumato.data.splits import parse_part
 from sfumato.ids import uniform_hash
@@ -29,39 +29,12 @@ KINDS = ("name", "tag", "subgroup", "group")
 """Kinds of texts, from the narrowest to the widest."""
 
 
-@dataclass(frozen=True)
-class ZipImage:
-    """An image in an open zip archive."""
-
-    archive: zipfile.ZipFile  # reads of one archive may come from several threads
-    member: str  # its name there
-
-    @property
-    def location(self) -> str:
-        """archive!member."""
-        return f"{self.archive.filename or 'archive'}!{self.member}"
-
-    def read_bytes(self) -> bytes:
-        try:
-            return self.archive.read(self.member)
-        except zipfile.BadZipFile as error:
-            raise OSError(f"{self.location}: {error}") from error
-
-
 _SUBGROUPS = {
-    "food-prepared": "prepared food",
-    "food-asian": "asian food",
-    "food-sweet": "sweet food",
-    "place-other": "other places",
-    "plant-other": "other plants",
-    "other-object": "other objects",
-    "other-symbol": "other symbols",
-    "sky-weather": "sky & weather",
-    "arts-crafts": "arts & crafts",
-    "light-video": "light & video",
-    "book-paper": "book & paper",
-    "place-map": "map",
-    "transport-sign": "transport sign",
+    **{f"food-{kind}": f"{kind} food" for kind in ("prepared", "asian", "sweet")},
+    **{f"{kind}-other": f"other {kind}s" for kind in ("place", "plant")},
+    **{f"other-{kind}": f"other {kind}s" for kind in ("object", "symbol")},
+    **{key: key.replace("-", " & ") for key in ("sky-weather", "arts-crafts", "light-video", "book-paper")},
+    **{"place-map": "map", "transport-sign": "transport sign"},
 }
 
 
@@ -123,7 +96,6 @@ def load_emoji(
         raise ValueError(f"load_emoji: val_fraction must be between 0 and 1, got {val_fraction}")
     concepts = _concepts()
     texts, kinds, pairs = _texts(concepts)
-    archive = _archive()
 
     counts = np.bincount(pairs[:, 1])
     new_text, new_concept = np.zeros(len(texts), bool), np.zeros(len(concepts), bool)
@@ -145,7 +117,7 @@ def load_emoji(
         rows = [of_kept[starts[c] : starts[c + 1], 1] for c in own]
         everything = PairData(
             tuple(f"{concepts[c]['hexcode']}/{style}" for c, style in drawn),
-            tuple(ZipImage(archive, f"{style}/{concepts[c]['hexcode']}.png") for c, style in drawn),
+            tuple(_picture(f"{style}/{concepts[c]['hexcode']}.png") for c, style in drawn),
             tuple(texts),
             tuple(texts),
             tuple(kinds),
@@ -229,3 +201,7 @@ def _concepts() -> list[dict[str, Any]]:
 @cache
 def _archive() -> zipfile.ZipFile:
     return zipfile.ZipFile((resources.files("sfumato.data") / "emoji_set" / "pictures.zip").open("rb"))
+
+
+def _picture(member: str) -> LazyImage:
+    return LazyImage(f"{_archive().filename or 'archive'}!{member}", lambda: _archive().read(member))

@@ -47,7 +47,7 @@ def read_embeddings(
         ValueError: a file is damaged, has an unknown format, is pickled, or does not fit the others.
     """
     file = _split(path)[0]
-    mean, log_variance, own = open_vectors(path, copy_on_write=True)
+    mean, log_variance, own = open_vectors(path, writable=True)
     if log_var is not None:
         if log_variance is not None:
             raise ValueError(f"{file}: holds log variances already; leave out {log_var}")
@@ -68,9 +68,7 @@ def read_embeddings(
     return result, own
 
 
-def open_vectors(
-    path: str | Path, *, copy_on_write: bool = False
-) -> tuple[np.ndarray, np.ndarray | None, list[str] | None]:
+def open_vectors(path: str | Path, writable: bool = False) -> tuple[np.ndarray, np.ndarray | None, list[str] | None]:
     """Open a file of embeddings without a look at their values."""
     file, name = _split(path)
     if not file.is_file():
@@ -78,7 +76,7 @@ def open_vectors(
     if file.suffix == ".npy":
         if name is not None:
             raise ValueError(f"{path}: a .npy file holds one array and no names; leave out :{name}")
-        return _read_array(file, copy_on_write=copy_on_write), None, None
+        return _read_array(file, writable=writable), None, None
     if file.suffix == ".parquet":
         return _read_column(file, name), None, None
     if file.suffix == ".safetensors":
@@ -100,16 +98,13 @@ def read_ids(path: str | Path) -> list[str]:
     try:
         if loaded is not None:
             if loaded.ndim != 1 or loaded.dtype.kind not in "iuU":
-                found = f"ids of shape {loaded.shape} and type {loaded.dtype}"
-                raise ValueError(f"{found}; expected (n,) strings or integers")
+                raise ValueError(f"ids of shape {loaded.shape} and type {loaded.dtype}; expected (n,) str or int")
             ids = [str(i) for i in loaded.tolist()]
         elif path.suffix == ".json":
-            entries = json.loads(path.read_text(encoding="utf-8-sig"))
-            if not isinstance(entries, list) or any(
-                isinstance(i, bool) or not isinstance(i, str | int) for i in entries
-            ):
+            listed = json.loads(path.read_text(encoding="utf-8-sig"))
+            if not isinstance(listed, list) or any(isinstance(i, bool) or not isinstance(i, str | int) for i in listed):
                 raise ValueError("expected a list of strings or whole numbers")
-            ids = [str(i) for i in entries]
+            ids = [str(i) for i in listed]
         else:
             ids = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
             ids = [] if ids == [""] else [i.removesuffix("\r") for i in ids]
@@ -120,8 +115,7 @@ def read_ids(path: str | Path) -> list[str]:
         if not i:
             raise ValueError(f"{path}: {unit} {number} is empty; every embedding needs an id")
         if first.setdefault(i, number) != number:
-            twice = f"id {i!r} occurs at {unit} {first[i]} and again at {number}"
-            raise ValueError(f"{path}: {twice}; ids must be distinct")
+            raise ValueError(f"{path}: id {i!r} occurs at {unit} {first[i]} and again at {number}; give distinct ids")
     return ids
 
 
@@ -140,11 +134,10 @@ def _map_array(path: Path, mode: Literal["r", "c"] = "r") -> np.ndarray:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read_array(path: Path, *, copy_on_write: bool = True) -> np.ndarray:
-    array = _map_array(path, "c" if copy_on_write else "r")
+def _read_array(path: Path, *, writable: bool = True) -> np.ndarray:
+    array = _map_array(path, "c" if writable else "r")  # What is written stays in memory.
     if array.ndim != 2 or array.dtype.newbyteorder("=") not in FLOATS:
-        found = f"an array of shape {array.shape} and type {array.dtype}"
-        raise ValueError(f"{path}: {found}; expected (n, d) floating point")
+        raise ValueError(f"{path}: array of shape {array.shape} and type {array.dtype}; expected (n, d) floating point")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

@@ -86,15 +86,9 @@ whose shorter side is 8/7 as long as the square: 256 pixels for 224, as usual fo
 Box = tuple[float, float, float, float]
 """(left, top, width, height) of a part of an image, as fractions of its width and height."""
 
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_TURNS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
+_UPRIGHT = {orientation: Image.Transpose[turn] for orientation, turn in enumerate(_TURNS.split(), 2)}
+"""What turns an image upright, by the orientation in its EXIF data."""
 
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""

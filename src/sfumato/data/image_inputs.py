@@ -5,14 +5,14 @@ Features of an image are an array of (r, c) numbers, and their bytes those of a 
 
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, Union
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from sfumato.data.images import FileImage, ImageSource, MemoryImage
+from sfumato.data.images import FileImage, ImageSource, LazyImage, MemoryImage
 from sfumato.errors import UserError, first_line
 
 ImageInput = Union[str, "os.PathLike[str]", bytes, Image.Image, np.ndarray]
@@ -37,8 +37,7 @@ def image_sources(images: Sequence[ImageInput], who: str, *, features: str = "")
     expected = 1 if features else 3
     if (ndim := getattr(images, "ndim", None)) is not None and ndim <= expected:
         shape = tuple(getattr(images, "shape", ()))
-        way = f"a batch of one is {(1, *shape)}, or a list"
-        raise ValueError(f"{who}: got one array of shape {shape}, expected a batch: {way}")
+        raise ValueError(f"{who}: got one array of shape {shape}; a batch of one is {(1, *shape)}, or a list")
     return [_source(image, f"image {i}", who, features) for i, image in enumerate(images)]
 
 
@@ -50,7 +49,7 @@ def _source(image: ImageInput, name: str, who: str, features: str) -> ImageSourc
     if features:
         return MemoryImage(name, vector_file(image, f"{who}: {name}", features))
     if isinstance(image, Image.Image):
-        return _Encoded(name, lambda: _pillow_file(image))
+        return LazyImage(name, lambda: _pillow_file(image))
     array = np.asarray(image) if hasattr(image, "__array__") else None
     if array is None:
         expected = "a path, the bytes of a file, a Pillow image or an array of uint8"
@@ -59,17 +58,7 @@ def _source(image: ImageInput, name: str, who: str, features: str) -> ImageSourc
         form = "(h, w), (h, w, 1), (h, w, 3) or (h, w, 4) in uint8 from 0 to 255"
         raise ValueError(f"{who}: {name} has pixels of shape {array.shape} in {array.dtype}; expected {form}")
     pixels = array[..., 0] if array.shape[2:] == (1,) else array
-    return _Encoded(name, lambda: _pillow_file(Image.fromarray(pixels)))
-
-
-class _Encoded:
-    """An image in memory that is encoded when it is read."""
-
-    def __init__(self, location: str, encode: Callable[[], bytes]) -> None:
-        self.location, self._encode = location, encode
-
-    def read_bytes(self) -> bytes:
-        return self._encode()
+    return LazyImage(name, lambda: _pillow_file(Image.fromarray(pixels)))
 
 
 def _pillow_file(image: Image.Image) -> bytes:

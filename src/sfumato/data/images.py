@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -49,6 +49,14 @@ class FileImage:
     def read_bytes(self) -> bytes:
         """The file; of a RAW file its preview, of a video its first frame."""
         return still_bytes(self.path)
+
+
+@dataclass(frozen=True)
+class LazyImage:
+    """An image whose file is read, or made, when it is asked for."""
+
+    location: str  # where it comes from, e.g. archive!member
+    read_bytes: Callable[[], bytes] = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)

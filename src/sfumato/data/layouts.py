@@ -7,6 +7,7 @@ and the splits lists of classes for zero-shot learning. scan: region features in
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,10 +70,11 @@ def read_cub(
     else:
         lists = root / options.lists
         train = "trainvalclasses" if options.fold == 0 else f"trainclasses{options.fold}"
-        chosen = {"train": _class_list(lists / f"{train}.txt"), "test": _class_list(lists / "testclasses.txt")}
-        if options.fold:
-            chosen["val"] = _class_list(lists / f"valclasses{options.fold}.txt")
-        seen = set(_class_list(lists / "seen_test_images.txt"))
+        named = {"train": train, "test": "testclasses"}
+        named |= {"val": f"valclasses{options.fold}"} if options.fold else {}
+        read = partial(read_list, way=f"; data.options.lists is {_LISTS}")
+        chosen = {split: read(lists / f"{name}.txt") for split, name in named.items()}
+        seen = set(read(lists / "seen_test_images.txt"))
     number = {bird: i for i, bird in enumerate(sorted({bird for birds in chosen.values() for bird in birds}))}
 
     def split_of(identity: str, name: str) -> str:
@@ -100,9 +102,9 @@ def _birds(root: Path, bird: str, group: int, problems: Problems) -> Iterator[So
     for path in sorted(folder.glob("*.jpg")):
         text = root / _CAPTIONS / bird / f"{path.stem}.txt"
         try:
-            lines = [line.strip() for line in text.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            problems.add(path, f"captions {text} cannot be read: {error}")
+            lines = read_list(text, "captions")
+        except UserError as error:
+            problems.add(path, str(error))
             continue
         if lines:
             yield SourceItem(f"{bird}/{path.name}", FileImage(path), tuple(("", line) for line in lines), group=group)
@@ -118,13 +120,16 @@ def _pairs_of_groups(data: PairData) -> PairData:
     return replace(data, pairs=np.concatenate([np.stack([i.ravel(), t.ravel()], axis=1) for i, t in groups]))
 
 
-def _class_list(path: Path) -> list[str]:
+def read_list(path: Path, what: str = "the list", way: str = "") -> list[str]:
+    """The lines of a file that are not empty."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        lists = "the folder of the splits of Xian et al., CVPR 2017, in the code of PCME datasets/annotations/cub"
-        raise UserError(f"cannot read the list {path}: {error}; data.options.lists is {lists}") from error
+        raise UserError(f"cannot read {what} {path}: {error}{way}") from error
     return [line.strip() for line in lines if line.strip()]
+
+
+_LISTS = "the folder of the splits of Xian et al., CVPR 2017, in the code of PCME datasets/annotations/cub"
 
 
 def read_scan(folder: str | Path, problems: Problems) -> dict[str, PairData]:
@@ -155,8 +160,7 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
     lines = _lines(path)
     file = RegionFile(folder / f"{name}_ims.npy")
     if not lines or len(lines) % file.n:
-        found = f"{path} has {len(lines)} captions and {file.name} {file.n} rows"
-        raise UserError(f"{found}; expected as many captions for every row")
+        raise UserError(f"{path} has {len(lines)} captions and {file.name} {file.n} rows; give every row as many")
     each = len(lines) // file.n
     of_line = np.arange(len(lines)) // each
     ids = _ids(folder / f"{name}_ids.txt", file.n, of_line)
@@ -288,8 +292,7 @@ def _karpathy(path: Path, tables: _Tables) -> tuple[_Tables, _Listed]:
     sentences = [sentence for entry in entries for sentence in entry.sentences]
     for named, what, n in ((tables[0], "images", len(entries)), (tables[1], "sentences", len(sentences))):
         if named.table.n != n:
-            found = f"{path} has {n} {what} and {named.table.name} has {named.table.n} rows"
-            raise UserError(f"{found}; give equal numbers")
+            raise UserError(f"{path} has {n} {what} and {named.table.name} has {named.table.n} rows; give as many")
     image = np.repeat(np.arange(len(entries)), [len(entry.sentences) for entry in entries])
     chosen = np.flatnonzero([entries[i].split != "none" for i in image])
     own = [entries[image[k]] for k in chosen]

@@ -312,8 +312,7 @@ def _consistent(item: SourceItem, wordings: dict[str, str], problems: Problems) 
         if not identity or wordings.setdefault(identity, text) == text:
             kept.append((identity, text))
         else:
-            found = f"caption id {identity!r} occurred before, with another wording"
-            problems.remark(item.location, f"{found}; it is left out")
+            problems.remark(item.location, f"caption id {identity!r} occurred before, with another wording; left out")
     return tuple(kept)
 
 

@@ -292,11 +292,9 @@ def make_splits(items: Iterable[SourceItem]) -> dict[str, PairData]:
     return {split: _split_of(own) for split, own in found.items()}
 
 
-def make_pair_data(
-    image_ids: Sequence[str], images: Sequence[ImageSource], captions: Sequence[Sequence[str]]
-) -> PairData:
+def make_pair_data(image_ids: Sequence[str], images: Sequence[ImageSource], texts: Sequence[Sequence[str]]) -> PairData:
     """A split of n images, each with its own captions."""
-    items = zip(image_ids, images, captions, strict=True)
+    items = zip(image_ids, images, texts, strict=True)
     return _split_of([SourceItem(i, image, tuple(("", text) for text in own)) for i, image, own in items])
 
 

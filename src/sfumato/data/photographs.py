@@ -171,9 +171,8 @@ def file_fields(
         time = f"T{':'.join(date.group(5, 7, 8))}" if date[5] else ""
         found.append(("named", "-".join(date.group(1, 3, 4)) + time))
     folder = unicodedata.normalize("NFC", below.parent.as_posix())
-    folders = [
-        one for one in PurePosixPath(folder).parts[shared:] if one.casefold().rstrip("0123456789") not in _STORAGE
-    ]
+    parts = PurePosixPath(folder).parts[shared:]
+    folders = [part for part in parts if part.casefold().rstrip("0123456789") not in _STORAGE]
     words = " ".join(_words([*folders, _DATED.sub(" ", unicodedata.normalize("NFC", below.stem))]))
     return _fields(found) | _kept({"name": words, "folder": "" if folder == "." else folder})
 

@@ -48,8 +48,7 @@ class ShardSample:
 def expand_shards(spec: str) -> list[str]:
     """The files that a shard pattern names."""
     if _REMOTE.match(spec):
-        way = "download the shards, and name their folder"
-        raise UserError(f"shards {spec!r}: addresses and commands are not opened; {way}")
+        raise UserError(f"shards {spec!r}: addresses and commands are not opened; download them, and name the folder")
     path = os.path.expanduser(spec)
     if os.path.isdir(path):
         found = glob.glob(os.path.join(glob.escape(path), "*.tar"))

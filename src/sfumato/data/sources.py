@@ -98,14 +98,13 @@ def read_dataset(
     splits = _loaded(datasets, str(path), name)
     named, seen = len(splits) > 1, dict[str, RowImage]()
     columns = _Columns.of(datasets, splits[min(splits)], str(path), (image, captions, id))
-    items = (
-        item
-        for split, rows in splits.items()
-        for item in columns.items(
-            datasets, rows, f"{path}[{split}]" if split else str(path), split if named else "", problems, seen
-        )
-    )
-    return manifest.splits_of_items(items, Path(path), problems, val_fraction, test_fraction)
+
+    def items() -> Iterator[SourceItem]:
+        for split, rows in splits.items():
+            where = f"{path}[{split}]" if split else str(path)
+            yield from columns.items(datasets, rows, where, split if named else "", problems, seen)
+
+    return manifest.splits_of_items(items(), Path(path), problems, val_fraction, test_fraction)
 
 
 def is_dataset_folder(path: Path) -> bool:
@@ -145,8 +144,7 @@ class _Columns:
         image, captions, identity = given
         if not image and len(images) != 1:
             found = f"{len(images)} columns of images ({', '.join(images)})" if images else "no column of images"
-            among = f"expected one, among {', '.join(features)}"
-            raise UserError(f"{path}: {found}, {among}; name it: data.options.image=COLUMN")
+            raise UserError(f"{path}: {found}, among {', '.join(features)}; name one: data.options.image=COLUMN")
         if image and image not in images:
             raise UserError(f"{path}: column {image} has {features[image]}, expected images")
         captions = captions or next((key for key in _CAPTIONS if key in features), "")

@@ -23,9 +23,7 @@ WORDINGS = "wordings"
 """Name of the split with the texts that training leaves out."""
 
 
-def hold_out_wordings(
-    splits: Mapping[str, PairData], part: int, of: int, *, merged: bool = True
-) -> dict[str, PairData]:
+def hold_out_wordings(splits: Mapping[str, PairData], part: int, of: int, merged: bool = True) -> dict[str, PairData]:
     """The splits, with part of the texts of "train" left out of it, and the split "wordings".
 
     An image with c texts of its own loses c / of of them, rounded up or down, and keeps at least one. A text of several
@@ -44,17 +42,11 @@ def hold_out_wordings(
 
 def joined(first: PairData, second: PairData) -> PairData:
     """Two splits as one."""
-    n, m = len(first.image_ids), len(first.text_ids)
-    return PairData(
-        first.image_ids + second.image_ids,
-        first.images + second.images,
-        first.text_ids + second.text_ids,
-        first.texts + second.texts,
-        first.text_kinds + second.text_kinds,
-        np.concatenate([first.pairs, second.pairs + np.array([n, m])]),
-        np.concatenate([first.groups, second.groups - second.groups.min(initial=0) + first.groups.max(initial=-1) + 1]),
-        first.text_rows + second.text_rows,
-    )
+    names = ("image_ids", "images", "text_ids", "texts", "text_kinds", "text_rows")
+    both = {name: getattr(first, name) + getattr(second, name) for name in names}
+    pairs = np.concatenate([first.pairs, second.pairs + np.array([len(first.image_ids), len(first.text_ids)])])
+    groups = second.groups - second.groups.min(initial=0) + first.groups.max(initial=-1) + 1
+    return PairData(**both, pairs=pairs, groups=np.concatenate([first.groups, groups]))
 
 
 def _part_of_texts(data: PairData, part: int, of: int) -> np.ndarray:
@@ -153,11 +145,9 @@ def _in_text_order(data: PairData) -> tuple[np.ndarray, np.ndarray]:
     return data.pairs[order, 0], data.pairs[order, 1]
 
 
-def _wrong_images(
-    image: np.ndarray, text: np.ndarray, data: PairData, random: np.random.Generator
-) -> np.ndarray | None:
+def _wrong_images(image: np.ndarray, text: np.ndarray, data: PairData, rng: np.random.Generator) -> np.ndarray | None:
     """The (k,) images permuted so that no pair is a true one and none occurs twice; None if that fails."""
-    image, m = image[random.permutation(len(image))], len(data.text_ids)
+    image, m = image[rng.permutation(len(image))], len(data.text_ids)
     true, keys = data.pairs[:, 0] * m + data.pairs[:, 1], image * m + text  # One number for each pair.
     bad = np.isin(keys, true)
     bad[np.setdiff1d(np.arange(len(keys)), np.unique(keys, return_index=True)[1])] = True
@@ -168,7 +158,7 @@ def _wrong_images(
     for j in np.flatnonzero(bad).tolist():
         if not bad[j]:
             continue
-        for other in random.permutation(len(images)).tolist():
+        for other in rng.permutation(len(images)).tolist():
             new = {images[other] * m + texts[j], images[j] * m + texts[other]}
             if texts[j] != texts[other] and images[j] != images[other] and taken.isdisjoint(new):
                 break

@@ -68,12 +68,9 @@ class MixPlan:
     def cat(cls, plans: Sequence["MixPlan"]) -> "MixPlan":
         """Concatenate several plans; partners stay within their own plan."""
         starts = np.cumsum([0, *map(len, plans)]).tolist()
-        return cls(
-            torch.cat([plan.partner + start for plan, start in zip(plans, starts, strict=False)]),
-            torch.cat([plan.own_fraction for plan in plans]),
-            torch.cat([plan.box for plan in plans]),
-            plans[0].size,
-        )
+        partner = torch.cat([plan.partner + start for plan, start in zip(plans, starts, strict=False)])
+        fraction, box = torch.cat([plan.own_fraction for plan in plans]), torch.cat([plan.box for plan in plans])
+        return cls(partner, fraction, box, plans[0].size)
 
 
 def plan_mixing(
@@ -306,10 +303,8 @@ def erase_rectangles(pixels: Tensor, *, fraction: float, generator: torch.Genera
     chosen, area, aspect, down, across = torch.rand(5, len(pixels), 1, generator=generator)
     area, aspect = 0.02 + area * (1 / 3 - 0.02), ((2 * aspect - 1) * math.log(1 / 0.3)).exp()
     inside = []
-    for side, length, start in (
-        (pixels.shape[2], (area * aspect).sqrt(), down),
-        (pixels.shape[3], (area / aspect).sqrt(), across),
-    ):
+    lengths = (area * aspect).sqrt(), (area / aspect).sqrt()
+    for side, length, start in zip(pixels.shape[2:], lengths, (down, across), strict=True):
         middle = (torch.arange(side) + 0.5) / side
         first = start * (1 - length.clamp(max=1))
         inside.append((middle >= first) & (middle < first + length))

@@ -12,6 +12,7 @@ import numpy as np
 
 from sfumato.data.coco import coco_image_id, karpathy_entries
 from sfumato.data.emoji import Style, load_emoji
+from sfumato.data.layouts import read_list
 from sfumato.errors import UserError
 from sfumato.evaluation import ground_truth
 from sfumato.evaluation.ground_truth import GroundTruth, in_folds, in_folds_of, read_lists, relevance_from_table
@@ -259,9 +260,9 @@ def cub_captions(
     root = Path(captions)
     if not root.is_dir():
         raise UserError(f"there is no folder of captions {root}")
-    chosen = sorted(set(_lines("the list", classes)))
-    keep = None if only is None else set(_lines("the list", only))
-    drop = set() if without is None else set(_lines("the list", without))
+    chosen = sorted(set(read_list(Path(classes))))
+    keep = None if only is None else set(read_list(only))
+    drop = set() if without is None else set(read_list(without))
     counts: dict[str, int] = {}
     class_of_image: list[int] = []
     present = set()
@@ -273,7 +274,7 @@ def cub_captions(
             present.add(image)
             if (keep is not None and image not in keep) or image in drop:
                 continue
-            counts[image] = len(_lines("the captions", path))
+            counts[image] = len(read_list(path, "the captions"))
             if not counts[image]:
                 raise UserError(f"{path}: no captions; expected one per line")
             class_of_image.append(number)
@@ -285,12 +286,3 @@ def cub_captions(
     match = np.array(class_of_image)[:, None] == np.repeat(class_of_image, list(counts.values()))
     i2t, t2i = relevance_from_table(match), relevance_from_table(match.T)
     return GroundTruth(name, tuple(counts), text_ids, i2t, t2i, source=str(root))
-
-
-def _lines(what: str, path: str | Path) -> list[str]:
-    """The lines of a file that are not empty."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {what} {path}: {error}") from error
-    return [line.strip() for line in lines if line.strip()]

@@ -336,7 +336,7 @@ class VarianceStageConfig(Section):
         if not self.epochs:
             return
         if not model.variance:
-            raise ValueError("variance_stage.epochs must be 0 when model.variance=false: points have no variance")
+            raise ValueError("variance_stage.epochs needs model.variance=true: points have no variance to fit")
         if get_source(data.source).streamed:
             raise ValueError("variance_stage.epochs needs all pairs in memory, but shards are a stream; set it to 0")
         if loss.distance != "squared_l2":
