@@ -109,7 +109,7 @@ def test_the_fields_and_the_name_of_a_file(tmp_path):
         "name": "Italy 2019 sunset beach", "folder": "Italy 2019/100CANON",
     }  # fmt: skip
     assert not problems.left_out
-    assert fields_of(tmp_path, "IMG_1234.jpg", jpeg(), problems) == {}
+    assert fields_of(tmp_path, "IMG_1234.jpg", jpeg(), problems) == {"file": "IMG 1234 jpg"}
     for path in (
         "IMG_1234.jpg", "DSC_0001.jpg", "PXL_20210101_123.jpg", "WhatsApp Image 2020-01-01.jpg",
         "1000268201_693b08cb0e.jpg", "3f2b8c1e-0d4a-4c5e-9b7f-aaaabbbbcccc.jpg", "deadbeefcafe.png",

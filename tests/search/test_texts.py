@@ -15,11 +15,21 @@ from support.raising import raises
 from sfumato import Calibration, GaussianCollection, GaussianEmbedding, QueryScores, csd_matrix
 from sfumato.calibration import fits
 from sfumato.calibration.fits import FitsCalibration
+from sfumato.encoders.package_weights import shared_minilm
 from sfumato.errors import UserError
 from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import WORDS, Filter, Records
-from sfumato.search.texts import is_close, item_texts, item_words, saying, spelling, text_vectors, word_stems
+from sfumato.search.texts import (
+    is_close,
+    item_texts,
+    item_words,
+    other_language,
+    saying,
+    spelling,
+    text_vectors,
+    word_stems,
+)
 
 THINGS = ("dog", "snow", "bicycle", "running children", "a red car in the street", "harbour at night", "cake", "tent")
 OTHERS = {"anim": {"dog"}, "vehicl": {"bicycl", "car"}}
@@ -293,6 +303,33 @@ def test_misspelt_words(typed, expected):
     known = frozenset({"harbor", "letter", "wagging", "tale", "thunder", "settled"})
     assert spelling(typed, lambda: there, known) == expected
     assert spelling(typed, lambda: there, frozenset()) is None  # Of a model that does not show its words.
+
+
+def test_the_language_of_words_that_a_model_of_english_does_not_know():
+    known = frozenset(word for word in shared_minilm("cpu").vocabulary() if word.isalpha())
+    texts = (
+        "Hund im Schnee",
+        "dog im Schnee",
+        "chien",
+        "a dog in the snow",
+        "siberian husky",
+        "grils",
+        "selfie",
+        "xqzvw",
+    )
+    found = ["German", "German", "French", *[None] * 5]
+    assert [other_language(text, dict, known) for text in texts] == found
+    assert other_language("chien", lambda: ["chien"], known) is None and not other_language("chien", dict, frozenset())
+
+
+@pytest.mark.parametrize("typed", ["IMG_1039", "1039", "img_1039.jpg", "IMG 1039"])
+def test_the_number_in_the_name_of_a_file_finds_it(made, typed):
+    collection, gallery = made
+    own = [payload | {"file": f"IMG 10{i} jpg"} for i, payload in enumerate(payloads(60))]
+    collection.upsert(gallery, [f"{i:02}.jpg" for i in range(60)], payloads=own)
+    answer, of_all = (asked(collection, text)[0] for text in (typed, "img"))
+    assert answer[0].id == "39.jpg" and answer[0].match_probability > 0.5 > answer[1].match_probability
+    assert not any(hit.why["texts"] > 0 for hit in of_all)  # What all names have says nothing.
 
 
 SCENES = ("a dog in the snow", "a cake on a table", "children run over a meadow", "a red car in the street")

@@ -152,9 +152,10 @@ def file_fields(
 ) -> dict[str, str]:
     """The payload of an image file: its metadata, the texts beside it, the words of its name, and its folder.
 
-    Words of the first ``shared`` folders, and of those for storage, say nothing about the image. ``data`` are its bytes
-    as :func:`~sfumato.data.image_decoding.still_bytes` gives them, ``beside`` its :func:`sidecars`. What is wrong with
-    one of these is remarked, and stops nothing.
+    A name with a number, such as IMG_1039.jpg, is kept in parts, and can be searched for. Words of the first ``shared``
+    folders, and of those for storage, say nothing about the image. ``data`` are its bytes as
+    :func:`~sfumato.data.image_decoding.still_bytes` gives them, ``beside`` its :func:`sidecars`. What is wrong with one
+    of these is remarked, and stops nothing.
     """
     below, found = PurePosixPath(relative_path), list[tuple[str, str]]()
     for name in beside:
@@ -174,7 +175,8 @@ def file_fields(
     parts = PurePosixPath(folder).parts[shared:]
     folders = [part for part in parts if part.casefold().rstrip("0123456789") not in _STORAGE]
     words = " ".join(_words([*folders, _DATED.sub(" ", unicodedata.normalize("NFC", below.stem))]))
-    return _fields(found) | _kept({"name": words, "folder": "" if folder == "." else folder})
+    file = " ".join(_CHUNK.findall(below.name)) if re.search(r"\d{3}", below.stem) else ""
+    return _fields(found) | _kept({"name": words, "file": file, "folder": "" if folder == "." else folder})
 
 
 def _is_caption(text: str) -> bool:

@@ -23,7 +23,7 @@ from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.stores.protocol import own_or_anchored, parse_where
-from sfumato.search.texts import known_words, spelling, strange_script, words_of
+from sfumato.search.texts import known_words, other_language, spelling, strange_script, words_of
 
 Modality = Literal["texts", "images"]
 
@@ -327,14 +327,18 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | 
     if word := _NEGATION.search(query.joined):
         return None, f"Searches do not understand {word[0]!r}: give what should not be seen as --without (without=)"
     counter = piece_counter(model)
-    if script := strange_script(query.joined, counter) if counter else None:
-        note = f"The text encoder knows hardly any words in {script} script: the results are guesses. Write the query"
+    known = known_words(model)
+    strange = f"in {script} script" if counter and (script := strange_script(query.joined, counter)) else ""
+    if not strange and (language := other_language(query.joined, gallery.words, known)):
+        strange = f"of {language}"
+    if strange:
+        note = f"The text encoder knows hardly any words {strange}: the results are guesses. Write the query"
         return None, f"{note} in English, or index with a multilingual model: sfumato index {_MULTILINGUAL}"
     if any(_is_cut(text, model) for text in query.parts):
         return None, "The model reads only the beginning of this text: shorten it, or give its end as --also (also=)"
     if counter and all(n == 1 for n in counter(words_of(query.text))):
         return None, None  # The model knows all words.
-    return spelling(query.text, gallery.words, known_words(model)), None
+    return spelling(query.text, gallery.words, known), None
 
 
 _READ = 25

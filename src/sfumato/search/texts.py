@@ -123,6 +123,22 @@ def strange_script(text: str, pieces: Pieces) -> str | None:
     return script.capitalize()
 
 
+@functools.cache
+def _foreign() -> dict[str, frozenset[str]]:
+    """By language, words that no English text has. scripts/foreign_words.py makes the table."""
+    table = json.loads(files(__package__).joinpath("foreign.json").read_text("utf-8"))
+    return {language: frozenset(words.split()) for language, words in table.items()}
+
+
+def other_language(text: str, there: Callable[[], Collection[str]], known: frozenset[str]) -> str | None:
+    """The language of half of the words of a text that neither a model of English nor the items know."""
+    odd = {word for word in words_of(text) if word not in known} if known else set()
+    odd -= set(there()) if odd else set()
+    found = {language: len(odd & words) for language, words in _foreign().items()} if odd else {}
+    best = max(found, key=found.__getitem__, default="")
+    return best if found and 2 * found[best] >= len(odd) else None
+
+
 _local = threading.local()
 
 
@@ -165,6 +181,9 @@ def says(stems: Collection[str], wanted: Iterable[str]) -> bool:
     """Whether some word stems say all that are wanted."""
     return all(not saying(one).isdisjoint(stems) for one in wanted)
 
+
+_NUMBER = re.compile(r"\d{3}")
+"""What a query has that may be the name of a file, such as IMG_1039."""
 
 _CLOSE = 3
 """Words that may stand between those of a query, in "a blue and red hat", but not in "a hat by a long red wall"."""
@@ -212,6 +231,7 @@ class ItemTexts:
     words: Sequence[str]  # n times all words of an item
     stems: Sequence[frozenset[str]]  # n sets of their stems
     n_texts: np.ndarray  # (n,) numbers of texts
+    files: Sequence[str]  # n times the parts of the name of a file that has a number
 
     @classmethod
     def of(
@@ -224,7 +244,7 @@ class ItemTexts:
         words, known = [item_words(payload) for payload in payloads], stems or {}
         n_texts = np.array([len(item_texts(payload)) for payload in payloads], np.int64)
         own_stems = [frozenset(known.get(i) or word_stems(own)) for i, own in enumerate(words)]
-        return cls(vectors, words, own_stems, n_texts)
+        return cls(vectors, words, own_stems, n_texts, [payload.get("file", "") for payload in payloads])
 
     @functools.cached_property
     def has_texts(self) -> np.ndarray:
@@ -297,6 +317,11 @@ class ItemTexts:
             both = set.intersection(*said) if said else set[int]()
             near = [j for j in both if len(own) == 1 or any(is_close(own, text) for text in self.words[j].splitlines())]
             together[i, near] = 1
+            if _NUMBER.search(queries[i]) and (
+                named := [j for j, file in enumerate(self.files) if is_close(own, file)]
+            ):
+                agreement[i, named] = words[i, named] = together[i, named] = 1
+                missing[i, named] = 0
         n_words = np.array([max(1.0, len(own)) for own in stems])
         few = np.broadcast_to(self.few, image.shape)
         return Evidence(image, agreement, words, together, missing, few, n_words, prior)
