@@ -270,6 +270,10 @@ def print_search(result: dict[str, Any], *, why: bool = False) -> None:
         _print_above_and_below(result["hits"], why)
     else:
         _print_hits(result["hits"], "" if fits else result["distance"], calibrated)
+    if why and (number := result["multiplicity"]) is not None:
+        print_wrapped(
+            f"  by the words alone, people would find about {max(1, number):,.0f} of COCO's 123,287 photographs"
+        )
     if why and result["hits"] and not any(hit.get("why") for hit in result["hits"]):
         print("  no parts of a probability here: --why is of a text, without --without and --target listed")
     if not result["hits"] and not (result["verdict"] or "").startswith(("No item", "The gallery is empty")):

@@ -300,6 +300,8 @@ class Answer:
             probabilities are not calibrated.
         nothing_probability: probability that no item of the gallery fits; None for target "listed", or if the
             probabilities are not calibrated.
+        multiplicity: number of COCO's 123,287 images that people would find relevant, estimated from the text alone;
+            None for target "listed", and for fewer than three words.
         hidden: number of items among the k that min_probability left out.
         verdict: the answer in one sentence; None as expected_matches, unless the model hardly knows the words.
         abstained: True if the query should not be answered at the requested risk; None if no risk was requested.
@@ -323,6 +325,7 @@ class Answer:
     best_distance: float = math.inf
     expected_matches: float | None = None
     nothing_probability: float | None = None
+    multiplicity: float | None = None
     hidden: int = 0
     verdict: Verdict | None = None
     abstained: bool | None = None
@@ -407,9 +410,9 @@ class Answer:
 
         Returns:
             {"query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "nothing_probability",
-            "hidden", "abstained", "note", "verdict" (a sentence), "hits": [{"id", "distance", "match_probability",
-            "uncertainty", "best_text" and "why" if there are, and the payload}], "conformal_set" (like hits; None
-            without coverage)}. If not calibrated, every match_probability is None.
+            "multiplicity", "hidden", "abstained", "note", "verdict" (a sentence), "hits": [{"id", "distance",
+            "match_probability", "uncertainty", "best_text" and "why" if there are, and the payload}], "conformal_set"
+            (like hits; None without coverage)}. If not calibrated, every match_probability is None.
         """
 
         def values(hits: tuple[Hit, ...]) -> list[dict[str, Any]]:
@@ -428,7 +431,7 @@ class Answer:
             ]
 
         plain = ("query", "target", "distance", "calibrated", "uncertainty", "expected_matches", "nothing_probability")
-        also = "hidden", "abstained", "note", "verdict", "suggestion", "warning"
+        also = "multiplicity", "hidden", "abstained", "note", "verdict", "suggestion", "warning"
         return {name: getattr(self, name) for name in (*plain, *also)} | {
             "verdict": None if self.verdict is None else self.verdict.text,
             "hits": values(self.hits),

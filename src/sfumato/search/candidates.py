@@ -14,12 +14,13 @@ import numpy as np
 from sfumato.arrays import as_numpy, joined_rows, sigmoid
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import KNOWN, MODEL, N_NEAR, Evidence, FitsCalibration, list_features
+from sfumato.calibration.multiplicity import FEWEST_WORDS, multiplicity
 from sfumato.data.image_decoding import PIXELS
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
-from sfumato.search.texts import ItemTexts, TextStore, word_stems
+from sfumato.search.texts import ItemTexts, TextStore, word_stems, words_of
 
 _COUNTED_SECONDS = 5.0
 """Other processes may write. To count a million items anew for every query would take longer than to search them."""
@@ -228,6 +229,7 @@ class Ranked:
     near: Candidates  # the closest items, at least one
     expected: float | None = None  # number of items that fit; None where no texts are evidence
     nothing: float | None = None  # probability that none does
+    multiplicity: float | None = None  # number of COCO's images that people would find relevant
     unjudged: float = 0.0  # fraction of the items that neither texts nor a model that knows the query speak for
     kept: tuple[Hit, ...] = ()  # those of at least min_probability
     shown: tuple[Hit, ...] = ()  # those of the answer
@@ -280,6 +282,9 @@ class TextSearch:
         self.logits = [fits.of(len(word_stems(text))) for text in texts]
         self.prior = fits.query_prior(self.vectors)  # (q,)
         self.near = fits.nearness(self.vectors) if model == MODEL else None  # (q,)
+        n_words = np.array([len(words_of(text)) for text in texts])
+        counts = multiplicity(self.vectors, n_words).tolist()
+        self.multiplicity = [None if n < FEWEST_WORDS else m for m, n in zip(counts, n_words, strict=True)]
         self._has = own.has_texts[self._passing]  # of those of the sample that may be found
 
     def _accepted(self, uncertainty: np.ndarray, payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
@@ -320,7 +325,7 @@ class TextSearch:
         whole = self.sample.whole
         passing = self._passing if whole else self._accepted(found.uncertainty, found.payloads)
         if not len(passing):
-            return Ranked((), found.take([]), 0.0, 1.0)
+            return Ranked((), found.take([]), 0.0, 1.0, self.multiplicity[i])
         logits = self.logits[i]
         known = self._evidence(i, items, found.distance[None], usual)
         pair = logits.of_pairs(known)
@@ -355,7 +360,7 @@ class TextSearch:
         has = self._has if len(self._has) else items.has_texts[passing]
         unjudged = 0.0 if known_to_model else 1 - float(has.mean())
         nearest = found.take([int(passing[found.distance[passing].argmin()])])
-        return Ranked(top, nearest, total, nothing, unjudged)
+        return Ranked(top, nearest, total, nothing, self.multiplicity[i], unjudged)
 
 
 def _highest(key: np.ndarray, ids: Sequence[str], passing: np.ndarray, k: int) -> list[int]:

@@ -308,6 +308,7 @@ class Gallery(ABC):
                     best_distance=float(each.near.distance[0]) if each.near.ids else math.inf,
                     expected_matches=total if calibrated else None,
                     nothing_probability=each.nothing if calibrated else None,
+                    multiplicity=each.multiplicity,
                     hidden=min(len(each.hits) - len(each.kept), k - len(each.shown)),
                     verdict=self._verdict(one, each, said, options.filter),
                     abstained=abstained[i],

@@ -211,6 +211,11 @@ class Answer(Model):
     nothing_probability: float | None = Field(
         None, description="probability that no item fits; null for the target `listed`, or if not calibrated"
     )
+    multiplicity: float | None = Field(
+        None,
+        description="number of COCO's 123,287 images that people would find relevant, estimated from the text alone;"
+        " null for the target `listed`, and for fewer than three words",
+    )
     hidden: int = Field(0, description="number of hits that `min_probability` left out")
     verdict: VerdictText | None = Field(
         description="null if the answer is not calibrated, unless the model hardly knows the words of the text"

@@ -229,8 +229,8 @@ def drawn_hits(answer: Found) -> dict[str, Drawn]:
 
 
 _SAME = (
-    "query", "distance", "target", "calibrated", "expected_matches", "nothing_probability", "hidden", "verdict", "note",
-    "suggestion", "warning", "abstained",
+    "query", "distance", "target", "calibrated", "expected_matches", "nothing_probability", "multiplicity", "hidden",
+    "verdict", "note", "suggestion", "warning", "abstained",
 )  # fmt: skip
 """Fields that an answer of the library and of the service have in common."""
 
