@@ -282,7 +282,7 @@ def table_work(tmp_path_factory):
 @pytest.mark.slow
 def test_figures_are_those_of_evaluate(table_work, sfumato):
     runs, columns = sorted((table_work / "runs").iterdir()), "rsum,t2i.recall@1,i2t.map@r,i2t.median_rank"
-    made = sfumato.json("table", *runs, "--group", "loss.name", "--metrics", columns)
+    made = sfumato.json("evaluate", "table", *runs, "--group", "loss.name", "--metrics", columns)
     assert [row["label"] for row in made] == [{"loss.name": "infonce"}, {"loss.name": "pcmepp"}]
     assert [row["runs"] for row in made] == [[str(r) for r in runs[:2]], [str(r) for r in runs[2:]]]
     for row in made:
@@ -294,17 +294,17 @@ def test_figures_are_those_of_evaluate(table_work, sfumato):
             assert row["figures"][column]["values"] == pytest.approx(values)
             assert row["figures"][column]["mean"] == pytest.approx(mean(values))
             assert row["figures"][column]["deviation"] == pytest.approx(stdev(values))
-    (one,) = sfumato.json("table", *runs[:2])
+    (one,) = sfumato.json("evaluate", "table", *runs[:2])
     assert one["label"] == {} and list(one["figures"]) == ["rsum", "t2i.recall@1", "i2t.recall@1"]
-    assert "all runs" in sfumato.printed("table", *runs[:2])
-    assert r"\begin{tabular}{lrrr}" in sfumato.printed("table", *runs, "--group", "loss.name", "--latex")
+    assert "all runs" in sfumato.printed("evaluate", "table", *runs[:2])
+    assert r"\begin{tabular}{lrrr}" in sfumato.printed("evaluate", "table", *runs, "--group", "loss.name", "--latex")
 
 
 def test_what_is_there_is_taken_unless_older_than_the_weights_and_nonsense_refused(table_work, sfumato, tmp_path):
     shutil.copytree(table_work / "runs", tmp_path / "runs")
     for file in (tmp_path / "runs").glob("*/*-test-*"):
         file.unlink()
-    command = ("table", *sorted((tmp_path / "runs").iterdir()), "--group", "loss.name", "--json")
+    command = ("evaluate", "table", *sorted((tmp_path / "runs").iterdir()), "--group", "loss.name", "--json")
     status, out, err = sfumato(*command)
     again = sfumato(*command)
     assert status == 0 and "evaluating" in err and again[1] == out and "evaluating" not in again[2]
@@ -328,7 +328,7 @@ def test_what_is_there_is_taken_unless_older_than_the_weights_and_nonsense_refus
         ((a, table_work / "copy"), ["the same recipe and the same train.seed=0, so they are not two seeds"]),
         ((table_work / "nowhere",), ["nowhere is not a trained run (no recipe.toml in it)"]),
     ):
-        status, out, err = sfumato("table", *words)
+        status, out, err = sfumato("evaluate", "table", *words)
         assert status == 2 and not out and all(one in folded(err) for one in said), (words, err)
 
 

@@ -38,7 +38,7 @@ def set_threads(environment: MutableMapping[str, str], cores: int, load: float) 
 
 def main() -> None:
     """Entry point of `sfumato`."""
-    goes_on = "demo, train, table, adopt, index --data or audit --cross-fit"
+    goes_on = "demo, train, evaluate table, adopt, index --data or audit --cross-fit"
     run(app, "sfumato", f"The same {goes_on} continues where it stopped.")
 
 

@@ -18,9 +18,9 @@ from sfumato.errors import UserError, disk_cause, say
 from sfumato.files import RECIPE
 
 _GROUPS = {
-    "start": "demo index search serve",
+    "start": "demo index search serve mcp",
     "models": "train adopt calibrate export recipes",
-    "measure": "evaluate trust score audit report table",
+    "measure": "evaluate trust score audit report",
     "data": "copy delete",
 }
 """The groups of the help and their commands."""

@@ -1,4 +1,4 @@
-"""The commands that measure: the group `evaluate`, trust, audit, report and table."""
+"""The commands that measure: the group `evaluate`, trust, audit and report."""
 
 import json
 import os
@@ -104,7 +104,7 @@ def run(*, on: OnData, benchmark: BenchmarkFlags, measured: MeasureFlags, as_jso
 
     Writes evaluation-SPLIT-DISTANCE.json into the folder of a run on its own data. With --benchmark, joins its ground
     truths to the split by the ids of images and texts, and writes benchmark-NAME-SPLIT-DISTANCE.json instead. Started
-    by torchrun, several processes share the work. `sfumato table RUN...` has means over seeds.
+    by torchrun, several processes share the work. `sfumato evaluate table RUN...` has means over seeds.
     """
     from sfumato.models.process_group import join_process_group
     from sfumato.models.run import choose_device
@@ -361,7 +361,7 @@ def report(
     common.print_result(result, as_json, f"a page of {size / 1e6:.1f} MB: {path}")
 
 
-@command()
+@command(evaluate)
 def table(
     runs: list[Path] = word(..., "Folders of runs, e.g. runs/*.", "RUN"),
     group: str = flag("", "Keys of the recipe, with commas, whose values name the rows.", metavar="KEYS"),

@@ -300,6 +300,33 @@ def search(
 
 
 @command()
+def mcp(
+    folder: Path = word(..., "Folder of a collection.", "INDEX"),
+    run: str | None = rare(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
+    store: str | None = rare(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
+    port: int | None = flag(
+        None,
+        "Answer over HTTP at this port of this machine, at /mcp. Default: over standard input and output.",
+        min=1,
+        max=65535,
+    ),
+) -> None:
+    """Give agents tools to search a collection (MCP).
+
+    Tools: search, show, facets and status. Nothing is written.
+    """
+    check_gallery(folder)
+    from sfumato.serve.agents import make_server
+    from sfumato.workflows.search import load_index
+
+    server = make_server(load_index(folder, run=run, store=store))
+    if port is None:
+        server.run("stdio")
+    else:
+        server.run("streamable-http", port=port)
+
+
+@command()
 def serve(
     *,
     folder: Path = word(..., "Folder of a collection.", "INDEX"),

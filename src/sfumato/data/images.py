@@ -77,18 +77,18 @@ _BYTES = 12_000
 """Largest thumbnail; busier images are compressed harder."""
 
 
-def thumbnail(source: ImageSource) -> bytes | None:
+def thumbnail(source: ImageSource, side: int = THUMBNAIL, most: int = _BYTES) -> bytes | None:
     """Convert an image to a small WebP file, upright and with transparency on white."""
     try:
         pixels = decode_image(source.read_bytes(), None)
     except (OSError, ValueError):
         return None
     image = Image.fromarray(pixels.transpose(1, 2, 0))
-    image.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
     for quality in (78, 50, 25, 5):
         file = io.BytesIO()
         image.save(file, "WEBP", quality=quality, method=4)
-        if file.tell() <= _BYTES:
+        if file.tell() <= most:
             break
     return file.getvalue()
 

@@ -1,4 +1,4 @@
-"""What `sfumato evaluate`, `sfumato table` and `sfumato trust` print for people."""
+"""What `sfumato evaluate`, `sfumato evaluate table` and `sfumato trust` print for people."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,0 +1,146 @@
+"""A collection as tools of agents by the Model Context Protocol: search, show, facets, status. Nothing is written."""
+
+import base64
+import binascii
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from sfumato import __version__
+from sfumato.data.images import handed_out, thumbnail
+from sfumato.errors import UserError, need
+from sfumato.search.answer import Hit
+from sfumato.search.searcher import Searcher
+
+with need("mcp", "sfumato mcp needs the SDK of the Model Context Protocol"):
+    from mcp.server.mcpserver import Image, MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+    from mcp.types import ToolAnnotations
+
+MOST_RESULTS, MOST_IMAGE = 50, 20_000_000
+"""Largest number of results, and of bytes of an image to search by."""
+
+_SIDE, _BYTES = 768, 150_000
+"""Longer side of a shown image in pixels, and its size."""
+
+_SAMPLED, _VALUES = 5_000, 30
+"""Items whose fields are counted, and values of a field that are told."""
+
+_INSTRUCTIONS = (
+    "A collection of images or texts that says how sure it is. Search first. The verdict of an answer is a sentence:"
+    " believe it. `probability` is that a person would call the result right; about so many of such results are. Where"
+    " it says that nothing here shows this, other words seldom help: say so and stop. Where it says many matches, more"
+    " words or `where` narrow the search. null is no probability: then only the order means something."
+)
+
+_READS = ToolAnnotations(read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
+
+
+class Tools:
+    """The tools over an opened collection."""
+
+    def __init__(self, searcher: Searcher) -> None:
+        self._searcher = searcher
+
+    def search(
+        self,
+        text: str = "",
+        image: str = "",
+        k: int = 10,
+        where: list[str] | None = None,
+        without: list[str] | None = None,
+    ) -> dict[str, Any]:
+        """Search by a text, or by an image file in base64; one of both.
+
+        `where` are conditions such as "folder=beach" or "date>=2024-06" (facets tells the fields); `without` are texts
+        that a result should not fit. The answer has the verdict, the number of matches to expect, the probability that
+        nothing matches, for a sentence the number of COCO's 123,287 photographs that people would find for it, and the
+        results, best first: id, probability, the text that fits best, and what is known of the item.
+        """
+        if bool(text) == bool(image):
+            raise UserError("give either text or image")
+        if not 1 <= k <= MOST_RESULTS:
+            raise UserError(f"k must be between 1 and {MOST_RESULTS}, got {k}")
+        if image and without:
+            raise UserError("without stands beside a text")
+        answer = self._searcher.search(
+            text or _decoded(image), k, where=where or (), without=without or (), duplicates="fold"
+        )
+        said = (
+            "calibrated",
+            "expected_matches",
+            "nothing_probability",
+            "multiplicity",
+            "note",
+            "suggestion",
+            "warning",
+        )
+        results = [
+            {"id": hit.id, "probability": hit.match_probability if answer.calibrated else None, "text": hit.best_text}
+            | ({"nearly_the_same": list(hit.duplicates)} if hit.duplicates else {})
+            | {"about": handed_out(hit.payload)}
+            for hit in answer
+        ]
+        return {"verdict": answer.sentence, **{name: getattr(answer, name) for name in said}, "results": results}
+
+    def show(self, id: str) -> list[Any]:
+        """Show an item by its id: what is known of it, and its image, at most 768 pixels wide and high."""
+        found = self._searcher.gallery.get([id])
+        if not found.ids:
+            raise UserError(f"there is no item {id!r}; ids are those that search returns")
+        source = self._searcher.image_of(Hit(id, 1, 0, 0, 0, dict(found.payloads[0])))
+        small = None if source is None else thumbnail(source, _SIDE, _BYTES)
+        return [handed_out(found.payloads[0]), *([] if small is None else [Image(data=small, format="webp")])]
+
+    def facets(self, field: str = "") -> dict[str, Any]:
+        """The fields that `where` can ask for, with the number of items that have them; of one field its values."""
+        payloads = [handed_out(one) for one in self._searcher.gallery.sample(_SAMPLED).payloads]
+        if not field:
+            return {"items": len(payloads), "fields": dict(Counter(name for one in payloads for name in one))}
+        values = Counter(one[field] for one in payloads if field in one)
+        return {"items": len(payloads), "values": dict(values.most_common(_VALUES)), "n_values": len(values)}
+
+    def status(self) -> dict[str, Any]:
+        """What the collection holds, and whether its results have probabilities."""
+        gallery = self._searcher.gallery
+        return {
+            "holds": gallery.contents,
+            "items": gallery.size,
+            "calibrated": gallery.calibrated,
+            "note": gallery.note,
+        }
+
+
+def _decoded(image: str) -> bytes:
+    try:
+        data = base64.b64decode(image, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise UserError("image is not base64; give the file of an image in base64") from error
+    if len(data) > MOST_IMAGE:
+        raise UserError(f"the image has {len(data):,} bytes; give one of at most {MOST_IMAGE:,}")
+    return data
+
+
+def _told(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """The same tool; the agent reads what it did wrong."""
+
+    @functools.wraps(tool)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return tool(*arguments, **options)
+        except (UserError, ValueError) as error:
+            raise ToolError(str(error)) from error
+
+    return call
+
+
+def make_server(searcher: Searcher) -> MCPServer:
+    """The server of a collection."""
+    server = MCPServer("sfumato", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING")
+    tools = Tools(searcher)
+    for tool in (tools.search, tools.show, tools.facets, tools.status):
+        described, shows = inspect.getdoc(tool), tool == tools.show
+        server.add_tool(_told(tool), description=described, annotations=_READS, structured_output=not shows)
+    return server
