@@ -10,11 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, MutableMapping
 
-from sfumato.cli import (  # noqa: F401  They register their commands.
-    evaluate_commands,
-    model_commands,
-    search_commands,
-)
+from sfumato.cli import evaluate_commands, model_commands, search_commands  # noqa: F401  They register themselves.
 from sfumato.cli.common import app
 from sfumato.errors import RunFailedError, UserError, explain_os_error, printable
 from sfumato.files import available_cores
@@ -54,17 +50,13 @@ def run(commands: Callable[[], None], program: str, after_interrupt: str) -> Non
             raise
         print(f"{program}: this command needs {error.name}: pip install 'sfumato[train]'", file=sys.stderr)
         sys.exit(2)
-    except (UserError, ValueError, OSError) as error:
+    except (UserError, ValueError, OSError, RunFailedError, ArithmeticError) as error:
         if debug:
             raise
-        print(printable(f"{program}: {explain_os_error(error)}"), file=sys.stderr)
-        sys.exit(2)
+        failed = isinstance(error, RunFailedError | ArithmeticError)
+        print(printable(f"{program}: {error if failed else explain_os_error(error)}"), file=sys.stderr)
+        sys.exit(1 if failed else 2)
     except SystemExit as error:
         if error.code == _INTERRUPTED:
             print(f"{program}: interrupted. No file is incomplete. {after_interrupt}", file=sys.stderr)
         raise
-    except (RunFailedError, ArithmeticError) as error:
-        if debug:
-            raise
-        print(printable(f"{program}: {error}"), file=sys.stderr)
-        sys.exit(1)

@@ -105,11 +105,9 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
                 from sfumato.imports import import_given
 
                 import_given(names)
-            made = {
-                name: part(**{field.name: given.pop(field.name) for field in dataclasses.fields(part)})
-                for name, part in parts.items()
-            }
-            function(**given, **made)
+            for name, part in parts.items():
+                given[name] = part(**{field.name: given.pop(field.name) for field in dataclasses.fields(part)})
+            function(**given)
 
         call.__annotations__ = {name: hint for name, hint, _ in taken}
         kind = inspect.Parameter.KEYWORD_ONLY

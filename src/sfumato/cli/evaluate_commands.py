@@ -57,11 +57,10 @@ class BenchmarkFlags:
         """The ground truths that a model is to be evaluated against; none for those of its split."""
         from sfumato.evaluation.embedded_input import read_ground_truths, told_apart
 
-        given: dict[str, Any] = {"--annotations": self.annotations, "--metrics": self.metrics}
-        given |= {"--benchmark-split": self.benchmark_split}
         if self.benchmark is None:
-            if extra := next((name for name, value in given.items() if value), None):
-                raise UserError(f"{extra} belongs to a benchmark; add --benchmark NAME, or leave it out")
+            names = ("annotations", "metrics", "benchmark_split")
+            if extra := [name.replace("_", "-") for name in names if getattr(self, name)]:
+                raise UserError(f"--{extra[0]} belongs to a benchmark; add --benchmark NAME, or leave it out")
             return ()
         return read_ground_truths(
             self.benchmark, split=self.benchmark_split or split, metrics=parse_names(self.metrics or ""),

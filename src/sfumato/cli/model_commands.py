@@ -278,9 +278,8 @@ def adopt(
         if frozen.model and frozen.data and frozen.images is frozen.texts is frozen.pairs is None:
             adopted = adopt_encoders(frozen.model, frozen.data, out, method=method, population=queries)
         elif frozen.model is frozen.data is None and frozen.images and frozen.texts:
-            adopted = adopt_embeddings(
-                frozen.images, frozen.texts, frozen.pairs, out, method=method, population=queries
-            )
+            embeddings = frozen.images, frozen.texts, frozen.pairs
+            adopted = adopt_embeddings(*embeddings, out, method=method, population=queries)
         else:
             raise UserError("give MODEL with --data, or --images and --texts with the embeddings of a model")
     if as_json:

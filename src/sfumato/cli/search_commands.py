@@ -96,9 +96,7 @@ class IndexFlags:
             with open_gallery(out, unfinished=True) as collection:
                 run = str(collection.metadata["run"])
             if is_gone(run):
-                raise UserError(
-                    f"the model of {out} is not at {run}; name it first: sfumato index MODEL --out {out} ..."
-                )
+                raise UserError(f"the model of {out} is not at {run}; name it first: sfumato index MODEL --out {out}")
             return run
         name, why = (SMALL, "") if self.data is None else default_model()
         if why:

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +115,13 @@ def _page(audit: Audit, figures: Mapping[str, Any], version: str) -> str:
     data, listed, missing = audit.data, audit.listed, audit.missing
     relevance = data.relevance()
     of_text = relevance.transpose()
-    read: dict[int, dict[str, Any]] = {}
 
+    @cache
     def picture(position: int) -> dict[str, Any] | None:
         if position < 0:
             return None
-        if position not in read:
-            content = thumbnail(data.images[position])
-            read[position] = {"src": data_url(content) if content else None, "name": data.image_ids[position]}
-        return read[position]
+        content = thumbnail(data.images[position])
+        return {"src": data_url(content) if content else None, "name": data.image_ids[position]}
 
     def texts(image: int, but: int) -> list[str]:
         """The other texts that are listed for an image."""

@@ -99,19 +99,16 @@ def print_adopted(adopted: "AdoptedModel") -> None:
         title = f"log loss of first hits (lower is better), {halves}; in brackets 95 % intervals"
         print_table(title, ["method", "log loss", "more", "computed from"], rows, running=(3,))
     if (n := adopted.n_images["val"]) < _ENOUGH:
-        rough = f"with fewer than {_ENOUGH} all of these figures are rough"
-        print_wrapped(f"warning: only {counted(n, 'image')} calibrate; {rough}")
+        print_wrapped(f"warning: only {counted(n, 'image')} calibrate; below {_ENOUGH} all of these figures are rough")
     if adopted.retrieval is None:
-        way = "`sfumato trust` measures them on other pairs"
-        print_wrapped(f"no split 'test': the probabilities are not measured; {way}")
+        print_wrapped("no split 'test': probabilities are not measured; `sfumato trust` measures them on other pairs")
         return
     retrieval = adopted.retrieval
     items = f"{counted(retrieval.n_images, 'other image')} and {counted(retrieval.n_texts, 'text')}"
     print_wrapped(f"on {items}, with the frozen model's own ranking:")
     for key, name in ARROWS.items():
-        served, alone = (
-            next(f for f in adopted.hits[kind] if f.direction == key and f.hits == 1) for kind in ("served", "distance")
-        )
+        both = adopted.hits["served"], adopted.hits["distance"]
+        served, alone = (next(f for f in found if f.direction == key and f.hits == 1) for found in both)
         recall, chance = getattr(retrieval, key)["recall@1"], retrieval.chance[key]["recall@1"]
         print_wrapped(f"  {name}: recall@1 {recall:.1%}, chance {chance:.2%}")
         first = f"{served.mean_probability:.1%} probable on average, right in {served.rate:.1%}"

@@ -66,11 +66,10 @@ def _print_uncertainty(directions: Mapping[str, Any], measure: str, prefix: str 
             " Correlation of group and recall@1: −1 is good, recall then falls evenly; 0 says nothing; +1 is the wrong"
             " way round. Spearman: the same over single queries"
         )
-    for direction, values in directions.items():
-        recalls = " ".join(f"{b['recall']:.0%}" for b in values["bins"])
+    for direction, found in directions.items():
+        recalls = " ".join(f"{b['recall']:.0%}" for b in found["bins"])
         print_wrapped(f"  {prefix}{ARROWS[direction]}: {recalls}", indent=4)
-        both = f"correlation {signed(values['correlation'])}, Spearman {signed(values['spearman'])}"
-        print_wrapped(f"    {both}", indent=4)
+        print_wrapped(f"    correlation {signed(found['correlation'])}, Spearman {signed(found['spearman'])}", indent=4)
 
 
 def print_measured(measured: Measured, title: str) -> None:
@@ -204,9 +203,8 @@ def print_trust(report: TrustReport, title: str) -> None:
     print()
     about = [[in_words(name), f"{report.estimators[name]['estimates']} [{name}]"] for name in shown]
     about += [[in_words(name), f"{FIGURES[name]} [{name}]"] for name in figures]
-    tables.print_table(
-        "What they are; in square brackets the key in the file", ["name", "what it is"], about, running=(1,)
-    )
+    title = "What they are; in square brackets the key in the file"
+    tables.print_table(title, ["name", "what it is"], about, running=(1,))
     intervals = f"{report.level:.0%} intervals from {report.n_resamples} bootstrap resamples of the queries"
     print_wrapped(f"Higher is less certain. In brackets: {intervals}.")
     for note in report.notes:

@@ -55,7 +55,7 @@ def make_report(data: report_charts.ReportData) -> Report:
     evaluation, directions = _evaluate(data)
     calibration, panels = report_charts.calibration_panels(data, directions)
     thumbnails = report_charts.Thumbnails(data)
-    mistakes, shown_mistakes = report_charts.wrong_first_results(data, directions, thumbnails)
+    mistakes, shown_mistakes = report_charts.wrong_first_results(directions, thumbnails)
     points = evaluation.uncertainty is None
     deciles = [] if points else [report_charts.recall_by_uncertainty(one, evaluation) for one in directions]
     values = {
@@ -72,7 +72,7 @@ def make_report(data: report_charts.ReportData) -> Report:
         "calibration": calibration,
         "calibration_panels": panels,
         "n_bins": N_BINS,
-        "extremes": [] if points else report_charts.uncertain_queries(data, directions, thumbnails),
+        "extremes": [] if points else report_charts.uncertain_queries(directions, thumbnails),
         "mistakes": mistakes,
         "shown_mistakes": [group | {"name": DIRECTIONS[group["key"]]} for group in shown_mistakes],
         "signed": signed,
@@ -128,8 +128,7 @@ def _summary(
     gaps = []
     for d in directions:
         own = calibration[d.key][version]
-        perfect = f"({DIRECTIONS[d.key]}; perfect probabilities: {own['ece_of_perfect']:.1%})"
-        gaps.append(f"{own['ece']:.1%} {perfect}")
+        gaps.append(f"{own['ece']:.1%} ({DIRECTIONS[d.key]}; perfect probabilities: {own['ece_of_perfect']:.1%})")
     sentences.append(f"{which} are off by {' and '.join(gaps)} on average at first results.")
     plausible = sum(m["plausible"] for m in mistakes.values())
     wrong = sum(m["wrong"] for m in mistakes.values())
@@ -163,27 +162,20 @@ def _table_row(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, "cells": [percent(metrics.get(m)) for m in _METRICS] + counts}
 
 
-def report_model(
-    retrieval_model: Model, data: DataConfig, split: str, out: Path, *, name: str, run: Run | None = None
-) -> Report:
+def report_model(loaded: Model, data: DataConfig, split: str, out: Path, *, name: str, run: Run | None) -> Report:
     """Evaluate a model on a split of some data and write a page about it; with a run, its recipe too."""
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {out}: the folder {out.parent} does not exist; create it first")
     problems = Problems()
-    prepared = load_split(retrieval_model.model, data, split, problems)
+    prepared = load_split(loaded.model, data, split, problems)
     pairs = prepared.data
-    images, texts = (e.to("cpu") for e in embed_split(retrieval_model.model, prepared))
-    report = make_report(
-        report_charts.ReportData(
-            model=name, split=split, images=images, texts=texts, relevance=pairs.relevance(),
-            distance=retrieval_model.distance, logits=(retrieval_model.logit_scale, retrieval_model.logit_bias),
-            calibration=retrieval_model.calibration, captions=pairs.texts, image_names=pairs.image_ids,
-            thumbnail=lambda i: thumbnail(pairs.images[i]), text_kinds=pairs.text_kinds,
-            learnt_logits=None if run is None else _learnt_logits(run),
-            recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
-            notes=_notes(len(problems), retrieval_model.model.image.processor.reads), version=__version__,
-        )
-    )  # fmt: skip
+    images, texts = (e.to("cpu") for e in embed_split(loaded.model, prepared))
+    report = make_report(report_charts.ReportData(
+        model=name, split=split, images=images, texts=texts, relevance=pairs.relevance(), distance=loaded.distance,
+        logits=(loaded.logit_scale, loaded.logit_bias), calibration=loaded.calibration, captions=pairs.texts,
+        image_names=pairs.image_ids, thumbnail=lambda i: thumbnail(pairs.images[i]), text_kinds=pairs.text_kinds,
+        learnt_logits=None if run is None else _learnt_logits(run),
+        recipe="" if run is None else (run.folder / RECIPE).read_text(encoding="utf-8"),
+        notes=_notes(len(problems), loaded.model.image.processor.reads), version=__version__,
+    ))  # fmt: skip
     write_atomically(out, report.html)
     return report
 

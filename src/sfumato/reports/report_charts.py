@@ -188,10 +188,8 @@ def calibration_panels(
         for version, p in versions.items():
             # Of all pairs, bins with equally many would all lie near 0.
             curves[version] = reliability.reliability_curve(p, match, binning="width" if key == "pairs" else "count")
-            figures[key][version] = {
-                "ece": reliability.expected_calibration_error(p, match),
-                "brier": reliability.brier_score(p, match),
-            }
+            ece, brier = reliability.expected_calibration_error(p, match), reliability.brier_score(p, match)
+            figures[key][version] = {"ece": ece, "brier": brier}
             if key != "pairs":
                 figures[key][version]["ece_of_perfect"] = reliability.calibration_error_by_chance(p)
         rows = []
@@ -255,38 +253,31 @@ class Thumbnails:
     """Small images as data URLs; each image is read once."""
 
     def __init__(self, data: ReportData) -> None:
-        self._data, self._read = data, dict[int, str | None]()
+        self.data, self._read = data, dict[int, str | None]()
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         if position not in self._read:
-            content = self._data.thumbnail(position)
+            content = self.data.thumbnail(position)
             self._read[position] = data_url(content) if content else None
-        texts = self._data.relevance.indices[slice(*self._data.relevance.indptr[position : position + 2])]
-        name = clipped(str(self._data.image_names[position]), 60)
-        caption = f": {clipped(self._data.captions[texts[0]], 120)}" if len(texts) else ""
+        texts = self.data.relevance.indices[slice(*self.data.relevance.indptr[position : position + 2])]
+        name = clipped(str(self.data.image_names[position]), 60)
+        caption = f": {clipped(self.data.captions[texts[0]], 120)}" if len(texts) else ""
         return {"src": self._read[position], "name": name, "alt": f"image {name}{caption}"}
 
 
-def uncertain_queries(
-    data: ReportData, directions: Sequence[DirectionResult], thumbnails: Thumbnails
-) -> list[dict[str, Any]]:
+def uncertain_queries(directions: Sequence[DirectionResult], thumbnails: Thumbnails) -> list[dict[str, Any]]:
     """The most and the least uncertain queries of each side with their results."""
     shown = []
     for direction in directions:
         order = np.argsort(direction.queries.total_variance.cpu().numpy(), kind="stable")
         few = order[: min(SHOWN, len(order) // 2)]
         for word, chosen in (("most certain", few), ("least certain", order[::-1][: len(few)])):
-            expected = _expected_matches(data, direction, chosen)
-            queries = [_query(data, direction, thumbnails, int(q), e) for q, e in zip(chosen, expected, strict=True)]
+            block, context = _distances(thumbnails.data, direction, chosen), direction.context[chosen]
+            p = thumbnails.data.scorer(direction.key).match_probability(block, direction.gallery.n, context)
+            expected = zip(chosen.tolist(), p.sum(1).tolist(), strict=True)
+            queries = [_query(direction, thumbnails, query, number) for query, number in expected]
             shown.append({"key": direction.key, "word": word, "queries": queries})
     return shown
-
-
-def _expected_matches(data: ReportData, direction: DirectionResult, chosen: np.ndarray) -> list[float]:
-    """Sum of the match probabilities of some queries over the gallery."""
-    block, context = _distances(data, direction, chosen), direction.context[chosen]
-    p = data.scorer(direction.key).match_probability(block, direction.gallery.n, context)
-    return list(p.sum(1).tolist())
 
 
 def _distances(data: ReportData, direction: DirectionResult, chosen: np.ndarray) -> np.ndarray:
@@ -296,10 +287,8 @@ def _distances(data: ReportData, direction: DirectionResult, chosen: np.ndarray)
     return np.concatenate([as_numpy(block) for _, block in blocks])
 
 
-def _query(
-    data: ReportData, direction: DirectionResult, thumbnails: Thumbnails, query: int, expected: float
-) -> dict[str, Any]:
-    true, of_text = direction.true_items(query), direction.key == "t2i"
+def _query(direction: DirectionResult, thumbnails: Thumbnails, query: int, expected: float) -> dict[str, Any]:
+    data, true, of_text = thumbnails.data, direction.true_items(query), direction.key == "t2i"
     found = direction.closest[query], direction.distances[query], direction.probabilities[query]
     results = []
     for item, distance, p in zip(*(values.tolist() for values in found), strict=True):
@@ -324,7 +313,7 @@ def _match(p: float, distance: float) -> dict[str, Any]:
 
 
 def wrong_first_results(
-    data: ReportData, directions: Sequence[DirectionResult], thumbnails: Thumbnails
+    directions: Sequence[DirectionResult], thumbnails: Thumbnails
 ) -> tuple[dict[str, dict[str, int]], list[dict[str, Any]]]:
     """The counts of wrong first results, and the most probable of them, one for each wrong item."""
     counts, shown = dict[str, dict[str, int]](), []
@@ -340,17 +329,14 @@ def wrong_first_results(
             if item not in seen and direction.ground_truth.counts[query] and len(rows) < MISTAKES:
                 seen.add(item)
                 found = _match(float(probabilities[query]), float(distances[query]))
-                rows.append(found | _wrong_result(data, direction, thumbnails, query, item))
+                rows.append(found | _wrong_result(direction, thumbnails, query, item))
         shown.append({"key": direction.key, "rows": rows})
     return counts, shown
 
 
-def _wrong_result(
-    data: ReportData, direction: DirectionResult, thumbnails: Thumbnails, query: int, item: int
-) -> dict[str, Any]:
+def _wrong_result(direction: DirectionResult, thumbnails: Thumbnails, query: int, item: int) -> dict[str, Any]:
     """A query, its wrong first result, and its best-ranked true item with rank, distance and probability."""
-    true = int(direction.true_items(query)[0])
-    chosen = np.array([query])
+    data, true, chosen = thumbnails.data, int(direction.true_items(query)[0]), np.array([query])
     distance, context = float(_distances(data, direction, chosen)[0, true]), direction.context[chosen]
     p = data.scorer(direction.key).match_probability(np.array([[distance]]), direction.gallery.n, context)
     values: dict[str, Any] = {f"true_{key}": value for key, value in _match(float(p[0, 0]), distance).items()}
