@@ -44,10 +44,8 @@ def run_block(folder, block):
 @pytest.mark.slow
 def test_the_blocks_of_guides_run(tmp_path):
     blocks_of = lambda page: blocks("python", read(f"docs/{page}.md"))
-    [block] = blocks_of("start/five-minutes")
-    assert len(printed_by(run_block, tmp_path, block).splitlines()) >= 3
-    [block] = blocks_of("guides/search")
-    printed = printed_by(run_block, tmp_path, block)
+    assert len(printed_by(run_block, tmp_path, *blocks_of("start/five-minutes")).splitlines()) >= 3
+    printed = printed_by(run_block, tmp_path, *blocks_of("guides/search"))
     assert printed.count("\n") == 3 and printed.count("'colour': 'red'") == 3
     found = [line.split() for line in printed_by(run_block, tmp_path, blocks_of("guides/adopt")[0]).splitlines()]
     assert len(found) == 3 and found[0][0] == "3" and int(found[0][1].rstrip("%")) > 50  # Text 7 is of image 3.
@@ -72,15 +70,12 @@ def visited(tmp_path_factory):
     make_toy(folder, n_each=8)
     shutil.move(folder / "data", folder / "pictures")
     (folder / "more").mkdir()
-    for name in ("000.png", "001.png"):
-        shutil.copy(folder / "pictures" / name, folder / "more")
-    shutil.copy(folder / "pictures" / "002.png", folder / "pictures" / "beach.jpg")  # It is deleted.
-    shutil.copy(folder / "pictures" / "002.txt", folder / "pictures" / "beach.txt")
-    rng = np.random.default_rng(0)
-    images = rng.standard_normal((200, 8)).astype(np.float32)
-    np.save(folder / "images.npy", images)
-    np.save(folder / "texts.npy", images + 0.3 * rng.standard_normal((200, 8)).astype(np.float32))
-    np.save(folder / "query.npy", images[7])
+    copies = {"000.png": "more", "001.png": "more", "002.png": "pictures/beach.jpg", "002.txt": "pictures/beach.txt"}
+    for name, copy in copies.items():  # The beach is deleted.
+        shutil.copy(folder / "pictures" / name, folder / copy)
+    images, noise = np.random.default_rng(0).standard_normal((2, 200, 8)).astype(np.float32)
+    for name, array in {"images": images, "texts": images + 0.3 * noise, "query": images[7]}.items():
+        np.save(folder / f"{name}.npy", array)
     (folder / "pairs.csv").write_text("image,text\n" + "".join(f"{i},{i}\n" for i in range(200)))
     lines = [line for line in "".join(blocks("sh")).splitlines() if line.strip() and not line.startswith("#")]
     return folder, folded(printed_by(run_lines, folder, lines))
@@ -93,16 +88,17 @@ def test_shell_blocks_run_and_python_blocks_where_they_ran(visited):
     note = "All images trained the model. The probabilities are for new captions"
     assert printed.count(note) == 1, "of the trained model, not of the adopted one"
     assert printed.count("matches expected") >= 3, "two queries of words and a vector"
-    first, second = (printed_by(run_block, folder, block) for block in blocks("python"))
-    assert "%  csd" in first and second.startswith("[('0', "), "text 0 is of image 0"
+    [block], [line] = blocks("python"), re.findall(r"`(sfumato\.load_index.*?)`", README)
+    assert "%  csd" in printed_by(run_block, folder, f"import sfumato\nprint({line})\n{block}")
+    cited = re.findall(r"^(?:title|  - name): \"?(.*?)\"?$", read("CITATION.cff"), flags=re.MULTILINE)
+    assert len(cited) == 2 and all(f"{{{name}}}" in README for name in cited)
 
 
 @pytest.mark.slow
 def test_the_service_of_the_readme_starts(visited):
     folder, _ = visited
     [line] = [line for line in commands("README.md") if " serve " in line]
-    arguments = shlex.split(line, comments=True)
-    process = Process(*arguments[2:], folder=folder)
+    process = Process(*shlex.split(line, comments=True)[2:], folder=folder)
     until(lambda: ready(process.client))
     assert process.client.get("/v1/info").json()["galleries"]["images"]["n"] == 194
     assert "<title>" in process.client.get("/").text
@@ -111,8 +107,7 @@ def test_the_service_of_the_readme_starts(visited):
     found = subprocess.run([*asked, "--silent", "--fail"], check=True, capture_output=True, text=True).stdout
     hits = json.loads(found)["answers"][0]["hits"]
     assert len(hits) == 3 and all(process.client.get(hit["picture"]).status_code == 200 for hit in hits)
-    status, _ = process.end(signal.SIGTERM)
-    assert status == 0
+    assert process.end(signal.SIGTERM)[0] == 0
 
 
 def commands(document):
@@ -135,7 +130,7 @@ def test_commands_that_are_not_run_name_what_exists():
 
 def test_paths_that_documents_and_code_name_exist_and_none_is_of_one_machine():
     assert len(README.splitlines()) <= 120
-    targets = re.findall(r"make (\w+)", "".join(blocks("console")))
+    targets = re.findall(r"make (\w+)", "".join(blocks("console", read("docs/start/install.md"))))
     assert targets and all(re.search(rf"^{target}:", read("Makefile"), flags=re.MULTILINE) for target in targets)
     folders = "src|tests|docs|recipes|benchmarks|scripts|losses|search|encoders|training|metrics|evaluation|data"
     folders += "|calibration|models|papers|reports|serve"

@@ -38,7 +38,6 @@ def test_sampled_csd_is_the_loop_and_the_closed_form_what_samples_tend_to():
     drawn = [scipy.stats.vonmises_fisher(m, float(k), seed=1).rvs(20_000) for m, k in pairs]
     drawn = torch.from_numpy(np.stack(drawn))
     closed = csd_matrix(laplace(mean, scale), von_mises_fisher(direction, kappa))
-    for i in range(2):
-        for j in range(2):
-            squared = (samples[i] - drawn[j]).square().sum(1)
-            assert abs(squared.mean() - closed[i, j]) < 5 * squared.std() / 20_000**0.5
+    for i, j in np.ndindex(2, 2):
+        squared = (samples[i] - drawn[j]).square().sum(1)
+        assert abs(squared.mean() - closed[i, j]) < 5 * squared.std() / 20_000**0.5

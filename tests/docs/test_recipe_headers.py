@@ -19,9 +19,8 @@ CODE = re.findall(r"`([^`\n]+)`", PAGE)
 def wrapped(label: str, text: str) -> list[str]:
     """Comment lines of at most 120 characters; later ones are indented further than overrides are."""
     whole = f"{label} {text}".replace(" ± ", "\u00a0±\u00a0")
-    lines = textwrap.wrap(
-        whole, 120, initial_indent="# ", subsequent_indent="#         ", break_on_hyphens=False, break_long_words=False
-    )
+    indents = {"initial_indent": "# ", "subsequent_indent": "#         "}
+    lines = textwrap.wrap(whole, 120, **indents, break_on_hyphens=False, break_long_words=False)
     return [line.replace("\u00a0", " ") for line in lines]
 
 

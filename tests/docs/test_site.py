@@ -5,6 +5,8 @@ import importlib
 import re
 from pathlib import Path
 
+import pytest
+import terminal_picture
 from support.raising import raises
 
 import sfumato
@@ -41,10 +43,9 @@ def test_pages_answer_their_question_once_fetch_nothing_are_wrapped_and_state_wh
         shown, text = re.findall(r"(?<![\w.])\d*\.\d+(?: ± \d*\.\d+)?", part), read(f"../{page}")
         assert shown and [one for one in shown if not re.search(rf"(?<![\d.]){re.escape(one)}(?!\d)", text)] == []
     assert not [page for page in GUIDES if not re.search(r"^## When not to", read(page), flags=re.MULTILINE)]
-    free = ("|", "    ", "![")
     unfenced = {page: "".join(read(page).split("\n```")[::2]) for page in PAGES}
     lines = [(page, line) for page, text in unfenced.items() for line in text.splitlines()]
-    assert not [(page, line) for page, line in lines if len(line) > 120 and not line.startswith(free)]
+    assert not [(page, line) for page, line in lines if len(line) > 120 and not line.startswith(("|", "    ", "!["))]
 
 
 NAMES_PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -89,12 +90,9 @@ def test_names_exist_and_classes_that_guides_name_are_exported():
                 missing.append(f"{page.name}: {error}")
     assert not missing and n > 50
     raises((AttributeError, ImportError), ".", resolved, "sfumato", "data.pears")
-    defined = {
-        node.name
-        for path in (ROOT / "src" / "sfumato").rglob("*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    }
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "src" / "sfumato").rglob("*.py")]
+    classes = {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    defined = {name for name in classes if not name.startswith("_")}
     wrong = []
     for page in (p for p in NAMES_PAGES if p.parent.name in ("start", "guides")):
         text = page.read_text(encoding="utf-8")
@@ -102,3 +100,21 @@ def test_names_exist_and_classes_that_guides_name_are_exported():
         named = {word for _, inline in CODE.findall(text) for word in re.findall(r"\b[A-Z][A-Za-z]+[a-z]\w*\b", inline)}
         wrong += [f"{page.name}: {name}" for name in sorted((named & defined) - imported - set(sfumato.__all__))]
     assert not wrong
+
+
+@pytest.mark.slow
+def test_the_picture_of_a_terminal_shows_what_is_printed_today(shared):
+    shown = terminal_picture.words((ROOT / "docs" / "images" / "terminal.svg").read_text(encoding="utf-8"))
+    printed = terminal_picture.session(shared / "data" / "tiny_coco" / "tiny_coco")
+    assert shown == terminal_picture.words(terminal_picture.drawn(printed)) and "Nothing" in shown
+
+
+def has(held, key):
+    first, _, rest = key.partition(".")
+    return first in held and (not rest or has(held[first], rest))
+
+
+def test_keys_of_recipes_that_a_guide_names_exist():
+    recipes = [sfumato.load_recipe(sfumato.find_recipe(name)).model_dump() for name in ("coco-pcme", "coco-pcmepp-b32")]
+    keys = re.findall(r"`((?:data|model|loss|augment|optim|train)\.(?!py)[a-z_.]+)", read("guides/coming-from.md"))
+    assert len(keys) > 40 and not [key for key in keys if not any(has(recipe, key) for recipe in recipes)]

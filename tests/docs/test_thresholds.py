@@ -20,9 +20,8 @@ BLOCK = re.compile(r"^```(python|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 def test_the_blocks_print_what_the_guide_says(tmp_path):
     blocks = BLOCK.findall(GUIDE.read_text(encoding="utf-8"))
-    expected = "".join(text for language, text in blocks if language == "text")
-    assert len([text for language, text in blocks if language == "text"]) == 7
-    code = "".join(text for language, text in blocks if language == "python")
+    assert [language for language, _ in blocks].count("text") == 7
+    code, expected = ("".join(text for language, text in blocks if language == one) for one in ("python", "text"))
     code = code.replace("docs/examples/score_lists.csv", LISTS.as_posix())
     code += "\nimport sys\nassert 'torch' not in sys.modules\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -80,10 +79,10 @@ def run(title, folder, monkeypatch, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("title", "module", "n"),
-    [("LangChain", "langchain_core", 5), ("LlamaIndex", "llama_index", 5), ("Haystack", "haystack", 2)],
-)
+FRAMEWORKS = [("LangChain", "langchain_core", 5), ("LlamaIndex", "llama_index", 5), ("Haystack", "haystack", 2)]
+
+
+@pytest.mark.parametrize(("title", "module", "n"), FRAMEWORKS)
 def test_the_blocks_of_frameworks_run(title, module, n, folder, toy, monkeypatch, capsys):
     pytest.importorskip(module, reason=f"{title} is not installed")
     sfumato.load(toy / "run").index(toy / "data").save(folder / "runs" / "mine-index")
@@ -103,11 +102,7 @@ def test_the_answer_of_elasticsearch_gets_probabilities(folder, monkeypatch, cap
 
 
 def test_evaluation_packages_read_a_run_of_probabilities_in_the_same_order(folder, monkeypatch, capsys):
-    for module in ("ir_measures", "ranx"):
-        pytest.importorskip(module, reason=f"{module} is not installed")
-    import ir_measures
-    import ranx
-
+    ir_measures, ranx = (pytest.importorskip(one, reason=f"{one} is not installed") for one in ("ir_measures", "ranx"))
     run("TREC runs", folder, monkeypatch, capsys)
     rows = list(csv.DictReader(LISTS.open(encoding="utf-8")))
     plain = lambda text: text.replace(" ", "_")
