@@ -280,16 +280,14 @@ def precision_limit(scores: QueryScores, precision: float, *, confidence: float 
     their items below the limit; with groups of queries the mean over the groups. A limit passes with a
     Hoeffding-Bentkus p-value.
     """
-    _check_open("precision", precision)
-    _check_open("confidence", confidence)
+    _check_open(precision=precision, confidence=confidence)
     answered = [len(np.unique(scores.groups[scores.nearest < limit])) for limit in scores.limits]
     level = (1 - confidence) / len(answered)
 
     limits = sorted(zip(scores.limits.tolist(), answered, scores.precision, strict=True), reverse=True)
 
     def loosest(wanted: float) -> float | None:
-        passing = (limit for limit, n, value in limits if mean_loss_p_value(1 - value, n, 1 - wanted) <= level)
-        return next(passing, None)
+        return next((limit for limit, n, p in limits if mean_loss_p_value(1 - p, n, 1 - wanted) <= level), None)
 
     if (limit := loosest(precision)) is None:
         best = _strictest(lambda allowed: loosest(1 - allowed) is not None, 1 - precision)
@@ -307,15 +305,13 @@ def answer_limit(scores: QueryScores, risk: float, *, confidence: float = 0.9, a
     their means (:func:`~sfumato.metrics.reliability.betting_p_value`). A query whose closest item is farther than
     that of every held-out query is never answered, because no held-out query gives evidence for it.
     """
-    _check_open("risk", risk)
-    _check_open("confidence", confidence)
+    _check_open(risk=risk, confidence=confidence)
     nearest, right = _with_absent(scores, absent)
     limits = sorted(limits_of(nearest).tolist(), reverse=True)
     level = (1 - confidence) / len(limits)
 
     def loosest(allowed: float) -> float | None:
-        passing = (x for x in limits if _risk_p_value(nearest < x, ~right, allowed, scores.groups) <= level)
-        return next(passing, None)
+        return next((x for x in limits if _risk_p_value(nearest < x, ~right, allowed, scores.groups) <= level), None)
 
     if (limit := loosest(risk)) is None:
         best = _strictest(lambda allowed: loosest(allowed) is not None, risk)
@@ -358,6 +354,7 @@ def _with_absent(scores: QueryScores, absent: float) -> tuple[np.ndarray, np.nda
     return np.where(gone, other, np.minimum(match, other)), (match < other) & ~gone
 
 
-def _check_open(name: str, value: float) -> None:
-    if not 0 < value < 1:
-        raise ValueError(f"calibration: {name} must be between 0 and 1, got {value}")
+def _check_open(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < 1:
+            raise ValueError(f"calibration: {name} must be between 0 and 1, got {value}")

@@ -48,9 +48,7 @@ def _help_all(ctx: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-HelpAll = Annotated[
-    bool, typer.Option("--help-all", callback=_help_all, is_eager=True, help="Show all options, rare ones too.")
-]
+HelpAll = Annotated[bool, typer.Option("--help-all", callback=_help_all, is_eager=True, help="Show rare options, too.")]
 
 
 def flag(
@@ -188,9 +186,7 @@ class OnData:
 
     model: ModelName
     overrides: list[str] | None = word(
-        None,
-        "Changes to the recipe of --data, e.g. data.path=my.jsonl; without it, where the run's data are now.",
-        "SECTION.KEY=VALUE",
+        None, "Changes to --data, e.g. data.path=my.jsonl; without it, where the run's data are.", "SECTION.KEY=VALUE"
     )
     data: str | None = flag(None, "Recipe (path or name) that names the data. Default: the run's.", metavar="RECIPE")
     split: Split = "test"

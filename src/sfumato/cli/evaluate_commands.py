@@ -29,9 +29,7 @@ common.app.add_typer(evaluate, name="evaluate")
 TIMEOUT_MINUTES = 30.0
 """Longest time that one process of an evaluation waits for another one, in minutes."""
 
-PerQueryFile = Annotated[
-    Path | None, flag(..., "File for the results of single queries: .parquet or .csv.", metavar="FILE")
-]
+PerQueryFile = Annotated[Path | None, flag(..., "File for results by query: .parquet or .csv.", metavar="FILE")]
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,7 @@ class MeasureFlags:
     distance: str | None = flag(None, "Distance to rank by, or match_probability. Default: the model's.")
     per_query: PerQueryFile = None
     uncertainty: str = rare(
-        "total_variance",
-        "Uncertainty of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++).",
+        "total_variance", "Of queries: total_variance (PCME++), geometric_std (PCME) or log_det (probabilistic VSE++)."
     )
     samples: int | None = rare(None, "Samples for average_l2 (8) and match_probability (as in training).", min=1)
     seed: int = rare(0, "Seed of these samples.", min=0)
@@ -128,12 +125,8 @@ def files(
     texts: str | None = flag(None, "Text embeddings, in the same formats."),
     image_ids: Path | None = rare(None, "Ids of the images: .txt, .json or .npy. Default: as the ground truth."),
     text_ids: Path | None = rare(None, "Ids of the texts, with the same formats and default."),
-    ranked: Path | None = flag(
-        None, 'Or ranked lists instead of embeddings, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.'
-    ),
-    scores: Path | None = flag(
-        None, "Or a matrix of scores, images by texts: .npy. With --scores-are.", metavar="FILE"
-    ),
+    ranked: Path | None = flag(None, 'Or ranked lists, JSON: {"i2t": {image: [texts]}, "t2i": {text: [images]}}.'),
+    scores: Path | None = flag(None, "Or a matrix of scores, images by texts: .npy. See --scores-are.", metavar="FILE"),
     scores_are: str | None = flag(
         None, "What the scores are: similarity (larger is closer) or distance (smaller is closer).", metavar="KIND"
     ),
@@ -300,10 +293,7 @@ def trust(
 def audit(
     on: OnData,
     parts: int = flag(
-        0,
-        "Audit train in K parts instead, each by a model trained on the others; 0: by the model.",
-        "--cross-fit",
-        metavar="K",
+        0, "Audit train in K parts, each by a model trained on the rest; 0: by the model.", "--cross-fit", metavar="K"
     ),
     top: int = flag(100, "Number of pairs of each kind on the page and in audit.json.", min=0),
     out: Path | None = flag(None, "Folder to write. Default: audit-SPLIT in the run's folder, with --data here."),
@@ -338,9 +328,7 @@ def audit(
 @command()
 def report(
     on: OnData,
-    out: Path | None = flag(
-        None, "HTML file to write. Default: report-SPLIT.html in the run's folder, with --data here."
-    ),
+    out: Path | None = flag(None, "HTML file. Default: report-SPLIT.html in the run's folder, with --data here."),
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page about a model.
@@ -364,9 +352,7 @@ def report(
 def table(
     runs: list[Path] = word(..., "Folders of runs, e.g. runs/*.", "RUN"),
     group: str = flag("", "Keys of the recipe, with commas, whose values name the rows.", metavar="KEYS"),
-    metrics: str = flag(
-        "", "Columns, with commas. A wrong one lists them.", show_default="rsum,t2i.recall@1,i2t.recall@1"
-    ),
+    metrics: str = flag("", "Columns by commas. A wrong one lists all.", show_default="rsum,t2i.recall@1,i2t.recall@1"),
     split: Split = "test",
     latex: bool = flag(False, "Print the table as LaTeX, for the package booktabs.", "--latex"),
     as_json: AsJson = False,

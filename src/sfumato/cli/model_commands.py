@@ -14,9 +14,7 @@ from sfumato.files import CONFIG, read_json
 @command()
 def train(
     recipe: str = word(..., "Path of a recipe, or name of a recipe of the package.", "RECIPE"),
-    overrides: list[str] | None = word(
-        None, "Changes to the recipe, e.g. train.epochs=10 loss.alpha=0.01.", "SECTION.KEY=VALUE"
-    ),
+    overrides: list[str] | None = word(None, "Changes to the recipe, e.g. train.epochs=10.", "SECTION.KEY=VALUE"),
     out: Path | None = flag(None, "Folder of the run. Default: runs/NAME-OF-THE-RECIPE."),
     as_json: AsJson = False,
 ) -> None:
@@ -60,10 +58,7 @@ class JudgedLists:
     """The hits of another search engine, with what is known of them."""
 
     lists: Path | None = flag(
-        None,
-        "Instead: hits of another engine, a TREC run (QUERY Q0 ITEM RANK SCORE TAG a line).",
-        "--run",
-        metavar="FILE",
+        None, "Instead: hits of another engine, a TREC run (QUERY Q0 ITEM RANK SCORE TAG).", "--run", metavar="FILE"
     )
     qrels: Path | None = flag(None, "With --run: which hits match, as TREC qrels (QUERY 0 ITEM GRADE).", metavar="FILE")
     out: Path | None = flag(None, "With --run: file of the calibrator, for sfumato score.", metavar="FILE")
@@ -105,9 +100,7 @@ def calibrate(
         " Give all verdicts: a refinement starts at the packaged constants.",
         metavar="FILE",
     ),
-    split: str = flag(
-        "val", "Split of the run's data to fit on, not that of the training. If all images train, val is wordings."
-    ),
+    split: str = flag("val", "Split of the run's data to fit on, not train. If all images train, val is wordings."),
     queries: Population = "planted",
     lists: JudgedLists,
     as_json: AsJson = False,
@@ -174,9 +167,7 @@ def score(
 @command()
 def demo(
     out: Path = flag(Path("runs/demo"), "Folder for the run, the index and the page."),
-    overrides: list[str] | None = flag(
-        None, "Change to the recipe emoji-demo; repeatable.", "--set", metavar="SECTION.KEY=VALUE"
-    ),
+    overrides: list[str] | None = flag(None, "Change to emoji-demo; repeatable.", "--set", metavar="SECTION.KEY=VALUE"),
     as_json: AsJson = False,
 ) -> None:
     """Run all steps on the embedded emoji set.
@@ -209,9 +200,7 @@ def export(
     run: Path = word(..., "Folder of a run.", "RUN"),
     out: Path = word(..., "Folder to write: new, or empty.", "OUT"),
     license: str = flag("", "Licence for the model card, as the hub writes it, e.g. apache-2.0. Default: unknown."),
-    onnx: bool = flag(
-        False, "Write ONNX graphs, for searching without torch. They are compared with torch (extra onnx).", "--onnx"
-    ),
+    onnx: bool = flag(False, "Write ONNX graphs, compared with torch, to search without it (extra onnx).", "--onnx"),
     as_json: AsJson = False,
 ) -> None:
     """Export a run's model in the layout of the Hugging Face hub.
@@ -237,17 +226,13 @@ class Frozen:
 
     model: str | None = word(None, "Name or folder of a CLIP or SigLIP, or open_clip:NAME/TAG; with --data.", "MODEL")
     data: str | None = flag(
-        None,
-        "For MODEL: a manifest, a folder of images with .txt files or of datasets, a Karpathy JSON, COCO's captions.",
-        metavar="PATH",
+        None, "For MODEL: manifest, images with .txt files, folder of datasets, Karpathy or COCO JSON.", metavar="PATH"
     )
-    images: str | None = flag(
-        None, "Or image embeddings: .npy, .safetensors (FILE:NAME), .parquet, a folder.", metavar="FILE"
-    )
+    images: str | None = flag(None, "Or image embeddings: .npy, .parquet, .safetensors[:NAME], folder.", metavar="FILE")
     texts: str | None = flag(None, "Embeddings of texts by the same model, as --images.", metavar="FILE")
     pairs: str | None = flag(
         None,
-        "True pairs: columns image, text (rows or ids) and perhaps split, caption. Default: row i with row i.",
+        "True pairs: columns image, text (rows or ids), perhaps split, caption. Default: row by row.",
         metavar="FILE",
     )
 
@@ -258,8 +243,7 @@ def adopt(
     frozen: Frozen,
     out: Path = flag(Path("runs/adopted"), "Folder of the adopted model: new, or empty."),
     method: str = flag(
-        "auto",
-        "What probabilities depend on: distance, nearest (items), reference (queries), or auto, the best of them.",
+        "auto", "What probabilities depend on: distance, nearest (items), reference (queries), or auto: the best."
     ),
     queries: Population = "planted",
     as_json: AsJson = False,

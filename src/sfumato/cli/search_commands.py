@@ -265,9 +265,7 @@ def search(
     folder: Path = word(..., "Folder of a collection.", "INDEX"),
     asked: Asked,
     run: str | None = rare(None, "Folder or name of the model. Default: where it was for the index.", metavar="MODEL"),
-    store: str | None = flag(
-        None, "URL of the store, e.g. with search options. Default: the one it was built with.", metavar="URL"
-    ),
+    store: str | None = flag(None, "URL of the store, with search options. Default: as it was built.", metavar="URL"),
     why: bool = flag(False, "Below each result of a text the parts of its probability, in log odds.", "--why"),
     as_json: AsJson = False,
 ) -> None:
@@ -336,17 +334,11 @@ def serve(
     store: str | None = flag(None, "URL of the store. Default: the one it was built with.", metavar="URL"),
     host: str = flag("127.0.0.1", "Address to listen at. Addresses that other machines can reach require a key."),
     port: int = flag(8000, "Port to listen at; 0 for any free one.", min=0, max=65535),
-    api_key_file: Path | None = flag(
-        None, "File of API keys, one a line; read:KEY may not write. Default: SFUMATO_API_KEY."
-    ),
+    api_key_file: Path | None = flag(None, "API keys, one a line; read:KEY may not write. Default: SFUMATO_API_KEY."),
     no_key: bool = flag(False, "Listen to a network without a key; requires --allowed-host as well.", "--no-key"),
     read_only: bool = flag(False, "Refuse every write, with any key.", "--read-only"),
-    no_metadata: bool = flag(
-        False, "Give originals out as copies without position (GPS), camera and other metadata.", "--no-metadata"
-    ),
-    allowed_host: list[str] | None = flag(
-        None, "Host name that clients may use besides this machine's own; repeatable."
-    ),
+    no_metadata: bool = flag(False, "Give originals out without GPS, camera and other metadata.", "--no-metadata"),
+    allowed_host: list[str] | None = flag(None, "Host name that clients may use beside this machine's; repeatable."),
     judgements: Path | None = flag(
         None, "File for people's verdicts on hits, made if it does not exist. Without it the page asks for none."
     ),

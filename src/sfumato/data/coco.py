@@ -40,8 +40,7 @@ class TarArchive:
             with tarfile.open(self.path, "r:") as tar:
                 self._members = {os.path.normpath(m.name): (m.offset_data, m.size) for m in tar if m.isfile()}
         except tarfile.TarError as error:
-            reason = f"not an uncompressed tar file ({error}); unpack it, or pack it without compression"
-            raise ValueError(f"{path}: {reason}") from error
+            raise ValueError(f"{path}: not an uncompressed tar file ({error}); unpack it, or decompress it") from error
         self._file: IO[bytes] = self.path.open("rb")
         self._lock = threading.Lock()
 

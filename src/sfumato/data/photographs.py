@@ -38,19 +38,15 @@ _DATES = ("date", "changed", "taken", "named")
 
 _RDF = "{http://www.w3.org/1999/02/22-rdf-syntax-ns#}"
 
-_XMP = {
-    "{http://purl.org/dc/elements/1.1/}description": "captions",
-    "{http://purl.org/dc/elements/1.1/}title": "title",
-    "{http://purl.org/dc/elements/1.1/}subject": "tags",
-    "{http://iptc.org/std/Iptc4xmpExt/2008-02-29/}PersonInImage": "tags",
-    "{http://www.metadataworkinggroup.com/schemas/regions/}Name": "tags",  # a face with its name
-    "{http://ns.adobe.com/exif/1.0/}DateTimeOriginal": "date",
-    "{http://ns.adobe.com/photoshop/1.0/}DateCreated": "date",
-    "{http://ns.adobe.com/photoshop/1.0/}City": "city",
-    "{http://ns.adobe.com/photoshop/1.0/}Country": "country",
-    "{http://ns.adobe.com/tiff/1.0/}Make": "make",
-    "{http://ns.adobe.com/tiff/1.0/}Model": "model",
+_SPACES = {
+    "http://purl.org/dc/elements/1.1/": {"description": "captions", "title": "title", "subject": "tags"},
+    "http://iptc.org/std/Iptc4xmpExt/2008-02-29/": {"PersonInImage": "tags"},
+    "http://www.metadataworkinggroup.com/schemas/regions/": {"Name": "tags"},  # a face with its name
+    "http://ns.adobe.com/exif/1.0/": {"DateTimeOriginal": "date"},
+    "http://ns.adobe.com/photoshop/1.0/": {"DateCreated": "date", "City": "city", "Country": "country"},
+    "http://ns.adobe.com/tiff/1.0/": {"Make": "make", "Model": "model"},
 }
+_XMP = {f"{{{space}}}{name}": field for space, names in _SPACES.items() for name, field in names.items()}
 _IPTC = {120: "captions", 5: "title", 25: "tags", 55: "date", 90: "city", 101: "country"}
 _TAG = ExifTags.Base
 _XP_TITLE, _XP_COMMENT, _XP_KEYWORDS = 0x9C9B, 0x9C9C, 0x9C9E

@@ -49,8 +49,7 @@ class MatchingLogits(nn.Module):
     ) -> None:
         super().__init__()
         if not (logit_scale > 0 and math.isfinite(logit_scale)):
-            why = "smaller distances must be likelier matches"
-            raise ValueError(f"MatchingLogits: logit_scale must be positive, got {logit_scale}; {why}")
+            raise ValueError(f"MatchingLogits: logit_scale must be positive, got {logit_scale}; closer is likelier")
         if logit_scale > largest:
             raise ValueError(f"MatchingLogits: logit_scale must be at most {largest:g}, the largest, got {logit_scale}")
         self.free, self.largest = free, largest

@@ -69,15 +69,11 @@ def prepare_split(
 
 
 def load_split(
-    model: TwoTowers,
-    config: DataConfig,
-    name: str,
-    problems: Problems | None = None,
-    process_group: ProcessGroup | None = None,
+    model: TwoTowers, config: DataConfig, name: str, problems: Problems | None = None, group: ProcessGroup | None = None
 ) -> PreparedSplit:
     """A split of some data, ready for a model; problems are recorded, and printed on standard error."""
     problems = Problems() if problems is None else problems
-    prepared = prepare_split(model, read_split(config, name, problems), problems, name, process_group)
+    prepared = prepare_split(model, read_split(config, name, problems), problems, name, group)
     say_problems(problems)
     return prepared
 
@@ -306,7 +302,7 @@ def embed_for_evaluation(
     process_group = process_group or alone()
     if ground_truths:
         data = data.model_copy(update={"equal_texts": "separate"})
-    prepared = load_split(model.model, data, split, process_group=process_group)
+    prepared = load_split(model.model, data, split, group=process_group)
     own, kinds = ground_truth_from_data(prepared.data, name=split), prepared.data.text_kinds
     chosen = tuple(ground_truths) or (own,)
     if ground_truths and data.source == "scan":  # Its captions have no ids.

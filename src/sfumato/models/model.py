@@ -96,22 +96,19 @@ def remember_words(model: TwoTowers, texts: Sequence[str], path: Path) -> None:
 def nonsense(n: int, *, seed: int = 0) -> list[str]:
     """Made-up texts of one or two words: the even ones of random letters, the odd ones of syllables."""
     random = np.random.default_rng(seed)
-    kinds = "abcdefghijklmnopqrstuvwxyz", "aeiou", "bcdfghjklmnprstvwz"
-    letters, vowels, consonants = (np.array(list(some)) for some in kinds)
+    sets = "abcdefghijklmnopqrstuvwxyz", "aeiou", "bcdfghjklmnprstvwz"
+    letters, vowels, consonants = (np.array(list(some)) for some in sets)
 
     def letters_of_a_word() -> str:
         return "".join(random.choice(letters, random.integers(4, 10)))
 
     def syllables() -> str:
         closed = random.random(random.integers(2, 4)) < 0.3
-        return "".join(
-            random.choice(consonants) + random.choice(vowels) + (random.choice(consonants) if close else "")
-            for close in closed
-        )
+        pairs = ((random.choice(consonants) + random.choice(vowels), close) for close in closed)
+        return "".join(pair + (random.choice(consonants) if close else "") for pair, close in pairs)
 
-    return [
-        " ".join((syllables if i % 2 else letters_of_a_word)() for _ in range(random.integers(1, 3))) for i in range(n)
-    ]
+    kinds = (syllables if i % 2 else letters_of_a_word for i in range(n))
+    return [" ".join(word() for _ in range(random.integers(1, 3))) for word in kinds]
 
 
 def _numbers(texts: Sequence[str], pieces: Pieces) -> np.ndarray:

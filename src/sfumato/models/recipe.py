@@ -5,6 +5,7 @@ A recipe is complete and strict: an unknown key is an error that names the neare
 """
 
 import difflib
+import functools
 import os
 import re
 import tomllib
@@ -243,9 +244,8 @@ def _explain(item: Any) -> str:
     shown = ".".join(part for i, part in enumerate(path) if not (part in of_loss and i > 0))
     if item["type"] == "extra_forbidden":
         known = _keys()
-        near = difflib.get_close_matches(shown, known, n=1, cutoff=0.5) or difflib.get_close_matches(
-            path[-1], [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.5
-        )
+        close = functools.partial(difflib.get_close_matches, n=1, cutoff=0.5)
+        near = close(shown, known) or close(path[-1], [k.rsplit(".", 1)[-1] for k in known])
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
         return f"unknown key {shown!r}; {hint}"
     if item["type"] == "union_tag_invalid":

@@ -375,8 +375,7 @@ def load_retrieval_model(gallery: Gallery, folder: str | Path, run: str | Path |
     """The model that a gallery was made with."""
     model_source = str(run or gallery.metadata.get("run", ""))
     if not model_source or files.is_gone(model_source):
-        found = f"the model that {folder} was built with is not at {model_source}"
-        raise UserError(f"{found}; give its folder or name (--run, in Python run=)")
+        raise UserError(f"the model of {folder} is not at {model_source}; give its folder or name (--run or run=)")
     loaded = load_model(model_source, device=device)
     if gallery.metadata.get("model") != model_digest(loaded.model):
         found = f"{folder} was built with another model than {model_source} is now: their distances cannot be compared"

@@ -314,9 +314,9 @@ def teacher_values(
     else:
         estimator = ESTIMATORS.get(config.teacher)
         if estimator is None or not estimator.needs_gallery or estimator.needs_variance:
-            known = [name for name, e in ESTIMATORS.items() if e.needs_gallery and not e.needs_variance]
-            found = f"unknown variance_stage.teacher {config.teacher!r}"
-            raise UserError(f"{found}; known: dispersion, listed_matches, {', '.join(known)}")
+            usable = (name for name, e in ESTIMATORS.items() if e.needs_gallery and not e.needs_variance)
+            known = ", ".join(("dispersion", "listed_matches", *usable))
+            raise UserError(f"unknown variance_stage.teacher {config.teacher!r}; known: {known}")
         # Over a random gallery of partners; logits that are not given are fitted on some items with it.
         random = np.random.default_rng([seed, items.n])
         chosen = np.sort(random.permutation(partners.n)[:_N_GALLERY])
