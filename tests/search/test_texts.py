@@ -21,6 +21,7 @@ from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 from sfumato.search.texts import (
+    are_together,
     is_close,
     item_texts,
     item_words,
@@ -270,6 +271,8 @@ def test_words_have_stems_and_kinds_in_every_thread():
     hat = word_stems("red hat")
     lines = {"a red hat": True, "a hat that is red": True, "hat and a blue and red coat": False, "a red coat": False}
     assert {line: is_close(hat, line) for line in lines} == lines and is_close(["dog"], "Dogs!")
+    tags = ["Birthday", "Grand Rapids", "cake", "a red car at a restaurant"]
+    assert are_together(["birthday", "cake"], tags) and not are_together(["red", "cake"], tags)
     said = {"animal": "poodle", "dog": "puppies", "bicycle": "bikes", "women": "woman", "people": "boy"}
     assert all(saying(word_stems(word)[0]) >= set(word_stems(text)) for word, text in said.items())
     not_said = {"poodle": "dog", "woman": "girl", "animal": "cricket", "fruit": "orange", "dog": "cat", "two": "three"}

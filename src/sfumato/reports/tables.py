@@ -21,6 +21,7 @@ from rich.table import Table as Printed
 from sfumato.errors import counted, printable
 from sfumato.metrics.bootstrap import Interval
 from sfumato.search.answer import LINE
+from sfumato.search.texts import WORD_FIELDS
 
 MISSING = "–"
 """Stands where there is no value."""
@@ -308,7 +309,17 @@ def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool, why
         folded = f"  +{len(hit['duplicates'])} nearly the same" if hit.get("duplicates") else ""
         print(f"{said}{measured}  {printable(hit['id'] + (f'  {label}' if label else ''))}{folded}")
         if why and hit.get("why"):
-            parts = ", ".join(f"{name} {value:+.2f}" for name, value in hit["why"].items())
+            best = hit.get("best_text")
+            kind = next(
+                (
+                    f"texts ({field})"
+                    for field in WORD_FIELDS
+                    if best and best in hit.get(field, "").replace("\n", ", ")
+                ),
+                "texts",
+            )
+            named = {kind if name == "texts" and value else name: value for name, value in hit["why"].items()}
+            parts = ", ".join(f"{name} {value:+.2f}" for name, value in named.items())
             print(f"           {parts} = {sum(hit['why'].values()):+.2f}")
 
 

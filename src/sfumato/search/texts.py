@@ -182,6 +182,9 @@ def says(stems: Collection[str], wanted: Iterable[str]) -> bool:
     return all(not saying(one).isdisjoint(stems) for one in wanted)
 
 
+_LABEL = 2
+"""Words of a tag or a name at most; longer lines are sentences, in which "red" may belong to another thing."""
+
 _NUMBER = re.compile(r"\d{3}")
 """What a query has that may be the name of a file, such as IMG_1039."""
 
@@ -204,6 +207,12 @@ def is_close(stems: Sequence[str], line: str) -> bool:
     if not says(order, stems):
         return False
     return any(_says_closely(order[i : i + width], stems) for i in range(max(1, len(order) - width + 1)))
+
+
+def are_together(stems: Sequence[str], lines: Sequence[str]) -> bool:
+    """Whether a line says all of some stems close together, or labels do: lines of one or two words, such as tags."""
+    labels = " ".join(line for line in lines if len(line.split()) <= _LABEL)
+    return says(word_stems(labels), stems) or any(is_close(stems, line) for line in lines)
 
 
 def text_vectors(payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
@@ -315,7 +324,7 @@ class ItemTexts:
                 words[i] += has * (weight[stem] / total)
                 missing[i] = np.maximum(missing[i], ~has * weight[stem])
             both = set.intersection(*said) if said else set[int]()
-            near = [j for j in both if len(own) == 1 or any(is_close(own, text) for text in self.words[j].splitlines())]
+            near = [j for j in both if len(own) == 1 or are_together(own, self.words[j].splitlines())]
             together[i, near] = 1
             if _NUMBER.search(queries[i]) and (
                 named := [j for j, file in enumerate(self.files) if is_close(own, file)]
