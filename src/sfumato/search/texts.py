@@ -131,10 +131,11 @@ def _foreign() -> dict[str, frozenset[str]]:
 
 
 def other_language(text: str, there: Callable[[], Collection[str]], known: frozenset[str]) -> str | None:
-    """The language of half of the words of a text that neither a model of English nor the items know."""
-    odd = {word for word in words_of(text) if word not in known} if known else set()
+    """The language of a text with words that neither a model of English nor the items know, by half as many of them."""
+    words = set(words_of(text))
+    odd = words - known if known else set()
     odd -= set(there()) if odd else set()
-    found = {language: len(odd & words) for language, words in _foreign().items()} if odd else {}
+    found = {language: len(words & own) for language, own in _foreign().items()} if odd else {}
     best = max(found, key=found.__getitem__, default="")
     return best if found and 2 * found[best] >= len(odd) else None
 
