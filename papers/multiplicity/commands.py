@@ -67,7 +67,7 @@ def multiplicity(
         )
     if agree:
         return print(json.dumps(agreement(Captions.joined(train, validation), agree)))
-    found, truth = Predictor(train, model)(validation.texts, names), validation.labels
+    found, truth = Predictor(train, model, seed=seed)(validation.texts, names), validation.labels
     first = next(iter(truth))
     figures = {
         name: {label: correlations(of[label], truth[label], n_resamples=bootstrap, seed=seed) for label in truth}

@@ -55,9 +55,9 @@ class _Embedded:
 class Predictor:
     """All estimators, with the captions that they know."""
 
-    def __init__(self, known: Captions, model: str) -> None:
-        """model: name or folder of a model with text Gaussians."""
-        self._model, self._captions = model, known
+    def __init__(self, known: Captions, model: str, *, seed: int = 0) -> None:
+        """model: name or folder of a model with text Gaussians; seed: of the variances that are taught."""
+        self._model, self._captions, self._seed = model, known, seed
         vectors, gaussians = self._embed(known.texts)
         self._references = References(known.texts, vectors)
         features = self._references.features(known.texts, vectors, own=True)
@@ -125,7 +125,7 @@ class Predictor:
         tower: Any = load_model(self._model, trainable=True).model.text
         known, asked = _stored(tower, self._known.texts), _stored(tower, texts)
         stage = VarianceStageConfig(epochs=20, lr=3e-3)
-        fit_variance_stage(tower, known, wanted, np.arange(len(wanted)), stage, seed=0)
+        fit_variance_stage(tower, known, wanted, np.arange(len(wanted)), stage, seed=self._seed)
         return tower.embed(asked).total_variance.numpy()
 
 
