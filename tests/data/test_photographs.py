@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import sys
 
 import pytest
 from PIL import ExifTags, Image
@@ -49,10 +50,11 @@ def test_exif_iptc_and_xmp_in_any_format():
     records = iptc((120, "Two dogs"), (5, "Dogs"), (25, "dog"), (25, "winter"), (55, "20240613"), (60, "120109+0200"))
     expected = {"captions": "Two dogs", "title": "Dogs", "tags": "dog\nwinter", "date": "2024-06-13T12:01:09"}
     assert describe_image(jpeg(records)) == expected
-    assert describe_image(jpeg(iptc((90, "Paris"), (101, "France")))) == {"place": "Paris, France"}
+    paris = {"place": "Paris, France", "country": "France"}
+    assert describe_image(jpeg(iptc((90, "Paris"), (101, "France")))) == paris
     of_xmp = {
         "captions": "A market by the river", "title": "Market", "tags": "market\nriver", "date": "2019-05-04T10:11:00",
-        "place": "Zürich, Switzerland",
+        "place": "Zürich, Switzerland", "country": "Switzerland",
     }  # fmt: skip
     small = Image.new("RGB", (8, 8))
     for format in ("JPEG", "WEBP", "AVIF"):
@@ -71,6 +73,25 @@ def test_exif_iptc_and_xmp_in_any_format():
         assert "date" not in describe_image(jpeg(exif=exif(DateTime=text)))
     found = describe_image(jpeg(iptc(*[(25, f"tag{i:04}") for i in range(500)], (120, "long " * 1000))))
     assert len(found["tags"].split("\n")) == LINES and len(found["captions"]) == LENGTH
+
+
+def test_a_position_has_the_names_of_its_place(monkeypatch, tmp_path):
+    pytest.importorskip("reverse_geocode", reason="reverse_geocode is not installed")
+
+    def of(latitude, longitude):
+        written, tag = exif(), ExifTags.GPS
+        written.get_ifd(ExifTags.IFD.GPSInfo).update({
+            tag.GPSLatitudeRef: "NS"[latitude < 0], tag.GPSLatitude: (abs(latitude), 30.0, 0.0),
+            tag.GPSLongitudeRef: "EW"[longitude < 0], tag.GPSLongitude: (abs(longitude), 0.0, 0.0),
+        })  # fmt: skip
+        return describe_image(jpeg(exif=written))
+
+    assert of(43.0, 11.0)["country"] == "Italy" and "Tuscany" in of(43.0, 11.0)["place"]  # 43° 30' north
+    assert of(-33.0, -71.0)["country"] == "Chile" and of(0.0, -30.0) == {}, "the sea has no place"
+    (tmp_path / "a.json").write_text(json.dumps({"geoData": {"latitude": 41.9, "longitude": 12.5}}))
+    assert file_fields(tmp_path, "a.jpg", b"", ["a.json"], Problems().remark)["place"] == "Rome, Lazio, Italy"
+    monkeypatch.setitem(sys.modules, "reverse_geocode", None)
+    assert of(43.0, 11.0) == {}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -106,7 +127,7 @@ def test_the_fields_and_the_name_of_a_file(tmp_path):
     assert fields_of(tmp_path, "Italy 2019/100CANON/sunset_beach.jpg", data, problems) == {
         "captions": "a beach\ntwo people\nA market by the river\nWith Ada\nEvening", "title": "Market",
         "tags": "market\nriver\nAda", "date": "2019-05-04T10:11:00", "place": "Zürich, Switzerland",
-        "name": "Italy 2019 sunset beach", "folder": "Italy 2019/100CANON",
+        "country": "Switzerland", "name": "Italy 2019 sunset beach", "folder": "Italy 2019/100CANON",
     }  # fmt: skip
     assert not problems.left_out
     assert fields_of(tmp_path, "IMG_1234.jpg", jpeg(), problems) == {"file": "IMG 1234 jpg"}

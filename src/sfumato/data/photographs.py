@@ -1,7 +1,8 @@
 """What the file of a photograph says about it: captions, title, tags, name, folder, date, place and camera.
 
 From EXIF, IPTC and XMP in the file, and from files beside it: ``photo.txt`` with captions, an XMP sidecar, the JSON of
-Google Takeout. No pixel is decoded, no position is looked up. Damaged metadata are no metadata.
+Google Takeout. No pixel is decoded. With the extra places, a position (GPS) gives the names of city, state and country.
+Damaged metadata are no metadata.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ MAX_SIDECAR = 10_000_000
 _MOST_ELEMENTS = 500
 """Elements of an XMP packet that are read; nested ones would be read again and again."""
 
-_FIELDS = ("captions", "title", "tags", "date", "place", "camera")
+_FIELDS = ("captions", "title", "tags", "date", "place", "country", "camera")
 _LISTS = ("captions", "tags")
 _DATES = ("date", "changed", "taken", "named")
 """Dates from the most to the least certain; of Takeout, in UTC, is "taken"."""
@@ -92,13 +93,17 @@ _STORAGE = frozenset("train training val valid validation dev test testing data 
 """Names of folders, with a number or without, that say how files are kept; "train.jpg" may be a train."""
 
 Found = Iterator[tuple[str, str]]
-"""(field, text); a camera is "make" and "model", a place "city" and "country", "changed" a date."""
+"""(field, text); a camera is "make" and "model", a place "city", "state" and "country", "changed" a date."""
+
+_FAR = 1.0
+"""Degrees from the nearest town from which a position is nowhere."""
 
 
 def describe_image(data: bytes) -> dict[str, str]:
-    """The fields captions, title, tags, date, place and camera of the metadata in an image file, where it has them."""
+    """The fields captions, title, tags, date, place, country and camera of the metadata in an image file."""
     with contextlib.suppress(Exception), opened_image(data, max_pixels=None) as image:
-        found = [*_safe(_of_exif(image)), *_safe(_of_xmp(_packet(image))), *_safe(_of_iptc(image))]
+        readers = _of_exif(image), _of_xmp(_packet(image)), _of_iptc(image), _of_position(_exif(image))
+        found = [pair for reader in readers for pair in _safe(reader)]
         return _fields((field, text) for field, text in found if field != "captions" or _is_caption(text))
     return {}
 
@@ -203,7 +208,7 @@ def _fields(found: Iterable[tuple[str, str]]) -> dict[str, str]:
         elif line:
             first.setdefault(field, line)
     values = {field: "\n".join(lines.values()) for field, lines in lists.items()} | first
-    values["place"] = first.get("place") or ", ".join(first[f] for f in ("city", "country") if f in first)
+    values["place"] = first.get("place") or ", ".join(first[f] for f in ("city", "state", "country") if f in first)
     values["date"] = next((first[field] for field in _DATES if field in first), "")
     values["camera"] = first.get("camera") or _camera(first.get("make", ""), first.get("model", ""))
     return _kept({field: values.get(field, "") for field in _FIELDS})
@@ -213,13 +218,36 @@ def _kept(values: dict[str, str]) -> dict[str, str]:
     return {field: text for field, text in values.items() if text}
 
 
-def _of_exif(image: Image.Image) -> Found:
+def _exif(image: Image.Image) -> Image.Exif:
     """Of a PNG file only what precedes its pixels: Pillow would decode them to look behind."""
-    if image.format == "PNG":
-        exif = Image.Exif()
-        exif.load(image.info.get("exif", b""))
-    else:
-        exif = image.getexif()
+    if image.format != "PNG":
+        return image.getexif()
+    exif = Image.Exif()
+    exif.load(image.info.get("exif", b""))
+    return exif
+
+
+def _of_position(exif: Image.Exif) -> Found:
+    gps, places = exif.get_ifd(ExifTags.IFD.GPSInfo), list[float]()
+    for tag, negative in ((ExifTags.GPS.GPSLatitude, "S"), (ExifTags.GPS.GPSLongitude, "W")):
+        degrees, minutes, seconds = map(float, gps[tag])
+        value = degrees + minutes / 60 + seconds / 3600
+        places.append(-value if gps.get(tag - 1) == negative else value)
+    yield from _of_place(*places)
+
+
+def _of_place(latitude: float, longitude: float) -> Found:
+    """The nearest town of a position, if the package that knows it is installed."""
+    with contextlib.suppress(ImportError):
+        import reverse_geocode
+
+        found = reverse_geocode.get((latitude, longitude))
+        if abs(found["latitude"] - latitude) + abs(found["longitude"] - longitude) < _FAR:
+            yield from ((field, str(found.get(field, ""))) for field in ("city", "state", "country"))
+
+
+def _of_exif(image: Image.Image) -> Found:
+    exif = _exif(image)
     inner = exif.get_ifd(ExifTags.IFD.Exif)
     yield from (("date", str(inner.get(tag, ""))) for tag in (_TAG.DateTimeOriginal, _TAG.DateTimeDigitized))
     for field, tag in (("changed", _TAG.DateTime), ("make", _TAG.Make), ("model", _TAG.Model)):
@@ -292,6 +320,8 @@ def _of_takeout(content: bytes) -> Found:
     yield from (("tags", str(person.get("name", ""))) for person in values.get("people", ()))
     if taken := values.get("photoTakenTime"):
         yield "taken", datetime.fromtimestamp(int(taken["timestamp"]), UTC).isoformat()
+    if (position := values.get("geoData")) and any(position.values()):
+        yield from _of_place(position["latitude"], position["longitude"])
 
 
 def _of_captions(content: bytes) -> Found:
