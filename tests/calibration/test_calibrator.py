@@ -259,6 +259,7 @@ def test_damaged_files_and_mistakes_are_named(tmp_path):
         raises(ValueError, rf"calibration.json: .*{message}", Calibration.load, tmp_path / "calibration.json")
     c = calibrated(scores_of([0.1, 0.2]))
     two_galleries = lambda: [(DISTANCE, MATCH), (DISTANCE.T, MATCH.T)]
+    of, of_blocks = query_scores.QueryScores.fit, query_scores.QueryScores.from_blocks
     for ask, message in (
         (lambda: c.conformal_radius(1.0), "alpha must be between 0 and 1, got 1.0"),
         (lambda: c.conformal_radius(0.1, contains="most"), "contains must be 'any' or 'all', got 'most'"),
@@ -268,13 +269,12 @@ def test_damaged_files_and_mistakes_are_named(tmp_path):
         (lambda: c.abstain_below(0.1, absent=1.0), "absent must be at least 0 and below 1"),
         (lambda: c.prior_shift(0), "n_gallery must be at least 1, got 0"),
         (lambda: PAIRS.shift(1.5), "match_fraction must be between 0 and 1, got 1.5"),
-        (lambda: query_scores.QueryScores.fit(DISTANCE, MATCH[:2]), r"both must be \(q, m\)"),
-        (lambda: query_scores.QueryScores.fit(DISTANCE, MATCH * 0.5), "match must be 0 or 1"),
-        (lambda: query_scores.QueryScores.fit(DISTANCE / 0, MATCH), "distances must be finite"),
-        (lambda: query_scores.QueryScores.fit(DISTANCE, MATCH * 0), "no query has a match"),
-        (lambda: query_scores.QueryScores.from_blocks(list), "got no queries"),
-        (lambda: query_scores.QueryScores.from_blocks(two_galleries), r"galleries of \[3, 4\] items"),
-    ):
+        (lambda: of(DISTANCE, MATCH[:2]), r"both must be \(q, m\)"), (lambda: of_blocks(list), "got no queries"),
+        (lambda: of(DISTANCE, MATCH * 0.5), "match must be 0 or 1"),
+        (lambda: of(DISTANCE / 0, MATCH), "distances must be finite"),
+        (lambda: of(DISTANCE, MATCH * 0), "no query has a match"),
+        (lambda: of_blocks(two_galleries), r"galleries of \[3, 4\] items"),
+    ):  # fmt: skip
         raises(ValueError, message, ask)
 
 
@@ -361,20 +361,19 @@ def test_the_logit_has_one_bias_for_each_query_and_features_outside_of_the_fit_c
 
 
 def test_logits_come_back_from_json_and_too_little_and_mistakes_are_refused(fit):
-    zeros, of_queries = np.zeros, logits.ConditionalLogits.fit
+    zeros, of_queries, reference = np.zeros, logits.ConditionalLogits.fit, logits.ReferenceQueries.of
     few, some = galleries(n_queries=40), galleries(n_queries=60)
     none = [logits.NearestItems(g.logit, np.zeros_like(g.match), g.n_gallery) for g in some]
     wrong = [logits.NearestItems(g.logit, (g.logit < -3), g.n_gallery) for g in some]
     for message, function, *given in (
-        ("expected", logits.fit_logistic, zeros(3), zeros(3)),
-        ("expected", logits.fit_logistic, zeros((3, 2)), zeros(4)),
+        *(("expected", logits.fit_logistic, zeros(x), zeros(y)) for x, y in ((3, 3), ((3, 2), 4))),
         ("add up to 0", lambda: logits.fit_logistic(zeros((3, 2)), zeros(3), weight=zeros(3))),
         ("needs 50 held-out queries, got 40", lambda: of_queries(few, n_queries=40)),
         ("only one kind", lambda: of_queries(none, n_queries=60)),
         ("slope of the match logit must be positive", lambda: of_queries(wrong, n_queries=60)),
-        ("at least 10", logits.ReferenceQueries.of, gaussians(9, 4), "csd", "t2i"),
-        ("known", logits.ReferenceQueries.of, gaussians(20, 4), "match_distance", "t2i"),
-    ):
+        ("at least 10", reference, gaussians(9, 4), "csd", "t2i"),
+        ("known", reference, gaussians(20, 4), "match_distance", "t2i"),
+    ):  # fmt: skip
         raises(ValueError, message, function, *given)
     assert logits.ConditionalLogits.from_json(json.loads(json.dumps(fit.to_json()))) == fit
     for change in ({"slope": -1.0}, {"weights": [1.0]}, {"population": "some"}, {"intercept": math.nan}):

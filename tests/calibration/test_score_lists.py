@@ -248,16 +248,14 @@ def test_bad_input_and_prediction_needs_numpy_alone():
         ("got 2 labels for 3 hits", made.fit, [1, 2, 3], [0, 1]),
         ("got 2 groups for 3 hits", made.fit, [1, 2, 3], [0, 1, 0], [1, 1]),
         ("not finite", made.fit, [1, np.nan], [0, 1]), ("not 0, 1 or NaN", made.fit, [1, 2], [0, 2]),
-        ("all labels are equal", made.fit, [1, 2], [0, 0]),
-        ("all labels are equal", made.fit, [1, 2], [np.nan, np.nan]),
+        *(("all labels are equal", made.fit, [1, 2], labels) for labels in ([0, 0], [np.nan, np.nan])),
         ("X must be", made.fit, np.ones((2, 2, 2)), [0, 1]), ("above 1e\\+100", made.fit, [1e200, 2], [0, 1]),
         ("not fitted", made.predict_proba, [1, 2]),
         ("prior must be bm25", ScoreCalibrator(prior="dense").predict_proba, [1.0]),
         ("penalty must be", ScoreCalibrator(penalty=0).fit, [1, 2], [0, 1]),
-        ("comparable must be", ScoreCalibrator(comparable="no").fit, [1, 2], [0, 1]),
-        ("comparable must be", ScoreCalibrator(comparable=1).fit, [1, 2], [0, 1]),
+        *(("comparable must be", ScoreCalibrator(comparable=one).fit, [1, 2], [0, 1]) for one in ("no", 1)),
         ("got 1 labels for 2 hits", prior.score, [1, 2], [1]),
-        ("no label of y is 0 or 1", prior.score, [1, 2], [np.nan, np.nan]),
+        ("no label of y is 0 or 1", prior.score, [1, 2], [np.nan] * 2),
     ):  # fmt: skip
         raises(ValueError, message, function, *given)
     assert prior.predict_proba([]).shape == (0, 2)

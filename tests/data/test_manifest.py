@@ -137,16 +137,8 @@ def test_every_bad_line_is_named_with_its_place_and_the_rest_is_read(pictures):
 def test_bad_csv_lines(pictures):
     path = pictures / "m.csv"
     path.write_bytes(
-        b"image,captions\n"
-        b"a.png,fine\n"
-        b"b.jpg,one, two\n"
-        b'b.jpg,"a "big" dog"\n'
-        b"b.jpg\n"
-        b"b.jpg,caf\xe9\n"
-        b"b.jpg,[not JSON\n"
-        b'b.jpg,"[""x"", 5]"\n'
-        b'c.webp,"two\nlines"\n' + b"c.webp," + b"x" * 200_000 + b"\n"
-        b"my pictures/d.PNG,last\n"
+        b'image,captions\na.png,fine\nb.jpg,one, two\nb.jpg,"a "big" dog"\nb.jpg\nb.jpg,caf\xe9\nb.jpg,[not JSON\n'
+        b'b.jpg,"[""x"", 5]"\nc.webp,"two\nlines"\nc.webp,' + b"x" * 200_000 + b"\nmy pictures/d.PNG,last\n"
     )
     splits, found = read(path)
     own = {"a.png": ["fine"], "b.jpg": ["[not JSON"], "c.webp": ["two\nlines"], "my pictures/d.PNG": ["last"]}
@@ -238,11 +230,8 @@ def test_folder_with_splits(pictures):
         (pictures / split / f"{k}.txt").write_text(f"caption {k}")
     (pictures / "a.txt").write_text("at the top")
     splits, found = read(pictures)
-    assert splits == {
-        "train": {"train/0.png": ["caption 0"], "train/deeper/1.png": ["caption 1"]},
-        "val": {"validation/2.png": ["caption 2"]},
-        "test": {"test/3.png": ["caption 3"]},
-    }
+    others = {"val": {"validation/2.png": ["caption 2"]}, "test": {"test/3.png": ["caption 3"]}}
+    assert splits == {"train": {"train/0.png": ["caption 0"], "train/deeper/1.png": ["caption 1"]}, **others}
     outside = "lies outside of the split folders test, train, validation"
     assert ("a.png", outside) in found and ("other/4.png", outside) in found
 
@@ -257,8 +246,7 @@ def test_caption_ids_that_rows_share_or_that_do_not_fit(pictures):
     rows = [
         {"image": "a.png", "captions": ["a dog", "", "red"], "caption_ids": [1, "x", "r"]},
         {"image": "b.jpg", "caption": "a dog", "caption_id": "1"},
-        {"image": "b.jpg", "captions": ["blue"]},
-        {"image": "c.webp", "captions": ["a dog"]},
+        *({"image": image, "captions": [caption]} for image, caption in (("b.jpg", "blue"), ("c.webp", "a dog"))),
     ]
     data, problems = many_to_many(write_jsonl(pictures / "m.jsonl", rows))
     assert problems == []
@@ -274,11 +262,11 @@ def test_caption_ids_that_rows_share_or_that_do_not_fit(pictures):
     ]
     assert data.texts == ("a dog", "one")
     rows = [
-        {"image": "a.png", "captions": "x", "id": 1, "split": "train"},
-        {"image": "b.jpg", "captions": "y", "id": 1, "split": "train"},
-        {"image": "a.png", "captions": "z", "id": 1, "split": "test"},
-        {"image": "a.png", "caption": "of the same row", "id": 1, "split": "train"},
-    ]
+        {"image": image, key: caption, "id": 1, "split": split} for image, key, caption, split in (
+            ("a.png", "captions", "x", "train"), ("b.jpg", "captions", "y", "train"),
+            ("a.png", "captions", "z", "test"), ("a.png", "caption", "of the same row", "train"),
+        )
+    ]  # fmt: skip
     splits, found = read(write_jsonl(pictures / "m.jsonl", rows))
     assert splits == {"train": {"1": ["x", "of the same row"]}}
     assert found == [(f":{k}", "id '1' occurred before, with another image or split") for k in (2, 3)]

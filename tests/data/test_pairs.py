@@ -45,15 +45,12 @@ def test_match_equals_a_loop_over_the_pairs_and_keep_images_keeps_it():
     }
     PairData(**good)
     for change, message in (
-        ({"image_ids": ("a", "a")}, "image id 'a' occurs more than once"),
-        ({"text_ids": ("x", "x")}, "text id 'x' occurs more than once"),
-        ({"images": ()}, "2 image ids for 0 images"),
-        ({"texts": ("x",)}, "2 text ids for 1 texts"),
-        ({"text_kinds": ("caption",) * 3}, "3 kinds"),
+        ({"image_ids": ("a", "a")}, "image id 'a' occurs more than once"), ({"images": ()}, "2 image ids for 0 images"),
+        ({"text_ids": ("x", "x")}, "text id 'x' occurs more than once"), ({"texts": ("x",)}, "2 text ids for 1 texts"),
+        ({"text_kinds": ("caption",) * 3}, "3 kinds"), ({"groups": np.zeros(3)}, "3 groups for 2 images"),
         ({"pairs": [[0, 2]]}, "a pair points outside of 2 images and 2 texts"),
         ({"pairs": [[-1, 0]]}, "points outside"),
-        ({"groups": np.zeros(3)}, "3 groups for 2 images"),
-    ):
+    ):  # fmt: skip
         raises(ValueError, message, PairData, **good | change)
 
 
@@ -82,11 +79,10 @@ def test_batches_are_of_nearly_equal_sizes_and_bad_options_are_refused():
         sampler = PairSampler(captions(n, 1), 8, seed=0)
         assert [len(b.image_index) for b in sampler.batches(0)] == sizes and len(sampler) == len(sizes)
     for options, message in (
-        ({"data": captions(1, 1)}, "has 1 pairs"),
+        ({"data": captions(1, 1)}, "has 1 pairs"), ({"kind_weights": {"name": 0.0}}, "fewer than two images"),
         ({"kind_weights": {"nam": 1.0}}, r"names \['nam'\], but the texts are of the kinds \['group', 'name', 'tag'\]"),
-        ({"kind_weights": {"name": 0.0}}, "fewer than two images"),
         ({"kind_weights": {"name": 1.0}, "epoch_over": "pairs"}, "kind_weights have no effect"),
-    ):
+    ):  # fmt: skip
         raises(ValueError, message, PairSampler, **{"data": many_to_many(), "batch_size": 4, "seed": 0} | options)
 
 
@@ -111,15 +107,10 @@ def test_draws_depend_on_seed_and_epoch_alone_and_sampled_positives_are_those_dr
 
 
 def test_kinds_are_drawn_by_weight_and_uniformly_within():
-    data = PairData(
-        ("a", "b", "c"),
-        (FileImage("a"),) * 3,
-        tuple("nmtuvg"),
-        tuple("nmtuvg"),
-        ("name", "name", "tag", "tag", "tag", "group"),
-        # a has a name, three tags and a group; b a name and a tag; c only the group.
-        [[0, 0], [0, 2], [0, 3], [0, 4], [0, 5], [1, 1], [1, 2], [2, 5]],
-    )
+    # a has a name, three tags and a group; b a name and a tag; c only the group.
+    pairs = [[0, 0], [0, 2], [0, 3], [0, 4], [0, 5], [1, 1], [1, 2], [2, 5]]
+    ids, kinds = tuple("nmtuvg"), ("name", "name", "tag", "tag", "tag", "group")
+    data = PairData(("a", "b", "c"), (FileImage("a"),) * 3, ids, ids, kinds, pairs)
     counts: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     sampler = PairSampler(data, 4, seed=7, kind_weights={"name": 0.5, "tag": 1.5})
     epochs = 4000

@@ -143,12 +143,12 @@ def test_bad_samples_are_noted_once_and_passed_over(tmp_path):
         "no image: there is only .txt, .cls": {"txt": b"a", "cls": b"a"},
         "the caption is not UTF-8": {"png": b"p", "txt": b"\xff\xfe"},
         "the .json cannot be read": {"png": b"p", "json": b"{"},
+        'no string "caption" or': {"png": b"p", "json": b"[1]"},
         "the .json cannot be read: maximum": {"png": b"p", "json": b"[" * 100_000},
         'no string "caption" or "text"': {"png": b"p", "json": b'{"caption": 3}'},
-        'no string "caption" or': {"png": b"p", "json": b"[1]"},
         "the caption is not valid Unicode": {"png": b"p", "json": b'{"caption": "\\ud800"}'},
         ".jpg occurs twice": {"jpg": b"p", "JPG": b"p", "txt": b"a"},
-    }.items():
+    }.items():  # fmt: skip
         bad = [(f"000900.{ending}", content) for ending, content in members.items()]
         path = pack(tmp_path / "a.tar", sample(1) + bad + sample(2) + sample(3))
         problems = Problems()

@@ -564,11 +564,10 @@ def test_splits_ids_and_pictures(tmp_path, images):
         entry("a.jpg", "train", (3, " A dog  runs. "), (4, "Ein Hund – läuft")),
         entry("b.jpg", "val", (5, "in its subfolder"), filepath="./val2014/"),
         entry("c.jpg", "restval", (6, "joins training"), filepath="train2014"),  # Flat in spite of its filepath.
-        entry("d.jpg", "test", (7, "x")),
-        entry("a.jpg", "", (8, "no split")),
+        entry("d.jpg", "test", (7, "x")), entry("a.jpg", "", (8, "no split")),
         {k: v for k, v in entry("a.jpg", "", (9, "none either")).items() if k != "split"},
         entry("a.jpg", "none", (10, "nor here")),
-    ]
+    ]  # fmt: skip
     splits = read_karpathy(coco_write(tmp_path, entries), images, problems)
     assert len(problems) == 0
     assert {name: (d.image_ids, d.text_ids) for name, d in splits.items()} == {

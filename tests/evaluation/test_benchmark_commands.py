@@ -243,20 +243,18 @@ def test_lists_are_measured_as_they_are(folder, capsys):
     embedded = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
     distance = torch.cdist(embedded.images.tensors().mean, embedded.texts.tensors().mean)
     images, texts = ground_truths[0].image_ids, ground_truths[0].text_ids
-    lists = {
-        "i2t": {images[i]: [texts[j] for j in row[:3]] for i, row in enumerate(distance.argsort(1).tolist())},
-        "t2i": {texts[j]: [images[i] for i in row[:2]] for j, row in enumerate(distance.T.argsort(1).tolist())},
-    }
-    (folder / "lists.json").write_text(json.dumps(lists))
+    i2t = {images[i]: [texts[j] for j in row[:3]] for i, row in enumerate(distance.argsort(1).tolist())}
+    t2i = {texts[j]: [images[i] for i in row[:2]] for j, row in enumerate(distance.T.argsort(1).tolist())}
+    (folder / "lists.json").write_text(json.dumps({"i2t": i2t, "t2i": t2i}))
     found = measure_lists(folder / "lists.json", ground_truths)
-    assert found.figures == evaluate_ranked_lists(lists["i2t"], lists["t2i"], images, texts, ground_truths)
+    assert found.figures == evaluate_ranked_lists(i2t, t2i, images, texts, ground_truths)
     assert found.figures == measure(embedded, "squared_l2").figures and found.score == "lists"
     single = per_query_table(found.ranks)
     assert np.isnan(single["recall@10"]).all() and not np.isnan(single["r_precision"]).any()
     mixed = read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@1", "recall@5", "r_precision"])
     assert measure_lists(folder / "lists.json", mixed).figures == found.figures
     assert "without recall@5: truth, i2t: the list of" in capsys.readouterr().err
-    (folder / "one.json").write_text(json.dumps({"t2i": lists["t2i"]}))
+    (folder / "one.json").write_text(json.dumps({"t2i": t2i}))
     one = measure_lists(folder / "one.json", mixed)
     assert one.figures == {"truth": {"t2i": found.figures["truth"]["t2i"]}}
     print_measured(one, "one direction")
@@ -314,13 +312,12 @@ def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
     own = {"images": f"{folder}/i.npy", "texts": f"{folder}/t.npy"}
     nothing, lists = "give a model, or --images and --texts, or --ranked", {"ranked": folder / "l.json"}
     for files, score, message in (
-        (wanted, "csd", "ranked as it is; leave out --score"),
+        (wanted, "csd", "ranked as it is; leave out --score"), (truth | lists, "csd", "leave out --score"),
         (wanted | lists, None, "or --scores; not several of them"), (wanted | both, None, "not several of them"),
         (wanted | {"scores": None}, None, "nothing to evaluate"),
         (truth | both | {"scores_are": "distance"}, None, "--scores-are belongs to a matrix of scores"),
-        ({}, None, nothing), ({"images": "x.npy"}, None, nothing), ({"texts": "x.npy"}, None, nothing),
-        (lists | both, None, nothing), (lists | {"images": "x.npy"}, None, nothing),
-        (truth | lists, "csd", "leave out --score"),
+        *((given, None, nothing) for given in ({}, {"images": "x.npy"}, {"texts": "x.npy"})),
+        *((lists | given, None, nothing) for given in (both, {"images": "x.npy"})),
         (truth | own, "match_probability", "match_probability needs the logits of a model"),
     ):  # fmt: skip
         raises(UserError, message, measure_files, embedded_input.Files(**files), score, split="test")

@@ -118,10 +118,8 @@ def test_scores_with_ties_agree_with_the_definitions(better):
 
 
 def whole_lists(scores):
-    return (
-        {i: [TEXTS[j] for j in np.argsort(row, kind="stable")] for i, row in zip(IMAGES, scores, strict=True)},
-        {t: [IMAGES[j] for j in np.argsort(row, kind="stable")] for t, row in zip(TEXTS, scores.T, strict=True)},
-    )
+    i2t = {i: [TEXTS[j] for j in np.argsort(row, kind="stable")] for i, row in zip(IMAGES, scores, strict=True)}
+    return i2t, {t: [IMAGES[j] for j in np.argsort(row, kind="stable")] for t, row in zip(TEXTS, scores.T, strict=True)}
 
 
 @pytest.mark.parametrize("kind", [str, int, np.int32])

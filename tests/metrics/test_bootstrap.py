@@ -13,14 +13,10 @@ from sfumato.metrics import bootstrap as measures
 from sfumato.metrics import reliability
 from sfumato.metrics.reliability import RecallByUncertainty, mean_loss_p_value, reliability_curve, wilson_interval
 
-aurc, risk_at_coverage = (
-    lambda u, e, *given, statistic=statistic: measures.on_all(statistic(u, e, *given), len(u))
-    for statistic in (measures.aurc_statistic, measures.risk_statistic)
-)
-excess_aurc, prediction_rejection_ratio = (
-    lambda u, e, name=name: measures.on_all(measures.risk_coverage_statistics(u, e)[name], len(u))
-    for name in ("e_aurc", "prr")
-)
+whole = lambda statistic: lambda u, e, *given: measures.on_all(statistic(u, e, *given), len(u))
+aurc, risk_at_coverage = whole(measures.aurc_statistic), whole(measures.risk_statistic)
+shared = lambda name: lambda u, e: measures.on_all(measures.risk_coverage_statistics(u, e)[name], len(u))
+excess_aurc, prediction_rejection_ratio = shared("e_aurc"), shared("prr")
 
 
 def scene(seed, n=57, levels=8):

@@ -40,13 +40,14 @@ def options_of(optimiser, parameter):
     return group["lr"], group["weight_decay"]
 
 
+of_fc1 = lambda factors: {f"{block}.mlp.fc1.weight": factor for block, factor in factors.items()}
 # Image, text, variance blocks -> factors of the multiplier of a side, with layer_decay = 0.7.
 TABLE = {
     (3, 2, 1): {
         "image": {
             "embeddings.class_embedding": 1, "embeddings.position_embedding.weight": 1, "norm_in.weight": 1,
             "shared_blocks.0.mlp.fc1.weight": 0.343, "shared_blocks.1.mlp.fc1.bias": 0.49,
-            "mean_blocks.0.self_attn.q_proj.weight": 0.7, "variance_blocks.0.self_attn.q_proj.weight": 0.7,
+            **{f"{name}_blocks.0.self_attn.q_proj.weight": 0.7 for name in ("mean", "variance")},
         },
         "text": {
             "embeddings.token_embedding.weight": 1, "norm_out.weight": 1, "shared_blocks.0.layer_norm1.weight": 0.49,
@@ -54,21 +55,16 @@ TABLE = {
         },
     },
     (12, 24, 1): {
-        "image": {
-            "shared_blocks.0.mlp.fc1.weight": 0.013841287201, "shared_blocks.10.mlp.fc1.weight": 0.49,
-            "mean_blocks.0.mlp.fc1.weight": 0.7,
-        },
-        "text": {
-            "shared_blocks.0.mlp.fc1.weight": 0.000191581231380566, "shared_blocks.22.mlp.fc1.weight": 0.49,
-            "variance_blocks.0.mlp.fc1.weight": 0.7,
-        },
+        "image": of_fc1({"shared_blocks.0": 0.013841287201, "shared_blocks.10": 0.49, "mean_blocks.0": 0.7}),
+        "text": of_fc1({
+            "shared_blocks.0": 0.000191581231380566, "shared_blocks.22": 0.49, "variance_blocks.0": 0.7,
+        }),
     },
     (4, 2, 2): {
-        "image": {
-            "shared_blocks.0.mlp.fc1.weight": 0.2401, "shared_blocks.1.mlp.fc1.weight": 0.343,
-            "mean_blocks.0.mlp.fc1.weight": 0.49, "mean_blocks.1.mlp.fc1.weight": 0.7,
-            "variance_blocks.0.mlp.fc1.weight": 0.49, "variance_blocks.1.mlp.fc1.weight": 0.7,
-        },
+        "image": of_fc1({
+            "shared_blocks.0": 0.2401, "shared_blocks.1": 0.343, "mean_blocks.0": 0.49, "mean_blocks.1": 0.7,
+            "variance_blocks.0": 0.49, "variance_blocks.1": 0.7,
+        }),
         "text": {"mean_blocks.0.mlp.fc1.weight": 0.49},
     },
 }  # fmt: skip
