@@ -1,4 +1,4 @@
-"""Fit the constants of src/sfumato/calibration/multiplicity.py, and say how well they hold.
+"""Fit the constants of multiplicity in src/sfumato/calibration/fits.py, and say how well they hold.
 
 python scripts/make_multiplicity.py PQPP
 
@@ -14,11 +14,11 @@ import numpy as np
 from safetensors.numpy import save_file
 from scipy.stats import pearsonr, spearmanr
 
-from sfumato.calibration import multiplicity
+from sfumato.calibration import fits
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.search.texts import words_of
 
-TARGET = Path(multiplicity.__file__).with_name("multiplicity.safetensors")
+TARGET = Path(fits.__file__).with_name("multiplicity.safetensors")
 N_AXES = 256
 
 
@@ -39,21 +39,21 @@ def main() -> None:
     axes = np.linalg.svd(vectors, full_matrices=False)[2][:N_AXES].T
     placed = vectors @ axes
     stored = np.round(placed * (127 / np.abs(placed).max(1, keepdims=True))).astype(np.int8)
-    captions = multiplicity.unit(stored.astype(np.float32))
+    captions = fits.unit(stored.astype(np.float32))
     cosine = captions @ captions.T
     np.fill_diagonal(cosine, -1)  # Each among the others.
-    numbers = multiplicity.place(cosine, n_words)
+    numbers = fits.place(cosine, n_words)
     centre, spread = numbers.mean(0), numbers.std(0) + 1e-9
     numbers = ((numbers - centre) / spread).clip(-4, 4)
     np.fill_diagonal(cosine, 1)
-    likeness, mean = multiplicity.kernel(numbers, cosine, numbers), log_number.mean()
+    likeness, mean = fits.kernel(numbers, cosine, numbers), log_number.mean()
     weights = np.linalg.solve(likeness + np.eye(len(likeness)), log_number - mean)
     small = {"axes": axes, "numbers": numbers}
     exact = {"centre": centre, "spread": spread, "weights": weights, "mean": np.array([mean])}
     values = {"captions": stored} | {name: np.ascontiguousarray(value, np.float16) for name, value in small.items()}
     save_file(values | {name: value.astype(np.float32) for name, value in exact.items()}, TARGET)
     vectors, n_words, log_number = read(given.pqpp / "validation.jsonl")
-    found = np.log(multiplicity.multiplicity(vectors, n_words))
+    found = np.log(fits.multiplicity(vectors, n_words))
     rank, line = spearmanr(found, log_number).statistic, pearsonr(found, log_number).statistic
     print(f"validation: Spearman {rank:.3f}, Pearson {line:.3f}; {TARGET.stat().st_size:,} bytes")
 

@@ -9,15 +9,15 @@ import pytest
 from safetensors.numpy import load_file
 from scipy.stats import spearmanr
 
-from sfumato.calibration import multiplicity as module
-from sfumato.calibration.multiplicity import multiplicity
+from sfumato.calibration import fits
+from sfumato.calibration.fits import multiplicity
 from sfumato.encoders.package_weights import sentence_vectors
 
 TEXTS = {"a man riding a wave on a surfboard": 8, "a purple giraffe plays chess with a robot": 8, "a red bus": 3}
 
 
 def by_loops(vector, n_words):
-    known = load_file(Path(module.__file__).with_name("multiplicity.safetensors"))
+    known = load_file(Path(fits.__file__).with_name("multiplicity.safetensors"))
     cosines, own = [], vector.astype(float) @ known["axes"].astype(float)
     for row in known["captions"].astype(float):
         cosines.append(float(own @ row) / math.sqrt((own @ own) * (row @ row)))

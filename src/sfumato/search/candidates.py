@@ -13,8 +13,16 @@ import numpy as np
 
 from sfumato.arrays import as_numpy, joined_rows, sigmoid
 from sfumato.calibration.calibrator import Scorer
-from sfumato.calibration.fits import KNOWN, MODEL, N_NEAR, Evidence, FitsCalibration, list_features
-from sfumato.calibration.multiplicity import FEWEST_WORDS, multiplicity
+from sfumato.calibration.fits import (
+    FEWEST_WORDS,
+    KNOWN,
+    MODEL,
+    N_NEAR,
+    Evidence,
+    FitsCalibration,
+    list_features,
+    multiplicity,
+)
 from sfumato.data.image_decoding import PIXELS
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
