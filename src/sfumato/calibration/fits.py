@@ -373,7 +373,7 @@ def _training_captions() -> np.ndarray:
 FEWEST_WORDS = 3
 """Words of the shortest text that is asked for like a caption."""
 
-_SHARPNESS = (8, 15, 20, 30, 40)
+_SHARPNESS, _BLOCK = (8, 15, 20, 30, 40), 64
 
 
 @functools.cache
@@ -392,9 +392,9 @@ def unit(vectors: np.ndarray) -> np.ndarray:
 
 def place(cosine: np.ndarray, n_words: np.ndarray) -> np.ndarray:
     """(q, 9) numbers of words, nearness to the closest captions, and densities of captions. cosine (q, n)."""
-    near = -np.sort(-cosine, axis=1)[:, :100]
+    near = -np.sort(-np.partition(cosine, -100, axis=1)[:, -100:], axis=1)
     density = [np.log(np.exp(k * (cosine - 1)).sum(1)) for k in _SHARPNESS]
-    return np.stack([n_words, near[:, 0], near[:, :10].mean(1), near.mean(1), *density], axis=1)
+    return np.stack([n_words, near[:, 0], near[:, :10].mean(1), near.mean(1), *density], axis=1, dtype=np.float32)
 
 
 def kernel(numbers: np.ndarray, cosine: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -410,8 +410,13 @@ def multiplicity(vectors: Array, n_words: np.ndarray) -> Floats:
     A Gaussian process on a text's place among 6,000 captions. PQPP (Poesina et al., CVPR 2025, annotations CC BY 4.0)
     has the images that people found relevant for each. scripts/make_multiplicity.py fits the constants.
     """
+    vectors, starts = as_numpy(vectors), range(0, len(n_words), _BLOCK)
+    return np.concatenate([_counts(vectors[i : i + _BLOCK], n_words[i : i + _BLOCK]) for i in starts])
+
+
+def _counts(vectors: np.ndarray, n_words: np.ndarray) -> Floats:
     known = _counted()
-    cosine = unit(as_numpy(vectors) @ known["axes"]) @ known["captions"].T
+    cosine = unit(vectors @ known["axes"]) @ known["captions"].T
     numbers = ((place(cosine, n_words) - known["centre"]) / known["spread"]).clip(-4, 4)
     log = kernel(numbers, cosine, known["numbers"]) @ known["weights"] + known["mean"]
     return np.asarray(np.exp(log), np.float64)
