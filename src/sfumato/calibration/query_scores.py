@@ -119,16 +119,12 @@ class QueryScores:
         checked = (_checked(distance, match) for distance, match in blocks())
         precision = np.concatenate([_precision(d[y.any(1)], y[y.any(1)], limits) for d, y in checked])
         return cls(
-            n_gallery=m,
-            n_left_out=int((count == 0).sum()),
-            matches_per_query=float(kept[0].mean()),
+            n_gallery=m, n_left_out=int((count == 0).sum()), matches_per_query=float(kept[0].mean()),
             growth=growth_by_halving(kept[0], m) if growth is None else float(growth),
-            closest_match=tuple(kept[1].tolist()),
-            farthest_match=tuple(kept[2].tolist()),
-            closest_other=tuple(kept[3].tolist()),
+            **{name: tuple(values.tolist()) for name, values in zip(_PER_QUERY, kept[1:], strict=True)},
             precision=tuple(_mean_of_groups(precision, together).tolist()),
             group=() if group is None else tuple(together.tolist()),
-        )
+        )  # fmt: skip
 
     @cached_property
     def nearest(self) -> np.ndarray:

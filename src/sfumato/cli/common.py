@@ -121,14 +121,10 @@ def _default(field: Any) -> Any:
 
 
 app = typer.Typer(
-    name="sfumato",
-    cls=_Commands,
-    no_args_is_help=True,
+    name="sfumato", cls=_Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
     help="Image-text search and matching that knows what it does not know.",
-)
+)  # fmt: skip
 
 
 def _print_version(wanted: bool) -> None:

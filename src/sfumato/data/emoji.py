@@ -100,11 +100,11 @@ def load_emoji(
     counts = np.bincount(pairs[:, 1])
     new_text, new_concept = np.zeros(len(texts), bool), np.zeros(len(concepts), bool)
     if held_out_wordings:  # Parts are alike: dealt within each kind and power of two of the number of matches.
-        new_text = _dealt(
-            len(texts),
-            lambda t: (kinds[t], int(counts[t]).bit_length(), uniform_hash("text " + texts[t])),
-            *parse_part(held_out_wordings),
-        )
+
+        def order(t: int) -> Any:
+            return kinds[t], int(counts[t]).bit_length(), uniform_hash("text " + texts[t])
+
+        new_text = _dealt(len(texts), order, *parse_part(held_out_wordings))
     if held_out_concepts:
         parts = parse_part(held_out_concepts)
         new_concept = _dealt(len(concepts), lambda c: uniform_hash("concept " + concepts[c]["hexcode"]), *parts)
@@ -115,15 +115,10 @@ def load_emoji(
         of_kept = pairs if kept is None else pairs[kept[pairs[:, 1]]]
         starts = np.searchsorted(of_kept[:, 0], np.arange(len(concepts) + 1))
         rows = [of_kept[starts[c] : starts[c + 1], 1] for c in own]
-        everything = PairData(
-            tuple(f"{concepts[c]['hexcode']}/{style}" for c, style in drawn),
-            tuple(_picture(f"{style}/{concepts[c]['hexcode']}.png") for c, style in drawn),
-            tuple(texts),
-            tuple(texts),
-            tuple(kinds),
-            np.stack([np.repeat(np.arange(len(own)), [len(r) for r in rows]), np.concatenate(rows)], axis=1),
-            own,
-        )
+        ids = tuple(f"{concepts[c]['hexcode']}/{style}" for c, style in drawn)
+        pictures = tuple(_picture(f"{style}/{concepts[c]['hexcode']}.png") for c, style in drawn)
+        of_own = np.stack([np.repeat(np.arange(len(own)), [len(r) for r in rows]), np.concatenate(rows)], axis=1)
+        everything = PairData(ids, pictures, tuple(texts), tuple(texts), tuple(kinds), of_own, own)
         return everything.keep_images(np.arange(len(own)))
 
     everyone = list(range(len(concepts)))

@@ -128,7 +128,7 @@ def _read_cub(captions: Path, classes: Path | None, split: str) -> GroundTruth:
 def read_embedded_set(
     images: str,
     texts: str,
-    ground_truths: Sequence[GroundTruth],
+    truths: Sequence[GroundTruth],
     *,
     image_ids: Path | None = None,
     text_ids: Path | None = None,
@@ -138,12 +138,12 @@ def read_embedded_set(
     for what, path, own in (("image", images, image_ids), ("text", texts, text_ids)):
         embeddings, found = read_embeddings(path, ids=own)
         sides.append(embeddings.numpy())
-        ids.append(_ids_of_ground_truths(ground_truths, what, embeddings.n) if found is None else tuple(found))
+        ids.append(_ids_of_ground_truths(truths, what, embeddings.n) if found is None else tuple(found))
     if sides[0].d != sides[1].d:
         raise ValueError(f"{images} has {sides[0].d} dimensions, {texts} has {sides[1].d}; the numbers must be equal")
     dtype = np.promote_types(*(accumulation_dtype(e.dtype) for e in sides))
     first, second = (e.to(dtype) for e in sides)
-    return protocols.EmbeddedSet(first, second, ids[0], ids[1], tuple(ground_truths))
+    return protocols.EmbeddedSet(first, second, ids[0], ids[1], tuple(truths))
 
 
 def _ids_of_ground_truths(ground_truths: Sequence[GroundTruth], what: str, n: int | None = None) -> tuple[str, ...]:

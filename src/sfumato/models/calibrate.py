@@ -189,10 +189,7 @@ def _set_sizes(queries: _HeldOut, scores: QueryScores) -> dict[str, float]:
 
 
 def _hits(
-    queries: _HeldOut,
-    logit: Callable[[np.ndarray], np.ndarray],
-    population: logits.Population,
-    of_distances: QueryScores,
+    queries: _HeldOut, logit: Callable[[np.ndarray], np.ndarray], population: logits.Population, scores: QueryScores
 ) -> tuple[QueryScores, logits.ConditionalLogits]:
     """The logits of hits given the nearest items, and the scores by them of each half by the fit on the other."""
     halves = [_nearest_items(queries, half, logit, population) for half in (False, True)]
@@ -214,7 +211,7 @@ def _hits(
             by_false, by_true = (fit.logit(z, nearest, z.shape[1], seen) for fit in (of_false, of_true))
             yield -np.where(queries.half[at, None], by_false, by_true).astype(np.float32), match
 
-    return QueryScores.from_blocks(blocks, growth=of_distances.growth, group=queries.group), fitted
+    return QueryScores.from_blocks(blocks, growth=scores.growth, group=queries.group), fitted
 
 
 def _nearest(logit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -318,20 +319,17 @@ def _training_file(path: Path, content: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def _finder(own: Tokenizer | None, folder: Path) -> TokenizerFinder:
-    def named(name: str) -> Callable[[], Tokenizer]:
-        def find() -> Tokenizer:
-            if own is not None:
-                return own
-            path = folder / TOKENIZER
-            if not path.is_file():
-                path = from_hub(
-                    lambda hub, local: hub.hf_hub_download(name, TOKENIZER, local_files_only=local),
-                    f"no {TOKENIZER} beside the weights, and that of {name!r} cannot be downloaded from the Hugging"
-                    " Face hub",
-                    f"Put the {TOKENIZER} of {name!r} beside the weights, or give it as tokenizer=",
-                )
-            return Tokenizer.from_file(str(path))
+    return lambda name: partial(_tokenizer, own, folder, name)
 
-        return find
 
-    return named
+def _tokenizer(own: Tokenizer | None, folder: Path, name: str) -> Tokenizer:
+    if own is not None:
+        return own
+    path = folder / TOKENIZER
+    if not path.is_file():
+        path = from_hub(
+            lambda hub, local: hub.hf_hub_download(name, TOKENIZER, local_files_only=local),
+            f"no {TOKENIZER} beside the weights, and that of {name!r} cannot be downloaded from the Hugging Face hub",
+            f"Put the {TOKENIZER} of {name!r} beside the weights, or give it as tokenizer=",
+        )
+    return Tokenizer.from_file(str(path))

@@ -62,9 +62,8 @@ def _guarantees(found: Mapping[str, Any]) -> list[list[str]]:
             rows.append([f"risk {float(level):.0%}", f"answer above {values['abstain_below']:.3f}", answered])
     for level, values in found["coverage"].items():
         if values["radius"] is not None:
-            size = MISSING
-            if values["size"] is not None:
-                size = f"at most {counted(round(values['size']), 'item')} for half of them"
+            items = None if values["size"] is None else counted(round(values["size"]), "item")
+            size = MISSING if items is None else f"at most {items} for half of them"
             rows.append([f"coverage {float(level):.0%}", f"all within distance {values['radius']:.4f}", size])
     return rows
 

@@ -59,24 +59,15 @@ def make_report(data: report_charts.ReportData) -> Report:
     points = evaluation.uncertainty is None
     deciles = [] if points else [report_charts.recall_by_uncertainty(one, evaluation) for one in directions]
     values = {
-        "data": data,
-        "evaluation": evaluation,
-        "points": points,
-        "calibrated": data.calibration is not None,
-        "headline": [_recall(direction) for direction in directions],
-        "summary": _summary(evaluation, calibration, mistakes, directions),
+        "data": data, "evaluation": evaluation, "points": points, "calibrated": data.calibration is not None,
+        "headline": [_recall(direction) for direction in directions], "deciles": deciles, "signed": signed,
+        "summary": _summary(evaluation, calibration, mistakes, directions), "correlation": evaluation.multiplicity,
         "rows": [_table_row(name.replace("->", "→"), metrics) for name, metrics in table_rows(evaluation)],
-        "deciles": deciles,
-        "histogram": None if points else report_charts.variance_histogram(data),
-        "correlation": evaluation.multiplicity,
-        "calibration": calibration,
-        "calibration_panels": panels,
-        "n_bins": N_BINS,
+        "histogram": None if points else report_charts.variance_histogram(data), "mistakes": mistakes,
+        "calibration": calibration, "calibration_panels": panels, "n_bins": N_BINS,
         "extremes": [] if points else report_charts.uncertain_queries(directions, thumbnails),
-        "mistakes": mistakes,
         "shown_mistakes": [group | {"name": DIRECTIONS[group["key"]]} for group in shown_mistakes],
-        "signed": signed,
-    }
+    }  # fmt: skip
     return Report(render_page("report.html.j2", values), evaluation, calibration, mistakes)
 
 

@@ -91,9 +91,7 @@ def result_of(training: Training) -> dict[str, Any]:
     """What :func:`sfumato.training.loop.fit` returns."""
     config, val = training.recipe.train, training.data.val
     return {
-        "run": str(training.folder),
-        "epochs": config.epochs,
-        "best_epoch": training.best_epoch,
+        **{"run": str(training.folder), "epochs": config.epochs, "best_epoch": training.best_epoch},
         "best_score": None if val is None else training.best_score,
         "selected_by": None if val is None else selected_by(config.select, val.data.relevance()),
         "parameters": sum(p.numel() for p in training.learner.model.parameters()),
