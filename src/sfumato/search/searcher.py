@@ -23,7 +23,15 @@ from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.stores.protocol import own_or_anchored, parse_where
-from sfumato.search.texts import known_words, other_language, spelling, strange_script, words_of
+from sfumato.search.texts import (
+    FUNCTION_WORDS,
+    known_words,
+    other_language,
+    spelling,
+    strange_script,
+    word_stems,
+    words_of,
+)
 
 Modality = Literal["texts", "images"]
 
@@ -326,6 +334,8 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | 
     """The suggestion and the warning of an answer to a text."""
     if word := _NEGATION.search(query.joined):
         return None, f"Searches do not understand {word[0]!r}: give what should not be seen as --without (without=)"
+    if FUNCTION_WORDS.issuperset(word_stems(query.joined)):
+        return None, "These words say nothing of what is shown, so the probabilities mean nothing: name a thing"
     counter = piece_counter(model)
     known = known_words(model)
     strange = f"in {script} script" if counter and (script := strange_script(query.joined, counter)) else ""
