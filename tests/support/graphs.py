@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper, save
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 SIZE, D, WORDS, LENGTH = 8, 5, ["[PAD]", "[END]", "a", "red", "dog", "the", "!"], 6
@@ -85,3 +86,16 @@ def fastembed(folder):
     tokenizer(folder / "text")
     dump(folder / "text" / "tokenizer_config.json", {"pad_token": "[PAD]", "model_max_length": LENGTH})
     return f"{folder / 'vision'}+{folder / 'text'}"
+
+
+def fitting_pairs(folder, n=150):
+    """Images near their captions in the space of the towers; returns the manifest."""
+    captions = sorted({" ".join(RANDOM.choice(WORDS[2:], RANDOM.integers(2, LENGTH))) for _ in range(2 * n)})[:n]
+    folder.mkdir()
+    (folder / "pairs.csv").write_text("image,caption\n" + "".join(f"{i}.png,{c}\n" for i, c in enumerate(captions)))
+    for i, caption in enumerate(captions):
+        target = OF_WORDS[[*map(WORDS.index, caption.split()), 1]].sum(0)
+        near = OF_PIXELS @ (target / np.linalg.norm(target)) * 0.8 + RANDOM.normal(size=len(OF_PIXELS))
+        pixels = (near.reshape(3, SIZE, SIZE).transpose(1, 2, 0) * STD + MEAN) * 255
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{i}.png")
+    return folder / "pairs.csv"

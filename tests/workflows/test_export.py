@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support import graphs
 from support.hub import ANN, BOB, Hub, Repository
 from support.processes import Started, command
 from support.raising import raises
@@ -459,6 +461,25 @@ def test_a_model_by_its_folder_embeds_as_transformers_does(tmp_path, photographs
         expected = expected if isinstance(expected, torch.Tensor) else expected.pooler_output
         expected = torch.nn.functional.normalize(expected, dim=1)
         torch.testing.assert_close(torch.as_tensor(found.mean), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("random_model")
+@pytest.mark.parametrize("layout", [graphs.immich, graphs.fastembed])
+def test_graphs_are_adopted_and_embedded_once(tmp_path, photographs, layout, monkeypatch):
+    model, items = str(layout(tmp_path / "model")), [(photographs.parent / "photos/4.png").read_bytes()]
+    monkeypatch.chdir(tmp_path)
+    places = "+".join(os.path.relpath(part) for part in model.split("+"))
+    made = adopt_encoders(places, photographs, tmp_path / "run", method="distance", test_fraction=0)
+    run, plain = load_model(tmp_path / "run"), load_model(model)
+    assert sum(made.n_images.values()) == 60 and made.run.recipe.model.image.backbone == model
+    np.testing.assert_allclose(run.embed_images(items).mean, plain.embed_images(items).mean, atol=1e-6)
+    np.testing.assert_allclose(run.embed_texts(["a dog"]).mean, plain.embed_texts(["a dog"]).mean, atol=1e-6)
+    if layout is graphs.immich:
+        export_run(tmp_path / "run", tmp_path / "exported")
+        shutil.rmtree(model)
+        raises(UserError, "the frozen model is not at", load_model, tmp_path / "run")
+        elsewhere = load_model(tmp_path / "exported")
+        assert model_digest(elsewhere.model) == model_digest(run.model) and elsewhere.calibrated
 
 
 @pytest.mark.usefixtures("random_model")

@@ -224,7 +224,9 @@ def export(
 class Frozen:
     """A frozen model with its data, or its embeddings."""
 
-    model: str | None = word(None, "Name or folder of a CLIP or SigLIP, or open_clip:NAME/TAG; with --data.", "MODEL")
+    model: str | None = word(
+        None, "Name or folder of a CLIP or SigLIP, also as ONNX graphs, or open_clip:NAME/TAG; with --data.", "MODEL"
+    )
     data: str | None = flag(
         None, "For MODEL: manifest, images with .txt files, folder of datasets, Karpathy or COCO JSON.", metavar="PATH"
     )

@@ -7,11 +7,11 @@ any model of transformers.
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -21,8 +21,8 @@ from sfumato.data.image_decoding import Fit, decode_image
 from sfumato.encoders import package_weights as weights
 from sfumato.encoders import processors
 from sfumato.encoders.encoder_protocol import BaseTower, FrozenBackbone, Inputs, PixelStore, Processor, TwoTowers
-from sfumato.errors import UserError, first_line
-from sfumato.files import read_json
+from sfumato.errors import UserError, first_line, need
+from sfumato.files import WEIGHTS, read_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
 
@@ -203,30 +203,6 @@ class OnnxTower(BaseTower):
         return GaussianEmbedding.point(mean if self._known_dim else mean / np.linalg.norm(mean, axis=1, keepdims=True))
 
 
-class PointTower(BaseTower):
-    """A tower without weights: the mean of an item's features, at unit length, as the heads of torch compute it."""
-
-    variances, normalize = False, True
-
-    def __init__(self, processor: Processor, dim: int) -> None:
-        self.processor, self.dim, self.head = processor, dim, _PointHead(dim)
-
-    def batch(self, inputs: Inputs) -> GaussianEmbedding:
-        values, mask = inputs.values, inputs.mask
-        mean = values.mean(1) if mask is None else weights.means_of_tokens(values, mask)
-        return GaussianEmbedding.point(mean / np.linalg.norm(mean, axis=1, keepdims=True).clip(1e-12))
-
-
-@dataclass(frozen=True)
-class _PointHead:
-    """What a digest knows of a head of torch without weights."""
-
-    named: ClassVar[str] = "GaussianHead"
-    dim: int
-    covariance: str = "ellipsoidal"
-    normalize: bool = True
-
-
 _EMBEDDINGS = ("mean", "image_embeds", "text_embeds", "embedding", "pooler_output")
 """Names of the output with the embeddings, the first that a graph has; else its first output."""
 
@@ -288,6 +264,75 @@ def has_graphs(files: Collection[str]) -> bool:
     return any(both.issubset(files) for both in graphs)
 
 
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+
+
+REFERENCE = "calibration.safetensors"
+"""Reference queries of the calibration, beside it."""
+
+GRAPH_FILES = (
+    *("image.onnx", "text.onnx", *(f"{half}*" for half in HALVES), "onnx/vision_model.onnx*", "onnx/text_model.onnx*"),
+    *("visual/model.onnx*", "visual/preprocess_cfg.json", "textual/model.onnx*"),
+)
+"""Patterns of the graphs of a model, whose large numbers may stand in files beside them, with immich's settings."""
+
+
+def graph_folders(source: str) -> list[Path]:
+    """The folders of a model of ONNX graphs, those of a hub downloaded; none for other models."""
+    if (folder := Path(source)).exists():
+        ours = all((folder / name).is_file() for name in GRAPHS.values())
+        return [folder] * (folder.is_dir() and (ours or not (folder / WEIGHTS).is_file()))
+    found = [_with_graphs(part) for part in source.split("+")]
+    return [] if None in found else [one for one in found if one]
+
+
+def _with_graphs(name: str) -> Path | None:
+    """A folder, or the local copy of a model of the hub that has ONNX graphs instead of weights; None for others."""
+    if Path(name).exists() or (given := HUB_NAME.fullmatch(name)) is None:
+        return Path(name) if Path(name).is_dir() else None
+
+    def usable(files: set[str]) -> bool:
+        return WEIGHTS not in files and has_graphs(files)
+
+    try:
+        folder = snapshot(given, (*GRAPH_FILES, "*.json", REFERENCE), usable)
+    except UserError:
+        if weights.hub_reachable():
+            raise
+        return None
+    return folder if usable({file.relative_to(folder).as_posix() for file in folder.rglob("*")}) else None
+
+
+def snapshot(given: re.Match[str], patterns: Sequence[str], usable: Callable[[set[str]], bool] | None = None) -> Path:
+    """The local copy of some files of a model; where they are not usable, a folder that is not there."""
+
+    def get(hub: Any, local: bool) -> str:
+        if usable is not None and not local:
+            files = {file.rfilename for file in hub.HfApi().model_info(given[1], revision=given[2]).siblings}
+            if not usable(files):
+                return given[0]
+        return hub.snapshot_download(given[1], revision=given[2], allow_patterns=list(patterns), local_files_only=local)
+
+    return from_hub(
+        get,
+        f"there is no folder {given[0]!r}, and it cannot be downloaded from the Hugging Face hub",
+        "Give a local folder, a network, or for a private model a token (`hf auth login`, HF_TOKEN)",
+    )
+
+
+def from_hub(get: Callable[[Any, bool], str], failed: str, way_out: str) -> Path:
+    """What ``get(huggingface_hub, whether only its cache can be had)`` finds."""
+    with need("backbones", "the Hugging Face hub needs huggingface_hub"):
+        import huggingface_hub.errors
+    hub: Any = huggingface_hub
+    unreachable = not weights.hub_reachable()
+    try:
+        return Path(get(hub, unreachable))
+    except (OSError, ValueError, RuntimeError, hub.errors.HTTPError) as error:
+        reason = "no connection to the hub, and no copy in its cache" if unreachable else weights.hub_problem(error)
+        raise UserError(f"{failed}: {reason}. {way_out}") from error
+
+
 def foreign_towers(folders: Sequence[Path], device: str = "cpu") -> TwoTowers | None:
     """The towers of ONNX graphs: of a folder as immich and transformers.js have it, or of fastembed's two folders, of
     images and of texts. None for other folders."""
@@ -317,6 +362,23 @@ def foreign_towers(folders: Sequence[Path], device: str = "cpu") -> TwoTowers | 
     own = [file for graph in graphs for file in sorted(graph.parent.glob(f"{graph.name}*"))]
     of_texts = OnnxTower(EncodedTexts(tokenizer, clean), graphs[1], device=device)
     return TwoTowers(of_images, of_texts, _digest([*own, *files]))
+
+
+def graph_backbone(name: str, side: Side, device: str = "cpu") -> FrozenBackbone | None:
+    """One side of a model of ONNX graphs as it is, one token an item; None for other models."""
+    if not (folders := graph_folders(name)) or (towers := foreign_towers(folders, device)) is None:
+        return None
+    tower: BaseTower = getattr(towers, side)
+    processor, of_images = tower.processor, side == "image"
+
+    def compute(items: Sequence[Any]) -> np.ndarray:
+        return tower.embed(processor.stack(items)).mean[:, None]
+
+    return weights.Backbone(
+        f"onnx joint {side} {towers.digest}", compute, probe=weights.white_image() if of_images else "a",
+        feature_dtype="float32", decode=processor.prepare if of_images else None,
+        pieces=getattr(processor, "pieces", None),
+    )  # fmt: skip
 
 
 def prepared_images(given: dict[str, Any]) -> tuple[int, Fit, tuple[Any, Any]]:

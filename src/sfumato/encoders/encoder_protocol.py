@@ -114,11 +114,12 @@ class RaggedStore:
 class FrozenBackbone(Protocol):
     """A pre-trained network that converts raw items to token features and is never trained."""
 
-    channels: int
-    """c of its token features."""
-
     fingerprint: str
     """Changes whenever the features of the same item would."""
+
+    @property
+    def channels(self) -> int:
+        """c of its token features."""
 
     def __call__(self, items: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
         """Bytes of image files, or texts -> (t, c) features of each, in float16 or its ``feature_dtype``."""

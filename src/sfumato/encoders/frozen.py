@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,8 +23,11 @@ from sfumato.data.pairs import PairData
 from sfumato.encoders import backbones
 from sfumato.encoders import encoder_protocol as protocol
 from sfumato.encoders.encoder_protocol import Item, OnError, Progress
-from sfumato.encoders.package_weights import Precision, is_open_clip
-from sfumato.files import read_json, write_atomically, write_json
+from sfumato.encoders.package_weights import Precision, is_open_clip, means_of_tokens
+from sfumato.errors import UserError, need
+from sfumato.files import is_gone, read_json, write_atomically, write_json
+from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import Side
 
 ComputesIn = Annotated[
     Precision,
@@ -145,16 +149,44 @@ class FrozenProcessor(protocol.Processor):
 
 def frozen_processor(config: FrozenImageConfig | FrozenTextConfig, cache: Path, device: str = "cpu") -> FrozenProcessor:
     """The processor of a side of kind "frozen"; networks of the package are loaded when they are first needed."""
+    if is_gone(config.backbone):
+        raise UserError(f"the frozen model is not at {config.backbone}; move it back, or adopt or train with it again")
     options: Any = config.model_dump(include={"size", "grid", "max_tokens", "pooled", "layers", "precision"})
     of_images = isinstance(config, FrozenImageConfig)
     if config.projected:
-        from sfumato.encoders.joint import joint_backbone
-
-        backbone = joint_backbone(config.backbone, "image" if of_images else "text", precision=config.precision)
+        side: Side = "image" if of_images else "text"
+        if (backbone := backbones.graph_backbone(config.backbone, side, device)) is None:
+            with need("train", f"{config.backbone}: models of images and texts other than ONNX graphs need torch"):
+                from sfumato.encoders.joint import joint_backbone
+            backbone = joint_backbone(config.backbone, side, precision=config.precision)
     else:
         make = backbones.image_backbone if of_images else backbones.text_backbone
         backbone = make(config.backbone, **options, device=device)
     return FrozenProcessor(backbone, cache)
+
+
+class PointTower(protocol.BaseTower):
+    """A tower without weights: the mean of an item's features, at unit length, as the heads of torch compute it."""
+
+    variances, normalize = False, True
+
+    def __init__(self, processor: protocol.Processor, dim: int) -> None:
+        self.processor, self.dim, self.head = processor, dim, _PointHead(dim)
+
+    def batch(self, inputs: protocol.Inputs) -> GaussianEmbedding:
+        values, mask = inputs.values, inputs.mask
+        mean = values.mean(1) if mask is None else means_of_tokens(values, mask)
+        return GaussianEmbedding.point(mean / np.linalg.norm(mean, axis=1, keepdims=True).clip(1e-12))
+
+
+@dataclass(frozen=True)
+class _PointHead:
+    """What a digest knows of a head of torch without weights."""
+
+    named: ClassVar[str] = "GaussianHead"
+    dim: int
+    covariance: str = "ellipsoidal"
+    normalize: bool = True
 
 
 _RECORD = np.dtype([("digest", "V32"), ("offset", "<i8"), ("length", "<i8")])

@@ -279,7 +279,12 @@ class Backbone:
     ) -> None:
         self.fingerprint, self.feature_dtype, self.pieces = fingerprint, feature_dtype, pieces
         self.decode, self._compute, self._one_thread = decode, compute, one_thread
-        self.channels = channels or int(self([probe])[0].shape[-1])
+        self._channels, self._probe = channels, probe
+
+    @functools.cached_property
+    def channels(self) -> int:
+        """c of the features; a network that does not say it computes some."""
+        return self._channels or int(self([self._probe])[0].shape[-1])
 
     def __call__(self, items: Sequence[Any]) -> list[np.ndarray]:
         """Bytes of image files, their pixels or texts -> (t, c) features of each, without padding."""

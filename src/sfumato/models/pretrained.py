@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from sfumato.data.transforms import IMAGENET_MEAN, IMAGENET_STD
+from sfumato.encoders.backbones import from_hub
 from sfumato.encoders.clip import CLIP_MEAN, CLIP_STD, UncTokenImageEncoder, UncTokenTextEncoder
 from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import CLEANINGS, BilinearProcessor, ImageFileProcessor, SpecialTokenProcessor
@@ -25,7 +26,7 @@ from sfumato.errors import UserError
 from sfumato.files import CONFIG, TOKENIZER, WEIGHTS
 from sfumato.models import pretrained_tensors as layouts
 from sfumato.models.build import DualEncoder, Tower
-from sfumato.models.model import Model, download, from_hub
+from sfumato.models.model import Model, download
 from sfumato.models.pretrained_tensors import ConfigSection, Layout, Sizes, count_blocks, embedding_size, number_of
 
 CLIP_TOKENIZER = "openai/clip-vit-base-patch16"

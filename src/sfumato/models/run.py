@@ -26,16 +26,16 @@ from sfumato import __version__, files
 from sfumato.calibration.calibrator import Calibration
 from sfumato.data.images import ImageSource
 from sfumato.distances import get_distance
-from sfumato.encoders.backbones import GRAPHS, OnnxTower, PointTower, described_processor, foreign_towers
+from sfumato.encoders.backbones import GRAPHS, OnnxTower, described_processor, foreign_towers, graph_folders
 from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
-from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, frozen_processor
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, PointTower, frozen_processor
 from sfumato.encoders.package_weights import is_joint, onnx_device, where_weights_are
 from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, as_typed, first_line, need
 from sfumato.files import CALIBRATION, CONFIG, ENCODER, MODEL, RECIPE, TOKENIZER, WEIGHTS
 from sfumato.ids import Side
 from sfumato.matching import SampledLogits
-from sfumato.models.model import Model, UnfamiliarTexts, download, model_digest, with_graphs
+from sfumato.models.model import Model, UnfamiliarTexts, download, model_digest
 from sfumato.search.gallery import Gallery
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ def load_run(folder: str | Path, *, device: Device = "cpu", trainable: bool = Fa
         found = "Its training has not finished an epoch, or the folder was copied incompletely"
         raise UserError(f"{folder} has no weights. {found}; run the same `sfumato train` again, or copy it again")
     recipe = recipe.model_copy(update={"model": with_own_encoder(recipe.model, folder)})
-    if (model := None if trainable else _points(recipe.model, partial(_read_json, folder / ENCODERS))) is not None:
+    described = partial(_read_json, folder / ENCODERS)
+    if (model := None if trainable else _points(recipe.model, described, device)) is not None:
         logits, learnt = (5.0, 0.0), dict[str, Any](distance=recipe.loss.distance)
     else:
         with need("train", needs):
@@ -112,7 +113,7 @@ def load_run(folder: str | Path, *, device: Device = "cpu", trainable: bool = Fa
     )  # fmt: skip
 
 
-def _points(model: "ModelConfig", described: Callable[[], Mapping[str, Any]]) -> TwoTowers | None:
+def _points(model: "ModelConfig", described: Callable[[], Mapping[str, Any]], device: Device) -> TwoTowers | None:
     """The towers of a model whose means are embeddings of another one as they are; None for other models."""
     sections: tuple[Any, ...] = (model.image, model.text)
     if not model.identity or model.variance or model.item_offset or any(one.whiten is not None for one in sections):
@@ -121,7 +122,7 @@ def _points(model: "ModelConfig", described: Callable[[], Mapping[str, Any]]) ->
         known = described()
         processors: Any = [EmbeddingProcessor(known[side]["channels"]) for side in get_args(Side)]
     elif all(one.kind == "frozen" and one.projected for one in sections):
-        processors = [frozen_processor(one, files.cache_folder()) for one in sections]
+        processors = [frozen_processor(one, files.cache_folder(), str(device)) for one in sections]
     else:
         return None
     image, text = (PointTower(processor, model.dim) for processor in processors)
@@ -241,32 +242,22 @@ def load_model(
     folder = PACKAGED / SMALL if str(source) == SMALL else Path(source)
     if (folder / RECIPE).is_file():
         return load_run(folder, device=device)
-    if not trainable and (graphs := _folders_of_graphs(str(source), folder)):
+    if not trainable and (graphs := graph_folders(str(folder))):
         if all((graphs[0] / name).is_file() for name in (CONFIG, *GRAPHS.values())):
             return _of_graphs(graphs[0], str(source), onnx_device(str(device)))
         if (towers := foreign_towers(graphs, str(device))) is not None:
-            places = [os.path.abspath(one) if Path(one).exists() else one for one in str(source).split("+")]
-            named = str(source) if len(graphs) == 1 else "+".join(places)
+            named = str(source) if len(graphs) == 1 else with_whole_paths(str(source))
             return _as_it_is(towers, named, ", by ONNX graphs")
     with need("train", f"{source}: models other than {SMALL} and ONNX graphs need torch"):
         from sfumato.models import pretrained
     if is_joint(str(source)):
-        return _as_it_is(_frozen(str(source)), str(source))
+        return _as_it_is(frozen_towers(str(source)), str(source))
     device = _device(device)
     if not folder.exists():
         folder = download(str(source))
     if folder.is_dir() and "sfumato" in (config := pretrained.read_config(folder, str(source))):
         return _exported(folder, config, str(source), device)
     return pretrained.load_pretrained(source, tokenizer=tokenizer, device=device)
-
-
-def _folders_of_graphs(source: str, folder: Path) -> list[Path]:
-    """The folders of a model of ONNX graphs, those of a hub downloaded; none for other models."""
-    if folder.exists():
-        ours = all((folder / name).is_file() for name in GRAPHS.values())
-        return [folder] * (folder.is_dir() and (ours or not (folder / WEIGHTS).is_file()))
-    found = [with_graphs(part) for part in source.split("+")]
-    return [] if None in found else [one for one in found if one]
 
 
 def _of_graphs(folder: Path, source: str, device: str) -> Model:
@@ -284,11 +275,16 @@ def _of_graphs(folder: Path, source: str, device: str) -> Model:
     return _of_config(TwoTowers(**towers, digest=config["digest"]), config, folder, source)
 
 
-def _frozen(name: str) -> TwoTowers:
-    """A CLIP or SigLIP model as it is."""
-    backbone = str(Path(name).resolve()) if Path(name).exists() else name
-    kinds = (FrozenImageConfig, FrozenTextConfig)
-    made = [frozen_processor(kind(backbone=backbone, projected=True), files.cache_folder()) for kind in kinds]
+def with_whole_paths(name: str) -> str:
+    """The name of a model, its local folders by their absolute paths."""
+    parts = [name] if Path(name).exists() else name.split("+")
+    return "+".join(os.path.abspath(part) if Path(part).exists() else part for part in parts)
+
+
+def frozen_towers(name: str) -> TwoTowers:
+    """A CLIP, SigLIP or model of ONNX graphs as it is; its features are cached."""
+    kinds, known = (FrozenImageConfig, FrozenTextConfig), with_whole_paths(name)
+    made = [frozen_processor(kind(backbone=known, projected=True), files.cache_folder()) for kind in kinds]
     image, text = (PointTower(processor, processor.backbone.channels) for processor in made)
     return TwoTowers(image, text)
 
@@ -322,7 +318,7 @@ def _exported(folder: Path, config: dict[str, Any], source: str, device: Device)
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": error.args, "msg": "missing"}
         found = f"{CONFIG} of sfumato {config['sfumato']} does not fit this version, {__version__}"
         raise UserError(f"{folder}: {found}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    if (points := _points(model_config, lambda: known["encoders"])) is not None:
+    if (points := _points(model_config, lambda: known["encoders"], device)) is not None:
         return _of_config(points, config, folder, source)
     tokenizer = folder / TOKENIZER
     if encoder_entry("text", model_config.text.kind).tokenizer and not tokenizer.is_file():

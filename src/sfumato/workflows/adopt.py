@@ -31,13 +31,13 @@ from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, withou
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import CALIBRATION, ENCODER, MODEL, RECIPE, is_unused, read_json, write_atomically, write_json
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import Direction, Side
+from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
 from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
 from sfumato.models.model import remember_words
 from sfumato.models.recipe import Recipe, check_recipe, save_recipe
-from sfumato.models.run import ENCODERS, PROBLEMS, WORDS, Run, load_run
+from sfumato.models.run import ENCODERS, PROBLEMS, WORDS, Run, frozen_towers, load_run, with_whole_paths
 from sfumato.workflows.search import LoadedModel
 
 ADOPTED = "adopted.json"
@@ -199,7 +199,8 @@ def adopt_encoders(
     then embed their queries with the model.
 
     Args:
-        model: hub name or local folder, of transformers or of sentence-transformers (CLIP); or of open_clip, see
+        model: hub name or local folder, of ONNX graphs as immich and transformers.js have them, or VISION+TEXT, two
+            of fastembed, which need no torch; of transformers or sentence-transformers (CLIP); or of open_clip, see
             :func:`~sfumato.encoders.joint.is_open_clip`. Or a model in memory, whose weights are copied into the
             folder: a SentenceTransformer of images and texts, or the architecture and the model of open_clip, such as
             ("ViT-B-32", model).
@@ -221,8 +222,6 @@ def adopt_encoders(
             f"data: got a {type(data).__name__}, expected a path; save a data set first, data.save_to_disk(FOLDER), and"
             " give its folder"
         )
-    with need("train", "models of images and texts need torch"):
-        from sfumato.encoders.joint import joint_backbone, save_model_object
     path = Path(data)
     if not path.exists():
         raise UserError(
@@ -238,14 +237,14 @@ def adopt_encoders(
     named = isinstance(model, str | Path)
     with _run_folder(Path(out), (model, data)) as folder:
         if not named:
+            with need("train", "a model in memory needs torch"):
+                from sfumato.encoders.joint import save_model_object
             save_model_object(model, folder / ENCODER)
-        name = str(model) if named else str(folder / ENCODER)
-        channels = {joint_backbone(name, side).channels for side in get_args(Side)}
-        if len(channels) > 1:
+        towers = frozen_towers(name := str(model) if named else str(folder / ENCODER))
+        if towers.image.dim != towers.text.dim:
             raise UserError(f"{name} embeds images and texts with different numbers of channels; it has no joint space")
-        known = str(Path(name).resolve()) if Path(name).is_dir() else name  # A local folder by its absolute path.
-        side = {"kind": "frozen", "backbone": known if named else ENCODER, "projected": True}
-        recipe = _recipe(pairs, channels.pop(), side, (val_fraction, test_fraction), seed)
+        side = {"kind": "frozen", "backbone": with_whole_paths(name) if named else ENCODER, "projected": True}
+        recipe = _recipe(pairs, towers.text.dim, side, (val_fraction, test_fraction), seed)
         return adopt_recipe(recipe, folder, method=method, population=population, max_queries=max_queries)
 
 

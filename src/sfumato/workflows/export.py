@@ -35,7 +35,7 @@ from sfumato.charts import render_page
 from sfumato.data.image_decoding import encode_png
 from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
 from sfumato.encoders import package_weights as weights
-from sfumato.encoders.backbones import GRAPHS, EncodedTexts, describe_processor, prepared_images
+from sfumato.encoders.backbones import GRAPH_FILES, GRAPHS, EncodedTexts, describe_processor, prepared_images
 from sfumato.encoders.encoder_protocol import EncoderConfig, Inputs, Processor, TwoTowers
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.heads import GPO, Pooling
@@ -105,9 +105,11 @@ def _write(run: Run, folder: Path, *, license: str, graphs: bool) -> None:
 def _copy_encoder(source: Path, target: Path) -> None:
     """Copy what the frozen model is loaded from, and nothing else that lies in its folder."""
     for path in sorted(source.rglob("*")):
-        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in ENCODER_FILES):
-            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target / path.relative_to(source))
+        place = path.relative_to(source)
+        needed = [fnmatch.fnmatch(path.name, pattern) for pattern in ENCODER_FILES]
+        if path.is_file() and any([*needed, *(fnmatch.fnmatch(place.as_posix(), pattern) for pattern in GRAPH_FILES)]):
+            (target / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target / place)
 
 
 def _local_encoder(config: ModelConfig) -> Path | None:
