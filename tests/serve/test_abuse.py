@@ -77,7 +77,7 @@ def test_bodies_in_memory_have_a_budget_and_their_memory_goes_back(sources, monk
     calls = []
     time.sleep(guard._REST + 0.2)  # What other services here have given back by then is not counted.
     monkeypatch.setattr(guard, "_REST", 0.1)
-    monkeypatch.setattr(guard, "_trim", lambda: calls.append(0))
+    monkeypatch.setattr(guard, "trim_memory", lambda: calls.append(0))
     with served(sources, timeout=60) as client:
         assert client.get("/v1/search?q=a").status_code == 200
         time.sleep(0.3)

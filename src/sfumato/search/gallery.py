@@ -377,7 +377,8 @@ class Gallery(ABC):
 
     def _usual_distance(self) -> float:
         """The mean squared distance of the means of two items."""
-        mean = self.sample(1000).embeddings.mean
+        some = self._sampled(self.size, None)
+        mean = some.items(np.linspace(0, len(some.ids) - 1, min(1000, len(some.ids))).astype(np.int64)).mean
         return float(2 * ((mean - mean.mean(0)) ** 2).sum(1).mean())
 
     def _folded(self, found: Ranked, k: int, limit: float) -> Ranked:

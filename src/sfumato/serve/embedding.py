@@ -42,10 +42,11 @@ class Batcher(Generic[Given, Result]):
         window: float,
         waiting: int,
         observe: Callable[[int], None] = lambda size: None,
+        company: Callable[[], bool] = lambda: True,
         workers: int = 1,
     ) -> None:
         self.compute, self.executor, self.size, self.window, self.waiting = compute, executor, size, window, waiting
-        self._observe, self._workers = observe, workers
+        self._observe, self._company, self._workers = observe, company, workers  # company: whether others may come
         self._queue: deque[tuple[Given, asyncio.Future[Result]]] = deque()
         self._some, self._enough = asyncio.Event(), asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,7 +85,7 @@ class Batcher(Generic[Given, Result]):
     async def _work(self) -> None:
         while True:
             await self._some.wait()
-            if self.window and len(self._queue) < self.size:
+            if self.window and self._company() and len(self._queue) < self.size:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._enough.wait(), self.window)
             batch = self._next()
@@ -147,10 +148,11 @@ class Embedder:
         ]
         # Graphs keep the number of threads of the thread that reads them.
         self.vector_sides = self._threads[0].submit(vector_sides, self.model, sources.d).result()
-        window = settings.batch_window_ms / 1000
+        window, self.asking = settings.batch_window_ms / 1000, Budget(settings.max_requests, "simultaneous searches")
         self.texts: Batcher[Any, GaussianEmbedding] = Batcher(
             lambda texts: _rows(self.model.embed_texts(texts)), self._threads[0], size=settings.batch_size,
             window=window, waiting=settings.queue, observe=metrics.batch.labels("text").observe,
+            company=lambda: self.asking.used > 1,
         )  # fmt: skip
         # The same two steps as at ingestion: decode an image in a process, encode a batch in the thread of images.
         self._prepare, encode = embedding_steps(self.model.image, "images")
@@ -162,6 +164,7 @@ class Embedder:
         self.images: Batcher[Any, GaussianEmbedding] = Batcher(
             lambda images: _rows(encode(images)), self._threads[1], size=settings.batch_size,
             window=window, waiting=settings.queue, observe=metrics.batch.labels("image").observe,
+            company=lambda: self.asking.used > 1,
         )  # fmt: skip
 
     def start(self) -> None:

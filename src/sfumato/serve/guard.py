@@ -151,7 +151,7 @@ class Bodies:
 
     def _give_memory_back(self) -> None:
         if not self.bytes.used:
-            asyncio.get_running_loop().run_in_executor(None, _trim)
+            asyncio.get_running_loop().run_in_executor(None, trim_memory)
 
 
 _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1
@@ -161,16 +161,16 @@ _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1
 def share_memory() -> None:
     """Have all threads share one pool of memory, where the C library is glibc; call it before threads start.
 
-    Otherwise each of many pools keeps megabytes that :func:`_trim` cannot reach. In the pool the memory of a body is
-    used again for the next one; to return and take it anew each time was tried, and fewer images were answered.
+    Otherwise each of many pools keeps megabytes that :func:`trim_memory` cannot reach. The memory of a body is used
+    again for the next one; to return and take it anew each time was tried, and fewer images were answered.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         for parameter, value in ((_ARENA_MAX, 1), (_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 512 << 20)):
             mallopt(parameter, value)
 
 
-def _trim() -> None:
-    """Give free memory back to the system; glibc alone keeps what large bodies took."""
+def trim_memory() -> None:
+    """Give free memory back to the system; glibc alone keeps what large bodies and the start took."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

@@ -108,10 +108,11 @@ class Searches:
         options = wanted.of_search(self._max_set(len(asked), k))
         if not options.max_risk is options.coverage is options.min_probability is None:
             await self._threads.run(_refuse_guarantees, served, asked, options)
-        rows = await self._embedded(asked, served)
-        how = wanted.gallery, k, options
-        answers = list[Answer]()
-        for one in await self.waiting.submit([_Search(a, row, how) for a, row in zip(asked, rows, strict=True)]):
+        how, answers = (wanted.gallery, k, options), list[Answer]()
+        with self._embedder.asking.taken(1):
+            rows = await self._embedded(asked, served)
+            found = await self.waiting.submit([_Search(a, row, how) for a, row in zip(asked, rows, strict=True)])
+        for one in found:
             if isinstance(one, BaseException):
                 raise one
             answers.append(one)

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sfumato.errors import UserError, counted
-from sfumato.serve.guard import share_memory
+from sfumato.serve.guard import share_memory, trim_memory
 from sfumato.serve.service import Service
 from sfumato.serve.settings import Settings
 
@@ -173,6 +173,7 @@ class Server(uvicorn.Server):
         if not self._service.ready.is_set():
             self.should_exit = True
             return
+        trim_memory()
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         galleries = self._service.sources.galleries.items()
         held = ", ".join(counted(served.gallery.size, name.removesuffix("s")) for name, served in galleries)

@@ -338,7 +338,7 @@ class LocalStore(StoreBase):
         return self._matrix([row[0] for row in connection.execute(select, (local_files.listed(positions.tolist()),))])
 
     def _matrix(self, rows: Sequence[bytes]) -> local_files.Vectors:
-        return np.frombuffer(b"".join(rows), dtype="<f4").astype(np.float32).reshape(len(rows), self.dim)
+        return np.frombuffer(bytearray().join(rows), "<f4").astype(np.float32, copy=False).reshape(-1, self.dim)
 
     def _records(self, rows: Sequence[tuple[str, float, str, bytes]]) -> Records:
         """The records of rows of RECORD."""
