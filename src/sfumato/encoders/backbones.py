@@ -370,14 +370,10 @@ def graph_backbone(name: str, side: Side, device: str = "cpu") -> FrozenBackbone
         return None
     tower: BaseTower = getattr(towers, side)
     processor, of_images = tower.processor, side == "image"
-
-    def compute(items: Sequence[Any]) -> np.ndarray:
-        return tower.embed(processor.stack(items)).mean[:, None]
-
     return weights.Backbone(
-        f"onnx joint {side} {towers.digest}", compute, probe=weights.white_image() if of_images else "a",
-        feature_dtype="float32", decode=processor.prepare if of_images else None,
-        pieces=getattr(processor, "pieces", None),
+        f"onnx joint {side} {towers.digest}", lambda items: tower.embed(processor.stack(items)).mean[:, None],
+        probe=weights.white_image() if of_images else "a", feature_dtype="float32",
+        decode=processor.prepare if of_images else None, pieces=getattr(processor, "pieces", None),
     )  # fmt: skip
 
 

@@ -95,25 +95,24 @@ class FrozenTextConfig(_FrozenConfig, protocol.TextEncoderConfig):
     whiten: protocol.Whiten = None
 
 
-class EmbeddingImageConfig(protocol.ImageEncoderConfig):
+class _EmbeddingConfig(protocol.EncoderConfig):
+    """The properties of both sides."""
+
+    needs_description: ClassVar[bool] = True
+    reads_embeddings: ClassVar[bool] = True
+
+    kind: Literal["embeddings"] = "embeddings"
+    whiten: protocol.Whiten = None
+
+
+class EmbeddingImageConfig(_EmbeddingConfig, protocol.ImageEncoderConfig):
     """Embeddings of images that another model has made (data.source=embeddings)."""
 
     from_pixels: ClassVar[bool] = False
-    needs_description: ClassVar[bool] = True
-    reads_embeddings: ClassVar[bool] = True
-
-    kind: Literal["embeddings"] = "embeddings"
-    whiten: protocol.Whiten = None
 
 
-class EmbeddingTextConfig(protocol.TextEncoderConfig):
+class EmbeddingTextConfig(_EmbeddingConfig, protocol.TextEncoderConfig):
     """Embeddings of texts that another model has made (data.source=embeddings)."""
-
-    needs_description: ClassVar[bool] = True
-    reads_embeddings: ClassVar[bool] = True
-
-    kind: Literal["embeddings"] = "embeddings"
-    whiten: protocol.Whiten = None
 
 
 def described_by(data: PairData) -> dict[str, dict[str, int]]:

@@ -170,9 +170,8 @@ def _open_clip_folder(name: str, package: Any) -> Path:
         found = Path(snapshot_download(repository, allow_patterns=files, local_files_only=not weights.hub_reachable()))
     except LocalEntryNotFoundError as error:
         reason = f"cannot load {name!r}: there is no connection to the hub, and no copy in its cache"
-        raise UserError(
-            f"{reason}. Give a local folder with {weights.OPEN_CLIP_CONFIG} and {weights.OPEN_CLIP_WEIGHTS}"
-        ) from error
+        needed = f"{weights.OPEN_CLIP_CONFIG} and {weights.OPEN_CLIP_WEIGHTS}"
+        raise UserError(f"{reason}. Give a local folder with {needed}") from error
     except (HfHubHTTPError, HFValidationError) as error:
         form = "open_clip:ARCHITECTURE/TAG, as open_clip.list_pretrained() has them, or hf-hub:OWNER/NAME"
         reason = f"cannot load {name!r}: the hub has no {repository!r} that you may read"
@@ -326,14 +325,7 @@ def _save_open_clip(architecture: str, model: Any, folder: Path) -> dict[Side, C
     prepare = package.transform.image_transform_v2(package.transform.PreprocessCfg(**preprocess), is_train=False)
     device = next(model.parameters()).device
 
-    def text(item: str) -> np.ndarray:
-        return _array(model.encode_text(tokenizer([item]).to(device)))
-
-    def image(item: Image.Image) -> np.ndarray:
-        return _array(model.encode_image(prepare(item)[None].to(device)))
-
-    return {"text": text, "image": image}
-
-
-def _array(values: torch.Tensor) -> np.ndarray:
-    return as_numpy(values.float())
+    return {
+        "text": lambda item: as_numpy(model.encode_text(tokenizer([item]).to(device)).float()),
+        "image": lambda item: as_numpy(model.encode_image(prepare(item)[None].to(device)).float()),
+    }

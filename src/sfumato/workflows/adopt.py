@@ -163,10 +163,10 @@ def _recipe_of_tables(
     image_file, text_file = (_named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
     channels = [open_table(file).table.channels for file in (image_file, text_file)]
     if channels[0] != channels[1]:
-        raise UserError(
+        found = (
             f"images have {channels[0]} channels and texts {channels[1]}; embeddings of one frozen model have equally"
-            " many. To bring two models into one space, train heads: sfumato train embeddings"
         )
+        raise UserError(f"{found} many. To bring two models into one space, train heads: sfumato train embeddings")
     data = {"source": "embeddings", "images": image_file, "texts": text_file, "path": _pair_file(pairs, folder)}
     return _recipe(data | {"equal_texts": "separate"}, channels[0], {"kind": "embeddings"}, fractions, seed)
 
@@ -218,16 +218,12 @@ def adopt_encoders(
         TypeError: model is an object of another kind, or data is no path.
     """
     if not isinstance(data, str | Path):
-        raise TypeError(
-            f"data: got a {type(data).__name__}, expected a path; save a data set first, data.save_to_disk(FOLDER), and"
-            " give its folder"
-        )
+        way = "save a data set first, data.save_to_disk(FOLDER), and give its folder"
+        raise TypeError(f"data: got a {type(data).__name__}, expected a path; {way}")
     path = Path(data)
     if not path.exists():
-        raise UserError(
-            f"no data at {path}; give a manifest (.csv, .jsonl), a folder of images, a Karpathy JSON, COCO's own"
-            " captions (.json), or a folder of the package datasets"
-        )
+        known = "a manifest (.csv, .jsonl), a folder of images, a Karpathy JSON, COCO's own captions (.json)"
+        raise UserError(f"no data at {path}; give {known}, or a folder of the package datasets")
     source = "datasets" if is_dataset_folder(path) else "folder"
     images = {}
     if path.suffix.lower() == ".json":
@@ -262,10 +258,8 @@ def adopt_recipe(
     started, problems = time.monotonic(), Problems()
     splits = load_splits(recipe.data, problems)
     if "val" not in splits:
-        raise UserError(
-            f"the pairs have no split 'val' to calibrate on; they have {', '.join(splits)}. Leave the column split out,"
-            " or name some pairs val"
-        )
+        found = f"the pairs have no split 'val' to calibrate on; they have {', '.join(splits)}"
+        raise UserError(f"{found}. Leave the column split out, or name some pairs val")
     run, seed = _new_run(recipe, folder, splits), recipe.train.seed
     calibrating = _embedded(run, splits["val"], problems, "val", _MOST_CALIBRATING)
     reference = embed_reference(run.model, recipe.data, seed=seed)
@@ -276,10 +270,9 @@ def adopt_recipe(
         chosen = method if method != "auto" else min(comparison, key=lambda name: comparison[name].log_loss)
         calibration = _calibrate(calibrating, reference, run.distance, how, chosen)
     except ValueError as error:
-        raise UserError(
-            f"cannot calibrate on the {calibrating.images.n} images of the split val: {error}. Either the pairs are"
-            " wrong, or they are too few, or the model does not bring the pairs closer together than others"
-        ) from error
+        found = f"cannot calibrate on the {calibrating.images.n} images of the split val: {error}. Either the pairs are"
+        ways = "wrong, or they are too few, or the model does not bring the pairs closer together than others"
+        raise UserError(f"{found} {ways}") from error
     calibration.save(folder / CALIBRATION)
     retrieval, hits = None, dict[str, list[HitFigures]]()
     if "test" in splits:
@@ -306,8 +299,7 @@ def adopt_recipe(
 
 def _new_run(recipe: Recipe, folder: Path, splits: Mapping[str, PairData]) -> Run:
     """Write the folder of a run whose means are the frozen model's, and load it."""
-    described = described_by(next(iter(splits.values())))
-    if described:
+    if described := described_by(next(iter(splits.values()))):
         write_json(folder / ENCODERS, described)
     # No weights; the logits of a loss without training, for versions that read them.
     logits = {"loss/logits.log_logit_scale": np.float32(np.log(5)), "loss/logits.logit_bias": np.float32(0)}

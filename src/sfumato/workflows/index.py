@@ -172,10 +172,8 @@ def check_same(collection: GaussianCollection, model: Model, direction: Directio
     """Refuse to add embeddings by another model or of another kind; the collection is closed."""
     if collection.metadata.get("model") != model_digest(model.model) or collection.scorer.direction != direction:
         collection.close()
-        raise UserError(
-            f"{collection.folder} holds embeddings by the model of {collection.metadata.get('run')}; add only"
-            " embeddings of the same kind by the same model"
-        )
+        found = f"{collection.folder} holds embeddings by the model of {collection.metadata.get('run')}"
+        raise UserError(f"{found}; add only embeddings of the same kind by the same model")
 
 
 def _check_images(collection: GaussianCollection, added: Mapping[str, Any]) -> None:

@@ -118,10 +118,8 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
     """
     gallery = searcher.gallery
     if not isinstance(gallery, GaussianCollection) or gallery.texts is None:
-        raise NotRefinedError(
-            f'{searcher.source} has no probabilities of target "fits", which verdicts refine; make a collection of the'
-            " images with sfumato index --data FOLDER"
-        )
+        lacking = f'{searcher.source} has no probabilities of target "fits", which verdicts refine'
+        raise NotRefinedError(f"{lacking}; make a collection of the images with sfumato index --data FOLDER")
     plain = copy.copy(gallery)  # With the packaged constants; the store is the same.
     plain.metadata = {name: value for name, value in gallery.metadata.items() if name != FITS}
     packaged = FitsCalibration.packaged()
@@ -221,10 +219,8 @@ def _row(path: Path, number: int, line: str) -> tuple[str, str, float]:
     except ValueError:
         value, query, item = math.nan, "", ""
     if not math.isfinite(value):
-        raise UserError(
-            f"{path}, line {number}: {line.strip()[:80]!r} is no line of a TREC run; expected six columns, QUERY Q0"
-            " ITEM RANK SCORE TAG, with a number as SCORE"
-        )
+        expected = "expected six columns, QUERY Q0 ITEM RANK SCORE TAG, with a number as SCORE"
+        raise UserError(f"{path}, line {number}: {line.strip()[:80]!r} is no line of a TREC run; {expected}")
     return query, item, value
 
 

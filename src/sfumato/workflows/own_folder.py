@@ -255,8 +255,8 @@ def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence
         if not (sources := [one.excluding(exclude) for one in sources_of(collection)]):
             raise UserError(f"{out} names no folder of its images; add one with sfumato index --data FOLDER --add")
         removed, endings = set(collection.metadata.get("removed", [])), file_endings(model.model)
-        scanned = (zip(records.ids, records.payloads, strict=True) for records in collection.store.scan())
-        known = {i: payload for pairs in scanned for i, payload in pairs}
+        scanned = collection.store.scan()
+        known = {i: own for records in scanned for i, own in zip(records.ids, records.payloads, strict=True)}
         left_out = removed - known.keys()  # What was deleted and added again is not.
         missing = [one.root for one in sources if not os.path.isdir(one.root)]
         if missing and not force:
@@ -267,14 +267,12 @@ def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence
         vanished = _vanished(known, there, sources, done.problems)
         n_own, n_new = sum(ROOT in payload for payload in known.values()), len(there - known.keys())
         if not force and len(vanished) > max(_FEW, _MOST_DELETED * n_own) and 2 * n_new < len(vanished):
-            raise UserError(
-                f"{len(vanished):,} of {n_own:,} images are excluded, or not in"
-                f" {', '.join(one.root for one in sources)} any more, and nothing was changed; if a folder has moved,"
-                " say so with --images NEW; --force deletes them"
-            )
+            gone_from = f"{', '.join(one.root for one in sources)} any more, and nothing was changed"
+            ways = "if a folder has moved, say so with --images NEW; --force deletes them"
+            raise UserError(f"{len(vanished):,} of {n_own:,} images are excluded, or not in {gone_from}; {ways}")
         if not force and (folder := _emptied([_path_of(known[i], i, sources) for i in vanished], sources)):
             raise UserError(
-                f"{folder} is empty now, and nothing was changed: is a disk not mounted? --force deletes its images"
+                f"{folder} is empty now, nothing was changed: is a disk not mounted? --force deletes its images"
             )
         gone = {known[i][DIGEST]: i for i in vanished if DIGEST in known[i]}
         with collection.filling(_GO_ON):
@@ -293,13 +291,9 @@ def _vanished(
     """Items of the sources whose files are gone; not those in a folder that cannot be read, or without an extra."""
     unseen = {note.location for note in problems.notes}
     unseen |= {problem.location for problem in problems.items if os.path.isdir(problem.location)}
-    found = []
-    for id, payload in known.items():
-        if id not in there and payload.get(ROOT, "").isdecimal() and int(payload[ROOT]) < len(sources):
-            path = _path_of(payload, id, sources)
-            if unseen.isdisjoint(map(str, (path, *path.parents))):
-                found.append(id)
-    return found
+    absent = {i: known[i] for i in known if i not in there and known[i].get(ROOT, "").isdecimal()}
+    of_sources = {i: _path_of(one, i, sources) for i, one in absent.items() if int(one[ROOT]) < len(sources)}
+    return [i for i, path in of_sources.items() if unseen.isdisjoint(map(str, (path, *path.parents)))]
 
 
 def _path_of(payload: Mapping[str, str], id: str, sources: Sequence[Source]) -> Path:
@@ -322,9 +316,8 @@ def move_sources(folder: Path, moved: Sequence[str]) -> None:
         for given in moved:
             old, equals, new = given.rpartition("=")
             if not equals and len(roots) != 1:
-                raise UserError(
-                    f"--images {given}: the images of {folder} are in {', '.join(roots) or 'no folder'}; give OLD=NEW"
-                )
+                there = ", ".join(roots) or "no folder"
+                raise UserError(f"--images {given}: the images of {folder} are in {there}; give OLD=NEW")
             old, path = os.path.abspath(old) if equals else roots[0], Path(new).resolve()
             if old not in roots:
                 raise UserError(f"--images {given}: {folder} has no images in {old}, but in {', '.join(roots)}")

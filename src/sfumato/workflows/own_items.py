@@ -72,11 +72,9 @@ def named_source(data: str) -> Source:
     if not path.is_file():
         raise UserError(f"there is no folder or file {data}")
     if suffix not in (*MANIFEST_SUFFIXES, ".json"):
-        raise UserError(
-            f"{data} is a file; expected a folder of images, a manifest ({', '.join(MANIFEST_SUFFIXES)}), the"
-            " .json of COCO or Flickr in Karpathy's layout or of COCO's own captions, .tar archives, or a folder of the"
-            " package datasets"
-        )
+        lists = f"a manifest ({', '.join(MANIFEST_SUFFIXES)}), the .json of COCO or Flickr in Karpathy's layout or of"
+        known = f"{lists} COCO's own captions, .tar archives, or a folder of the package datasets"
+        raise UserError(f"{data} is a file; expected a folder of images, {known}")
     if suffix == ".json" and json_kind(read_json(path)) == "coco":
         return Source(str(path.resolve()), "coco", str(coco_images(path)))
     kind = "karpathy" if suffix == ".json" else "manifest"

@@ -57,9 +57,8 @@ class LoadedModel(Model):
 
         config = self._own_data("Reliability.of(probability, match)")
         if self.calibration is None:
-            raise UserError(
-                f"{self.source} has no calibration; make one: {as_typed('sfumato', 'calibrate', self.source)}"
-            )
+            command = as_typed("sfumato", "calibrate", self.source)
+            raise UserError(f"{self.source} has no calibration; make one: {command}")
         problems = Problems()
         data = read_split(config, split, problems)
         data = data.keep_images(some_positions(len(data.image_ids), _MOST_MEASURING, 0))
@@ -222,10 +221,9 @@ def load_index(folder: str | Path, *, run: str | Path | None = None, store: str 
         ValueError: the gallery is damaged.
     """
     if (Path(folder) / RECIPE).is_file():
-        raise UserError(
-            f"{folder} is a run, not an index; index images with sfumato.load({str(folder)!r}).index(images), or"
-            f" with `{as_typed('sfumato', 'index', folder, '--split', 'all', '--out', f'{folder}-index')}`"
-        )
+        command = as_typed("sfumato", "index", folder, "--split", "all", "--out", f"{folder}-index")
+        ways = f"index images with sfumato.load({str(folder)!r}).index(images), or with `{command}`"
+        raise UserError(f"{folder} is a run, not an index; {ways}")
     gallery = open_gallery(folder, store)
     source = str(run or gallery.metadata.get("run", ""))
     return Searcher(
@@ -270,9 +268,9 @@ def _vector_files(model: TwoTowers, texts: Sequence[TextQuery]) -> list[TextQuer
         if path.endswith(".npy") and not Path(path).is_file():
             raise UserError(f"there is no file {path}")
         if not Path(path).is_file():
+            found = f"this index is of a model that reads embeddings, which has no encoder for {path!r}"
             raise UserError(
-                f"this index is of a model that reads embeddings, which has no encoder for {path!r}: give a .npy file"
-                " of one vector instead of a text, or search by an item with --id"
+                f"{found}: give a .npy file of one vector instead of a text, or search by an item with --id"
             )
         if isinstance(processor := tower.processor, EmbeddingProcessor):
             try:

@@ -161,8 +161,6 @@ def group_runs(runs: Sequence[SavedRun], keys: Sequence[str]) -> dict[tuple[Any,
                 f" seeds: {', '.join(named)}{rest}; give each its row: --group {','.join([*keys, *differing[:_NAMED]])}"
             )
         if (seed := first.recipe.train.seed) == second.recipe.train.seed:
-            raise UserError(
-                f"{first.folder} and {second.folder} have the same recipe and the same train.seed={seed}, so they are"
-                " not two seeds; leave one of them out"
-            )
+            same = f"have the same recipe and the same train.seed={seed}, so they are not two seeds"
+            raise UserError(f"{first.folder} and {second.folder} {same}; leave one of them out")
     return groups
