@@ -120,7 +120,9 @@ def test_graphs_of_the_hub_and_of_two_folders(shell, tmp_path):
         for name in ("ann/clip", "ann/vision+ann/text"):
             assert " images in " in index(name)
             assert ".png" in shell("search", folder(name), "a red dog", "-k", "50")
-        shell("adopt", "ann/clip", "--data", graphs.fitting_pairs(tmp_path / "pairs"), "--out", "adopted-clip")
+        shell(
+            "adopt", "ann/vision+ann/text", "--data", graphs.fitting_pairs(tmp_path / "pairs"), "--out", "adopted-clip"
+        )
         shell("index", "adopted-clip", "--split", "all", "--out", "of-adopted")
         assert not any(path.endswith("model_q4.onnx") for _, path, _ in hub.requests)
         assert "not there" in index("ann/none", status=2)

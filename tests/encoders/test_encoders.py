@@ -155,7 +155,6 @@ def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, tra
     processor.save_pretrained(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 80, 3), np.uint8)
     features = image_backbone(str(tmp_path), size=size)([encoded(pixels)])[0]
-
     longer, start = 2 * shorter, (shorter - size) // 2
     middle = np.asarray(Image.fromarray(pixels).resize((longer, shorter), Image.Resampling.BICUBIC))
     middle = middle[start : start + size, (longer - size) // 2 :][:, :size] / 255

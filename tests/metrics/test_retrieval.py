@@ -214,7 +214,6 @@ def test_lists_pairs_and_dense_agree_and_bad_positions_are_named():
     assert (r.select_queries(np.array([2, 0, 2])).to_dense() == dense[[2, 0, 2]]).all()
     assert (r.select_gallery(np.array([3, 0, 5])).to_dense() == dense[:, [3, 0, 5]]).all()
     assert r.select_queries(np.array([], int)).n_queries == 0
-
     r = Relevance.from_lists([], n_gallery=0)
     assert r.n_queries == 0 and r.transpose().n_queries == 0
     r = Relevance.from_lists([[], []], n_gallery=3)

@@ -199,7 +199,6 @@ def test_first_hits_have_the_stated_probability_where_the_distance_alone_errs_an
     right = (place[:, 0] == torch.arange(n)).double()
     given = fitted.t2i.hit_probability(nearest[:, :1], nearest, n_gallery=n)[:, 0]
     alone = fitted.t2i.probability(nearest[:, 0], n_gallery=n)
-
     brier = lambda p: float((p.double() - right).square().mean())
     assert brier(given) < brier(alone) - 0.02
     assert abs(float(given.double().mean() - right.mean())) < 0.1  # a gallery 7 times as large
@@ -491,5 +490,4 @@ def test_damaged_files_files_of_something_else_and_foreign_classes(tmp_path):
     torch.save([torch.ones(1)], tmp_path / "list.pt")
     raises(UserError, "holds a list, expected a dictionary", read_checkpoint, tmp_path / "list.pt")
     torch.save({"model": Own()}, tmp_path / "module.pt")
-    with pytest.raises(UserError, match=r"holds a .*test_small.Own.*save only its state dict"):
-        read_checkpoint(tmp_path / "module.pt")
+    raises(UserError, r"holds a .*test_small.Own.*save only its state dict", read_checkpoint, tmp_path / "module.pt")
