@@ -120,23 +120,18 @@ def test_graphs_of_the_hub_and_of_two_folders(shell, tmp_path):
         for name in ("ann/clip", "ann/vision+ann/text"):
             assert " images in " in index(name)
             assert ".png" in shell("search", folder(name), "a red dog", "-k", "50")
-        shell(
-            "adopt", "ann/vision+ann/text", "--data", graphs.fitting_pairs(tmp_path / "pairs"), "--out", "adopted-clip"
-        )
-        shell("index", "adopted-clip", "--split", "all", "--out", "of-adopted")
+        shell("adopt", "ann/vision+ann/text", "--data", graphs.fitting_pairs(tmp_path / "pairs"), "--out", "run-of-two")
+        shell("index", "run-of-two", "--split", "all", "--out", "of-adopted")
         assert not any(path.endswith("model_q4.onnx") for _, path, _ in hub.requests)
         assert "not there" in index("ann/none", status=2)
         patch.setitem(shell.environment, "HF_HUB_OFFLINE", "1")
         assert ".png" in shell("search", "ann-clip", "a red dog", "-k", "50"), "from the cache"
         found = json.loads(shell("search", "of-adopted", "a red dog", "--json"))[0]["hits"]
         assert 0 < found[0]["match_probability"] < 1, "adopted, from the cache"
-        shell(
-            "index", os.path.relpath(tmp_path / "halves/vision", shell.folder) + f"+{tmp_path}/halves/text", *of_halves
-        )
-        found, expected = (
-            json.loads(shell("search", name, "a dog", "--json")) for name in ("own", "ann-vision+ann-text")
-        )
-        assert found[0]["hits"] == expected[0]["hits"]
+        relative = os.path.relpath(tmp_path / "halves/vision", shell.folder)
+        shell("index", f"{relative}+{tmp_path}/halves/text", *of_halves)
+        answers = [json.loads(shell("search", name, "a dog", "--json")) for name in ("own", "ann-vision+ann-text")]
+        assert answers[0][0]["hits"] == answers[1][0]["hits"]
         shutil.rmtree(tmp_path / "halves")
         assert "is not at" in shell("search", "own", "a dog", status=2)
 

@@ -171,9 +171,8 @@ def test_packaged_backbones_by_precision_and_the_text_network_is_that_of_transfo
 
 def test_a_model_knows_its_channels_and_loads_its_backbone_when_it_is_first_needed(tmp_path, monkeypatch):
     loaded, load = [], package_weights.onnx_session
-    monkeypatch.setattr(
-        package_weights, "onnx_session", lambda path, *given: loaded.append(path.stem) or load(path, *given)
-    )
+    noted = lambda path, *given: loaded.append(path.stem) or load(path, *given)
+    monkeypatch.setattr(package_weights, "onnx_session", noted)
     monkeypatch.setattr("sfumato.encoders.package_weights.shared_minilm", MiniLM)
     package_weights.packaged_network.cache_clear()
     pixels = np.zeros((3, 32, 32), np.uint8)

@@ -173,12 +173,7 @@ def test_a_toy_store_answers_as_an_index_does_and_unknown_schemes_are_refused(tm
         assert [[h.id for h in a] for a in found] == [[h.id for h in b] for b in expected]
         for a, b in zip(found, expected, strict=True):
             assert [h.match_probability for h in a] == pytest.approx([h.match_probability for h in b], rel=1e-4)
-    raises(
-        UserError,
-        re.escape(f"known: {', '.join(stores.STORES)}, or a path"),
-        stores.open_store,
-        "nowhere:x",
-    )
+    raises(UserError, re.escape(f"known: {', '.join(stores.STORES)}, or a path"), stores.open_store, "nowhere:x")
     raises(UserError, "there is none", stores.open_store, "toy:nothing")
     raises(ValueError, "'toy' is already registered", stores.register_store, "toy", store)
     for wrong in ("x", "Toy", "to:y", ""):

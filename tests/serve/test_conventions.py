@@ -195,6 +195,10 @@ def as_reader(client):
     return client
 
 
+def asked(client, requests):
+    return [client.request(method, path, **body) for method, path, body in requests]
+
+
 def told(client):
     info = client.get("/v1/info").json()
     return info["rights"], info["galleries"]["images"]["writable"]
@@ -203,24 +207,19 @@ def told(client):
 def test_who_may_read_and_who_may_write(collection, caplog):
     with served(open_sources(collection), keys=(KEY,), read_only=True) as client:
         assert told(client) == ("read", False)
-        for method, path, body in READS:
-            assert client.request(method, path, **body).status_code == 200, path
-        for method, path, body in WRITES:
-            assert "--read-only" in problem(client.request(method, path, **body), 403)["detail"]
+        assert [one.status_code for one in asked(client, READS)] == [200] * len(READS)
+        assert all("--read-only" in problem(one, 403)["detail"] for one in asked(client, WRITES))
         problem(client.put("/v1/items/000.png"), 403)  # Whatever may become a write.
     caplog.set_level(logging.DEBUG)
     with served(open_sources(collection), keys=(KEY,), reading_keys=(READER,)) as client:
         assert told(client) == ("write", True)
         as_reader(client)
         assert told(client) == ("read", False)
-        for method, path, body in READS:
-            assert client.request(method, path, **body).status_code == 200, path
-        for method, path, body in WRITES:
-            assert "This key permits" in problem(client.request(method, path, **body), 403)["detail"]
+        assert [one.status_code for one in asked(client, READS)] == [200] * len(READS)
+        assert all("This key permits" in problem(one, 403)["detail"] for one in asked(client, WRITES))
         assert client.get("/v1/items/000.png").status_code == 200 and client.get("/v1/items/new").status_code == 404
         client.headers = {"Authorization": f"Bearer {KEY}"}
-        for method, path, body in WRITES:
-            assert client.request(method, path, **body).is_success, path
+        assert [one.is_success for one in asked(client, WRITES)] == [True] * len(WRITES)
         client.headers = {"X-API-Key": "neither-of-the-two"}
         problem(client.get("/v1/info"), 401)
     assert KEY not in caplog.text and READER not in caplog.text

@@ -40,15 +40,10 @@ def open_store(url):
 def records(n, dim, seed, *, prefix="item"):
     """Random records; payloads repeat every 3 and 5 items, and every seventh item has none."""
     random = np.random.default_rng(seed)
-    return Records(
-        tuple(f"{prefix}-{i}" for i in range(n)),
-        random.standard_normal((n, dim), np.float32) * 3 + 1,
-        random.random(n, np.float32),
-        tuple(
-            {} if i % 7 == 0 else {"colour": "rgb"[i % 3], "path": f"{seed}/{i}.jpg", "folder": FOLDERS[i % 6]}
-            for i in range(n)
-        ),
-    )
+    vectors, uncertainty = random.standard_normal((n, dim), np.float32) * 3 + 1, random.random(n, np.float32)
+    some = [{"colour": "rgb"[i % 3], "path": f"{seed}/{i}.jpg", "folder": FOLDERS[i % 6]} for i in range(n)]
+    payloads = tuple({} if i % 7 == 0 else payload for i, payload in enumerate(some))
+    return Records(tuple(f"{prefix}-{i}" for i in range(n)), vectors, uncertainty, payloads)
 
 
 queries = lambda n, dim, seed: np.random.default_rng(seed).standard_normal((n, dim), np.float32) * 3 + 1

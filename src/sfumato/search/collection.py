@@ -379,7 +379,7 @@ class GaussianCollection(Gallery):
         """Records of a sample, prepared for distances by products."""
 
         def items(column: np.ndarray) -> GaussianEmbedding:
-            return self._embeddings(records.take(column.tolist()))
+            return lowered(records.vectors[column], records.uncertainty[column], self.distance, self.centre)
 
         blocks = LiftedGallery.of(records.vectors, self.distance, self.centre).distance_blocks
         return SampledItems(records.ids, items, blocks, whole, records.uncertainty, records.payloads, texts)
