@@ -82,9 +82,8 @@ def test_labels_are_the_loop_and_the_parts_of_a_batch_share_its_choice_of_mixup_
     match = torch.tensor([[1, 0, 1, 0.5], [0, 1, 0, 0], [0, 0, 1, 1.0]], dtype=torch.float64)
     mixed = drawn.match(match)
     own, partner = drawn.own_fraction.tolist(), drawn.partner.tolist()
-    expected = [
-        [own[i] * match[i, j].item() + (1 - own[i]) * match[partner[i], j].item() for j in range(4)] for i in range(3)
-    ]
+    pair = lambda i, j: own[i] * match[i, j].item() + (1 - own[i]) * match[partner[i], j].item()
+    expected = [[pair(i, j) for j in range(4)] for i in range(3)]
     assert mixed.dtype == torch.float64
     torch.testing.assert_close(mixed, torch.tensor(expected, dtype=torch.float64))
     assert mixed[0, 2] == 1 and mixed[1:].equal(match[1:])

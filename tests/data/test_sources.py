@@ -274,9 +274,8 @@ FEATURES = RANDOM.standard_normal((4, 3, 5)).astype(np.float32)
 
 def write(folder, name, features, captions, ids=None):
     np.save(folder / f"{name}_ims.npy", features)
-    (folder / f"{name}_caps.txt").write_bytes(
-        b"".join(c if isinstance(c, bytes) else f"{c}\n".encode() for c in captions)
-    )
+    lines = [one if isinstance(one, bytes) else f"{one}\n".encode() for one in captions]
+    (folder / f"{name}_caps.txt").write_bytes(b"".join(lines))
     if ids is not None:
         (folder / f"{name}_ids.txt").write_text("".join(f"{i}\n" for i in ids))
 

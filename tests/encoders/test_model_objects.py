@@ -22,9 +22,8 @@ class Encoding(torch.nn.Module):
         transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
         super().__init__()
         self.network = transformers.CLIPModel.from_pretrained(folder).eval()
-        self.parts = [
-            kind.from_pretrained(folder) for kind in (transformers.AutoImageProcessor, transformers.AutoTokenizer)
-        ]
+        kinds = transformers.AutoImageProcessor, transformers.AutoTokenizer
+        self.parts = [kind.from_pretrained(folder) for kind in kinds]
         self.factor = factor
 
     @torch.inference_mode()

@@ -160,9 +160,8 @@ FORMATS_N, FORMATS_D = 12, 5
 
 def gaussians(n, seed):
     generator = torch.Generator().manual_seed(seed)
-    return GaussianEmbedding(
-        torch.randn(n, FORMATS_D, generator=generator), torch.randn(n, FORMATS_D, generator=generator) - 2
-    )
+    mean, log_var = (torch.randn(n, FORMATS_D, generator=generator) for _ in range(2))
+    return GaussianEmbedding(mean, log_var - 2)
 
 
 IDS = [f"größe {i}.jpg" for i in range(FORMATS_N)]
@@ -170,9 +169,8 @@ PAYLOADS = [{"colour": "rgb"[i % 3]} | ({"captions": f"a dog number {i}"} if i %
 
 
 def answers(gallery):
-    return [
-        [[h.id, h.distance, h.match_probability, h.payload] for h in r.hits] for r in gallery.search(gaussians(3, 1), 4)
-    ]
+    found = gallery.search(gaussians(3, 1), 4)
+    return [[[h.id, h.distance, h.match_probability, h.payload] for h in r.hits] for r in found]
 
 
 def on_server(server, program, *words):

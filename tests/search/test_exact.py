@@ -33,9 +33,8 @@ def test_a_sampled_distance_does_not_depend_on_the_blocks(direction):
     oriented = get_distance("average_l2").for_direction(direction)
 
     def whole(queries, memory_mb, distance=oriented, **options):
-        return np.concatenate(
-            [b for _, b in near.distance_blocks(queries, y, distance, memory_mb=memory_mb, **options)]
-        )
+        blocks = near.distance_blocks(queries, y, distance, memory_mb=memory_mb, **options)
+        return np.concatenate([block for _, block in blocks])
 
     expected = whole(x, 1.0)
     for rows in (1, 7, 64, 100):

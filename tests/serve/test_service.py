@@ -471,9 +471,8 @@ def points(tmp_path_factory):
     fit(load_recipe(make_toy(folder), changed), folder / "run")
     run = load_run(folder / "run")
     part = serving.embedded(run, folder / "data")
-    run = replace(
-        run, calibration=serving.calibration(run.model.embed_texts(["a red circle", "a bar"]), part.embeddings)
-    )
+    calibration = serving.calibration(run.model.embed_texts(["a red circle", "a bar"]), part.embeddings)
+    run = replace(run, calibration=calibration)
     return Sources(run.model, "points", {"images": ServedGallery(build_index(run, part))})
 
 
@@ -569,9 +568,8 @@ def test_what_is_wrong_with_a_vector_and_one_that_the_model_cannot_embed(vectors
     for query_, where in (({}, ""), ({"text": "a", **row}, ""), ({**row, "modality": "sound"}, ".modality")):
         told = serving.problem(vectors.post("/v1/search", json={"queries": [query_]}), 422)
         assert told["errors"][0]["where"] == f"body.queries.0{where}"
-    told = serving.search(
-        vectors, query(np.ones(6)), query(np.ones(5)), query(np.ones(5), modality="image"), status=422
-    )
+    asked = query(np.ones(6)), query(np.ones(5)), query(np.ones(5), modality="image")
+    told = serving.search(vectors, *asked, status=422)
     assert [error["where"] for error in told["errors"]] == ["body.queries.0.vector", "body.queries.2.vector"]
     assert "expected the 6 of an embedding of a image" not in told["errors"][1]["message"]
     assert "expected the 6 of an embedding of an image" in told["errors"][1]["message"]

@@ -176,9 +176,8 @@ def served(sources, **settings):
 
 @contextlib.contextmanager
 def served_app(app, **settings):
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, http=Connection, log_level="error", ws="none", access_log=False)
-    )
+    config = uvicorn.Config(app, port=0, http=Connection, log_level="error", ws="none", access_log=False)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     headers = {"Authorization": f"Bearer {settings['keys'][0]}"} if settings.get("keys") else {}

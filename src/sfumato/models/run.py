@@ -246,8 +246,7 @@ def load_model(
         if all((graphs[0] / name).is_file() for name in (CONFIG, *GRAPHS.values())):
             return _of_graphs(graphs[0], str(source), onnx_device(str(device)))
         if (towers := foreign_towers(graphs, str(device))) is not None:
-            named = str(source) if len(graphs) == 1 else with_whole_paths(str(source))
-            return _as_it_is(towers, named, ", by ONNX graphs")
+            return _as_it_is(towers, with_whole_paths(str(source)), ", by ONNX graphs")
     with need("train", f"{source}: models other than {SMALL} and ONNX graphs need torch"):
         from sfumato.models import pretrained
     if is_joint(str(source)):

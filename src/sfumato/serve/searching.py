@@ -108,14 +108,13 @@ class Searches:
         options = wanted.of_search(self._max_set(len(asked), k))
         if not options.max_risk is options.coverage is options.min_probability is None:
             await self._threads.run(_refuse_guarantees, served, asked, options)
-        how, answers = (wanted.gallery, k, options), list[Answer]()
+        how = wanted.gallery, k, options
         with self._embedder.asking.taken(1):
             rows = await self._embedded(asked, served)
             found = await self.waiting.submit([_Search(a, row, how) for a, row in zip(asked, rows, strict=True)])
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
-            answers.append(one)
+        if failed := [one for one in found if isinstance(one, BaseException)]:
+            raise failed[0]
+        answers = [one for one in found if not isinstance(one, BaseException)]
         sets = [one.conformal_set.hits for one in answers if one.conformal_set is not None]
         hits = itertools.chain.from_iterable([*(one.hits for one in answers), *sets])
         check_payloads((hit.payload for hit in hits), limits.max_response_bytes)
