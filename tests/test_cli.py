@@ -69,8 +69,7 @@ def test_evaluate_prints_a_table_and_the_same_figures_of_an_export_and_a_recipe(
     # Two captions for each image; two images of one shape and colour share theirs.
     assert (written["n_images"], written["n_texts"]) == (13, 24) and 0 <= written["i2t"]["recall@1"] <= 1
     assert sfumato.json("export", work / "run", tmp_path / "out")["bytes"] > 10_000
-    data = ("--data", work / "toy.toml")
-    of_run = sfumato.json("evaluate", "run", work / "run")
+    data, of_run = ("--data", work / "toy.toml"), sfumato.json("evaluate", "run", work / "run")
     for model in ((work / "run",), (work / "run", *data), (tmp_path / "out", *data, "data.test_fraction=0.25")):
         assert sfumato.json("evaluate", "run", *model) == of_run
     more = sfumato.json("evaluate", "run", tmp_path / "out", *data, "data.val_fraction=0", "data.test_fraction=0.5")
@@ -201,13 +200,12 @@ def test_indices_of_images_and_of_texts_are_searched_in_words(work, sfumato, tmp
     out = tmp_path / "texts"
     said = folded(sfumato.printed("index", work / "run", "--texts", lines, "--out", out))
     assert "3 texts in" in said and "lines.txt:2: empty line" in said
-    picture = ("--image", work / "data" / "000.png", "-k", 2, "--min-probability", 0)
-    [result] = sfumato.json("search", out, *picture)
+    options = "--image", work / "data" / "000.png", "-k", 2, "--min-probability", 0
+    [result] = sfumato.json("search", out, *options)
     assert result["calibrated"] and {h["id"] for h in result["hits"]} <= {"1", "3", "4"}
     assert {h["text"] for h in result["hits"]} <= set(lines.read_text().split("\n"))
     assert not sfumato.json("search", out, "a text")[0]["calibrated"]
-    err = sfumato.refused("search", out, "a text", "--min-probability", 0.5)
-    assert "works only with queries by image" in err
+    assert "works only with queries by image" in sfumato.refused("search", out, "a text", "--min-probability", 0.5)
 
 
 def test_embeddings_and_queries_by_another_model_are_refused(work, run, sfumato, tmp_path):
@@ -241,8 +239,7 @@ def test_calibrate_again_and_search_by_its_promises(work, run, sfumato, tmp_path
     asked = ("search", tmp_path / "index", "a red circle", "-k", 2, "--coverage", 0.8, "--min-probability", 0.001)
     [result] = sfumato.json(*asked)
     assert result["abstained"] is None and len(result["hits"]) <= 2
-    radius = max(hit["distance"] for hit in result["conformal_set"])
-    assert radius <= told["t2i"]["coverage"]["0.8"]["radius"] * 3
+    assert max(hit["distance"] for hit in result["conformal_set"]) <= told["t2i"]["coverage"]["0.8"]["radius"] * 3
     assert len(result["conformal_set"]) >= len(result["hits"])
     assert "conformal set of the requested coverage:" in folded(sfumato.printed(*asked))
 
@@ -257,8 +254,7 @@ def test_no_confident_match_and_the_way_out_without_a_calibration(work, run, sfu
     for risk, abstained in ((0.2, True), (0.6, False)):
         asked = ("search", tmp_path / "index", "a red circle", "--abstain", risk)
         assert sfumato.json(*asked)[0]["abstained"] is abstained
-        words = folded(sfumato.printed(*asked))
-        assert ("No confident match: an answer would exceed the risk" in words) is abstained
+        assert ("No confident match: an answer would exceed the risk" in folded(sfumato.printed(*asked))) is abstained
     values = calibration
     (run / "calibration.json").unlink()
     index = "index", run, "--images", work / "data", "--out", tmp_path / "plain"

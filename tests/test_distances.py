@@ -35,8 +35,7 @@ def loops(formula, x, y):
     return torch.tensor([[formula(*a, *b) for b in columns] for a in rows], dtype=torch.float64)
 
 
-def seeded(name):
-    return {"generator": torch.Generator().manual_seed(0)} if DISTANCES[name].sampled else {}
+seeded = lambda name: {"generator": torch.Generator().manual_seed(0)} if DISTANCES[name].sampled else {}
 
 
 @pytest.mark.parametrize("name", DISTANCES)
@@ -144,8 +143,7 @@ def test_matrix_is_the_loops_in_both_directions_with_and_without_gradients(name)
 @pytest.mark.parametrize("name", DISTANCES)
 def test_no_cube_is_ever_held(name):
     x, y = gaussians(120, 0, d=192, dtype=torch.float32), gaussians(130, 1, d=192, dtype=torch.float32)
-    mean = x.mean.requires_grad_()
-    budget = {"memory_mb": 1} if name in BLOCKED else {}
+    mean, budget = x.mean.requires_grad_(), {"memory_mb": 1} if name in BLOCKED else {}
     with LargestTensor() as largest:
         DISTANCES[name].matrix(GaussianEmbedding(mean, x.log_var), y, **budget, **seeded(name)).sum().backward()
     assert 120 * 130 <= largest.numel <= 2**18
@@ -220,8 +218,7 @@ def test_a_scale_is_kept_below_its_largest_and_can_come_back(free):
 def labelled(seed=0, k=4000, scale=4.0, bias=3.0):
     generator = torch.Generator().manual_seed(seed)
     distance = 2 * torch.rand(k, generator=generator)
-    match = (torch.rand(k, generator=generator) < match_probability(distance, scale, bias)).double()
-    return distance, match
+    return distance, (torch.rand(k, generator=generator) < match_probability(distance, scale, bias)).double()
 
 
 def test_fit_is_the_maximum_that_another_optimiser_finds_also_with_weights_and_of_separable_distances():

@@ -21,8 +21,7 @@ def some(n=3, d=4, seed=0):
 
 
 def test_scalar_uncertainties_are_their_formulas_and_samples_have_the_stated_moments():
-    variances = torch.tensor([[1.0, 4.0, 0.25], [9.0, 1.0, 1.0]])
-    e = GaussianEmbedding(torch.zeros(2, 3), variances.log())
+    e = GaussianEmbedding(torch.zeros(2, 3), torch.tensor([[1.0, 4.0, 0.25], [9.0, 1.0, 1.0]]).log())
     torch.testing.assert_close(e.total_variance, torch.tensor([5.25, 11.0]))
     torch.testing.assert_close(e.log_det, torch.tensor([0.0, math.log(9)]))
     torch.testing.assert_close(e.geometric_std, torch.tensor([1.0, 9 ** (1 / 6)]))
@@ -75,8 +74,7 @@ def test_files_give_back_what_was_saved(tmp_path, dtype):
     loaded, loaded_ids = load_embeddings(tmp_path / "e.safetensors")
     again = loaded.tensors()
     assert torch.equal(again.mean, e.mean) and torch.equal(again.log_var, e.log_var) and loaded_ids == ids
-    points = GaussianEmbedding.point(e.mean)
-    save_embeddings(tmp_path / "p.safetensors", points, ids)
+    save_embeddings(tmp_path / "p.safetensors", GaussianEmbedding.point(e.mean), ids)
     assert load_embeddings(tmp_path / "p.safetensors")[0].tensors().log_var.isneginf().all()
 
 

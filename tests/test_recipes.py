@@ -130,8 +130,7 @@ def test_weights_limits_and_epsilon_are_those_published_times_the_factor_of_the_
     for line, factor, weights in published:
         name, *overrides = line.split()
         recipe = load_recipe(find_recipe(name), overrides)
-        found = {key: getattr(recipe.loss, key) for key in weights}
-        assert found == pytest.approx(weights, rel=1e-6), line
+        assert {key: getattr(recipe.loss, key) for key in weights} == pytest.approx(weights, rel=1e-6), line
         if factor is not None:
             limits = (recipe.optim.clip_norm, recipe.optim.eps)
             assert limits == pytest.approx((2 * factor, 1e-8 * factor), rel=1e-6, abs=0), line

@@ -75,8 +75,7 @@ def shell(request, tmp_path_factory):
 def test_the_whole_road(shell):
     folder = shell.folder
     shell("index", "--data", "pictures", "--out", "collection")
-    found = json.loads(shell("search", "collection", "a red circle", "-k", "3", "--json"))
-    assert found
+    assert json.loads(shell("search", "collection", "a red circle", "-k", "3", "--json"))
     by_image = shell("search", "collection", "--image", sorted((folder / "pictures").glob("*.png"))[0], "-k", "3")
     assert "000.png" in by_image
     more = folder / "more"
@@ -118,8 +117,7 @@ def test_graphs_of_the_hub_and_of_two_folders(shell, tmp_path):
         for key, value in (own | {"HF_HUB_DISABLE_XET": "1"}).items():
             patch.setitem(shell.environment, key, value)
         for name in ("ann/clip", "ann/vision+ann/text"):
-            assert " images in " in index(name)
-            assert ".png" in shell("search", folder(name), "a red dog", "-k", "50")
+            assert " images in " in index(name) and ".png" in shell("search", folder(name), "a red dog", "-k", "50")
         shell("adopt", "ann/vision+ann/text", "--data", graphs.fitting_pairs(tmp_path / "pairs"), "--out", "run-of-two")
         shell("index", "run-of-two", "--split", "all", "--out", "of-adopted")
         assert not any(path.endswith("model_q4.onnx") for _, path, _ in hub.requests)

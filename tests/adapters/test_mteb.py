@@ -62,8 +62,7 @@ def test_a_task_ranks_by_the_distance_vectors_have_variances_and_what_it_cannot_
     match = torch.from_numpy(data.match(np.arange(len(images)), np.arange(len(data.texts)))).T
     first = match[torch.arange(len(match)), distance.argmin(1)]
     assert 0 < float(first.mean()) < 1 and scores["hit_rate_at_1"] == pytest.approx(float(first.mean()), abs=1e-5)
-    ranked = torch.gather(match, 1, distance.argsort(1)[:, :10])
-    gain = (ranked / torch.log2(torch.arange(2, 12.0))).sum(1)
+    gain = (torch.gather(match, 1, distance.argsort(1)[:, :10]) / torch.log2(torch.arange(2, 12.0))).sum(1)
     ideal = torch.stack([(1 / torch.log2(torch.arange(2, 12.0)))[: int(n)].sum() for n in match.sum(1)])
     assert scores["ndcg_at_10"] == pytest.approx(float((gain / ideal).mean()), abs=1e-5)
     encoder = MTEBEncoder(model, "me/mine")

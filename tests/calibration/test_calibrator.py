@@ -26,8 +26,7 @@ calibrated = lambda scores: DirectionCalibration(PAIRS, scores)
 
 def scores_of(closest, *, other=math.inf, n_gallery=100, growth=0.0):
     closest = np.asarray(closest, np.float32)
-    other = np.broadcast_to(np.float32(other), closest.shape)
-    precision = (0.0,) * query_scores.N_STEPS
+    other, precision = np.broadcast_to(np.float32(other), closest.shape), (0.0,) * query_scores.N_STEPS
     lists = (tuple(values.tolist()) for values in (closest, closest + 1, other))
     return query_scores.QueryScores(n_gallery, 0, 1.0, growth, *lists, precision)
 
@@ -56,8 +55,7 @@ def test_queries_without_a_match_are_left_out_blocks_are_the_whole_and_growth_by
     generator = torch.Generator().manual_seed(0)
     distance = torch.randn(57, 23, generator=generator)
     match = torch.rand(57, 23, generator=generator) < 0.06
-    scores = query_scores.QueryScores.fit(distance, match)
-    kept = match.any(1)
+    scores, kept = query_scores.QueryScores.fit(distance, match), match.any(1)
     assert scores.n_left_out == int((~kept).sum()) > 5
     assert scores == replace(query_scores.QueryScores.fit(distance[kept], match[kept]), n_left_out=scores.n_left_out)
     blocks = [(distance[i : i + 10], match[i : i + 10]) for i in range(0, 57, 10)]
@@ -95,8 +93,7 @@ def test_radius_by_hand_of_queries_and_of_groups():
     calibration = calibrated(scores_of([0.9, 0.1, 0.5, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6]))
     # Nine scores: the ceil(10 * 0.8) = 8th; the 9th for one in ten; for less the whole gallery.
     assert calibration.conformal_radius(0.2) == pytest.approx(0.8)
-    assert calibration.conformal_radius(0.1) == pytest.approx(0.9)
-    assert calibration.conformal_radius(0.099) == math.inf
+    assert calibration.conformal_radius(0.1) == pytest.approx(0.9) and calibration.conformal_radius(0.099) == math.inf
     assert calibration.conformal_radius(0.2, contains="all") == pytest.approx(1.8)
     assert calibrated(scores_of([0.5] * 9)).conformal_radius(0.6) == 0.5, "ties are inside"
     scores = replace(scores_of([0.1, 0.2, 0.3, 0.4]), group=(7, 7, 3, 5))
@@ -115,8 +112,7 @@ def test_abstention_by_hand():
     calibration = calibrated(scores)
     # Limits are every 20th closest distance, itself left out. Errors appear beyond 300: of 319 answered 19 are wrong, 6
     # %; of 299 none.
-    below = calibration.abstain_below(0.05)
-    assert below == pytest.approx(float(PAIRS.probability(torch.tensor(299 / 400))), rel=1e-6)
+    assert calibration.abstain_below(0.05) == pytest.approx(float(PAIRS.probability(torch.tensor(299 / 400))), rel=1e-6)
     assert calibration.answered_fraction(0.05) == pytest.approx(299 / 400)
     assert calibration.abstains(torch.tensor([0.7, 299 / 400, 0.9]), 0.05).tolist() == [False, True, True]
     # A risk of one half is kept by answering whatever is as close as something held out was.
@@ -141,8 +137,7 @@ def captions(random, n_images, correlation, slope=0.0):
     shared = random.standard_normal((2, n_images))[:, image]
     own = random.standard_normal((2, 5 * n_images))
     distance, luck = math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
-    right = luck < 1.255 * math.sqrt(1 + slope**2) - slope * distance
-    return distance, right, image
+    return distance, luck < 1.255 * math.sqrt(1 + slope**2) - slope * distance, image
 
 
 def broken(correlation, *, grouped, slope=0.0, risk=0.1, n_sets=200):
@@ -217,8 +212,7 @@ def test_threshold_by_hand_and_absent_matches_make_it_more_careful():
     reachable = float(re.search(r"the largest that works is (0\.\d\d);", str(refused.value))[1])
     assert calibration.threshold(reachable) > 0
     raises(ValueError, "the largest that works", calibration.threshold, reachable + 0.01)
-    generator = torch.Generator().manual_seed(4)
-    distance, match = scene(generator, 1500, 30, shift=3.5)
+    distance, match = scene(torch.Generator().manual_seed(4), 1500, 30, shift=3.5)
     calibration = Calibration.fit(distance, match, t2i=query_scores.QueryScores.fit(distance, match)).of("t2i")
     present, absent = calibration.abstain_below(0.2), calibration.abstain_below(0.2, absent=0.5)
     assert present < absent
@@ -226,8 +220,7 @@ def test_threshold_by_hand_and_absent_matches_make_it_more_careful():
 
 
 def test_there_and_back(tmp_path):
-    generator = torch.Generator().manual_seed(6)
-    distance, match = scene(generator, 64, 11)
+    distance, match = scene(torch.Generator().manual_seed(6), 64, 11)
     match[:, 0] = 1
     every = query_scores.QueryScores.fit(distance[:, :1], match[:, :1])
     assert every.closest_other[0] == math.inf
@@ -309,8 +302,7 @@ def test_the_gradient_vanishes_features_are_those_of_a_loop_and_a_sample_is_roun
         assert features == pytest.approx(slow, rel=1e-12)
     many = gaussians(logits.N_REFERENCE + 500, 3)
     reference = logits.ReferenceQueries.of(many, "csd", "t2i", seed=1)
-    assert reference.embeddings.n == logits.N_REFERENCE
-    assert reference.embeddings.dtype == np.float16
+    assert reference.embeddings.n == logits.N_REFERENCE and reference.embeddings.dtype == np.float16
     other = logits.ReferenceQueries.of(many, "csd", "t2i", seed=2)
     assert not np.array_equal(reference.embeddings.mean, other.embeddings.mean)
 
@@ -325,13 +317,11 @@ def galleries(n_queries=3000, sizes=(40, 80), seed=0):
     """Queries of two kinds with the same first distance: one match well ahead of the rest, or many equally close."""
     rng, found = np.random.default_rng(seed), []
     for n in sizes:
-        many = rng.random(n_queries) < 0.5
-        z = rng.normal(-3, 0.5, (n_queries, 30))
+        many, z = rng.random(n_queries) < 0.5, rng.normal(-3, 0.5, (n_queries, 30))
         z[:, 0] = rng.normal(0, 0.3, n_queries)
         z[many, :8] = rng.normal(0, 0.3, (int(many.sum()), 8))
         p = np.where(many[:, None], 1 / (1 + np.exp(-(z + 2))), 1 / (1 + np.exp(-(z - 1))))
-        order = np.argsort(-z, axis=1)
-        match = rng.random(p.shape) < p
+        order, match = np.argsort(-z, axis=1), rng.random(p.shape) < p
         found.append(logits.NearestItems(*(np.take_along_axis(x, order, 1) for x in (z, match)), n))
     return found
 
@@ -347,16 +337,13 @@ def test_the_logit_has_one_bias_for_each_query_and_features_outside_of_the_fit_c
     assert fit.slope > 0
     bias = logit - fit.slope * new.logit
     assert np.abs(bias - bias[:, :1]).max() < 1e-9
-    one = fit.logit(new.logit[3], new.logit[3], 50)
-    assert one.tolist() == pytest.approx(logit[3].tolist(), abs=1e-12)
+    assert fit.logit(new.logit[3], new.logit[3], 50).tolist() == pytest.approx(logit[3].tolist(), abs=1e-12)
     far, farther, z = np.full((1, 30), -50.0), np.full((1, 30), -5000.0), np.zeros((1, 1))
     assert np.array_equal(fit.logit(z, far, 50), fit.logit(z, farther, 50))
     assert not np.array_equal(fit.logit(z, far, 50), fit.logit(z, far, 50_000))
-    alone = np.array([[1.0] + [-math.inf] * 49])
-    assert np.isfinite(fit.logit(z, alone, 1)).all()
+    assert np.isfinite(fit.logit(z, np.array([[1.0] + [-math.inf] * 49]), 1)).all()
     first = logits.FirstHit(1.0, 0.0, (1.0, -1.0), (0.0, 0.0), (1.0, 2.0))
-    ends = first.logit(np.zeros((2, 1)), np.array([[9.0, -9.0], [-9.0, 9.0]]))
-    assert ends.flatten().tolist() == [1.0, -2.0]
+    assert first.logit(np.zeros((2, 1)), np.array([[9.0, -9.0], [-9.0, 9.0]])).flatten().tolist() == [1.0, -2.0]
 
 
 def test_logits_come_back_from_json_and_too_little_and_mistakes_are_refused(fit):
@@ -399,8 +386,7 @@ def test_features_are_those_of_a_loop_in_the_orientation_of_the_distance(directi
 def items(n=4000, seed=0, *, gallery=30):
     """First hits whose logit says nothing: they match if their hub feature is large, and the query is not isolated."""
     rng = np.random.default_rng(seed)
-    reference = rng.normal(0, 1, (n, 2))
-    z = np.sort(rng.normal(-2, 1, (n, 20)), axis=1)[:, ::-1].copy()
+    reference, z = rng.normal(0, 1, (n, 2)), np.sort(rng.normal(-2, 1, (n, 20)), axis=1)[:, ::-1].copy()
     match = np.zeros((n, 20))
     match[:, 0] = rng.random(n) < 1 / (1 + np.exp(-2 * (reference[:, 0] - reference[:, 1])))
     return logits.NearestItems(z, match, gallery, reference)
@@ -412,8 +398,7 @@ def test_the_first_hit_follows_its_features_and_those_that_say_nothing_leave_the
     logit = fit.logit(new.logit, new.logit, new.n_gallery, new.reference)
     assert (logit[:, 1:] <= logit[:, :1]).all() and (np.diff(logit) <= 0).all()
     # 2 (hub - isolation) in the simulation, on the average over the normal features of 4,000 queries
-    slope = np.polyfit(new.reference[:, 0] - new.reference[:, 1], logit[:, 0], 1)[0]
-    assert slope == pytest.approx(2, abs=0.25)
+    assert np.polyfit(new.reference[:, 0] - new.reference[:, 1], logit[:, 0], 1)[0] == pytest.approx(2, abs=0.25)
     assert fit.first_hit_loss([new]) < replace(fit, first=None).first_hit_loss([new]) - 0.1
     plain = replace(fit, first=None).logit(new.logit, new.logit, new.n_gallery)
     low = plain < logit[:, :1] - 1e-9

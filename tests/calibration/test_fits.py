@@ -40,8 +40,7 @@ def test_constants_survive_json_and_damaged_ones_are_refused():
 @pytest.mark.parametrize("n_words", LENGTHS)
 def test_more_evidence_is_more_probable(n_words):
     of, steps = FITS.of(n_words), np.arange(6.0)[None]
-    n = np.array([float(n_words)])
-    base = evidence(n_words=n)
+    base = evidence(n_words=np.array([float(n_words)]))
     bare, nearer = replace(base, agreement=np.full((1, 6), np.nan)), {"image": -14 + 2 * steps}
     changes = (base, nearer), (base, {"agreement": steps / 7}), (bare, nearer), (bare, {"words": steps / 5})
     for before, change in changes:
@@ -74,8 +73,7 @@ def test_a_hit_of_a_better_list_and_nothing():
     listed = list_features(np.array([[3.0, 1.0], [-4.0, -4.1]]), np.full(2, 5.0), np.full(2, -6.0))
     nothing = sigmoid(of.of_nothing(listed))
     assert nothing[0] < 0.2 < nothing[1], "a list without a likely item"
-    pair = np.array([[3.0, 1.0, 0.0]])
-    has = np.array([[True, True, False]])
+    pair, has = np.array([[3.0, 1.0, 0.0]]), np.array([[True, True, False]])
     hit = of.of_hits(pair, has, listed[:1], None)
     weights = of.hit_with, of.hit_with, of.hit_without
     by_hand = [w.slope * float(z) + w.bias(listed[0], 5).item() for z, w in zip(pair[0], weights, strict=True)]
@@ -84,8 +82,7 @@ def test_a_hit_of_a_better_list_and_nothing():
     read = np.append(listed[0], 0.6)
     assert bare[1][0].tolist() == pytest.approx([w.slope * z + w.bias(read, 6).item() for z in pair[0]])
     assert (bare[0] < bare[1]).all(), "a query far from the training"
-    vectors = np.eye(384)[:3]
-    known = np.load(Path(fits.__file__).parent / "captions.npy").astype(float)
+    vectors, known = np.eye(384)[:3], np.load(Path(fits.__file__).parent / "captions.npy").astype(float)
     cosines = np.sort(known[:, :3] / np.linalg.norm(known, axis=1, keepdims=True), axis=0)[-5:]
     assert FITS.nearness(vectors).tolist() == pytest.approx(cosines.mean(0).tolist(), abs=1e-6)
     old = FITS.to_json()
@@ -97,19 +94,14 @@ def test_a_hit_of_a_better_list_and_nothing():
 
 def judged(n_queries, each=6, *, shift=0.0, factor=1.0, by_words=0.0, has_texts=True, seed=0):
     """Verdicts that are drawn from changed logits."""
-    rng = np.random.default_rng(seed)
-    n = n_queries * each
-    logit = rng.normal(0, 2, n)
-    n_words = rng.integers(1, 9, n_queries).repeat(each).astype(float)
+    rng, n = np.random.default_rng(seed), n_queries * each
+    logit, n_words = rng.normal(0, 2, n), rng.integers(1, 9, n_queries).repeat(each).astype(float)
     truth = factor * logit + shift + by_words / n_words
-    yes = (rng.random(n) < sigmoid(truth)).astype(float)
-    weight = rng.integers(1, 4, n).astype(float)
-    texts = np.full(n, has_texts)
-    return JudgedHits(np.arange(n_queries).repeat(each), n_words, logit, texts, yes, weight), truth
+    yes, weight = (rng.random(n) < sigmoid(truth)).astype(float), rng.integers(1, 4, n).astype(float)
+    return JudgedHits(np.arange(n_queries).repeat(each), n_words, logit, np.full(n, has_texts), yes, weight), truth
 
 
-def corrected(hits, found):
-    return found.factor * hits.logit + found.shift + found.by_words / hits.n_words
+corrected = lambda hits, found: found.factor * hits.logit + found.shift + found.by_words / hits.n_words
 
 
 def test_many_verdicts_find_what_is_wrong():
@@ -143,8 +135,7 @@ def test_the_refined_logits_are_the_corrected_ones(n_words):
     listed = list_features(np.array([[2.0, 1.0, -1.0]]), np.array([float(n_words)]), np.array([-5.0]))
     pair, has = np.array([[2.0, 1.0, -1.0]]), np.array([[True, True, False]])
     before, after = (one.of(n_words).of_hits(pair, has, listed, None)[0] for one in (FITS, new))
-    expected = found.factor * before[:2] + found.shift + found.by_words / n_words
-    np.testing.assert_allclose(after[:2], expected, rtol=1e-7)
+    np.testing.assert_allclose(after[:2], found.factor * before[:2] + found.shift + found.by_words / n_words, rtol=1e-7)
     assert after[2] == before[2], "no verdict was about an item without texts"
     assert FitsCalibration.from_json(new.to_json()) == new and new.prior == FITS.prior
     assert new.of(n_words).nothing == FITS.of(n_words).nothing

@@ -19,8 +19,7 @@ from sfumato.errors import UserError
 
 def simulated(q, seed, *, comparable=True, empty=0.2):
     """Lists of 3 to 30 scores of which the best may match; (scores, labels, queries)."""
-    random = np.random.default_rng(seed)
-    scores, labels, queries = [], [], []
+    random, scores, labels, queries = np.random.default_rng(seed), [], [], []
     for i in range(q):
         n = int(random.integers(3, 31))
         own, match = random.normal(0, 1, n), np.zeros(n)
@@ -53,8 +52,7 @@ def by_loops(formula: ScoreFormula, scores):
     n, top = len(scores), max(scores)
     mean = math.fsum(scores) / n
     deviation = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / n)
-    deviation = deviation if deviation > 1e-9 * abs(top) else 1.0
-    found = []
+    deviation, found = deviation if deviation > 1e-9 * abs(top) else 1.0, []
     for s in scores:
         features = {
             "gap": (s - top) / deviation, "order": -math.log(1 + sum(other > s for other in scores)),
@@ -132,10 +130,8 @@ def test_probabilities_and_their_sums_hold_on_new_lists():
     made = ScoreCalibrator().fit(scores, labels, groups=queries)
     scores, labels, queries = simulated(800, 12)
     p = made.predict_proba(scores, groups=queries)[:, 1]
-    assert abs(p - labels).mean() < 0.2
-    assert abs((p - labels).sum()) < 4 * math.sqrt((p * (1 - p)).sum())
-    sums = made.expected_matches(scores, groups=queries)
-    own = lists_of(queries)
+    assert abs(p - labels).mean() < 0.2 and abs((p - labels).sum()) < 4 * math.sqrt((p * (1 - p)).sum())
+    sums, own = made.expected_matches(scores, groups=queries), lists_of(queries)
     assert sums == pytest.approx([p[inside].sum() for inside in own])
     nothing = made.nothing_matches(scores, groups=queries)
     empty = np.array([labels[inside].max() == 0 for inside in own])
@@ -158,8 +154,7 @@ def test_a_prior_predicts_few_labels_move_it_and_further_evidence_is_fitted(data
     given = prior._known().weights
     assert list(strong.formula_.weights.values()) == pytest.approx(list(given.values()), abs=1e-4)
     assert score(weak) == pytest.approx(score(plain), abs=1e-6) and score(weak) > score(prior)
-    hint = labels + np.random.default_rng(3).normal(0, 0.5, len(labels))
-    both = np.stack([scores, hint], 1)
+    both = np.stack([scores, labels + np.random.default_rng(3).normal(0, 0.5, len(labels))], 1)
     plain, made = (ScoreCalibrator().fit(x, labels, groups=queries) for x in (scores, both))
     assert made.score(both, labels, groups=queries) > plain.score(scores, labels, groups=queries) + 0.02
     raises(ValueError, "0 columns of further evidence, and the fit had 1", made.predict_proba, scores, groups=queries)
@@ -174,8 +169,7 @@ def test_scikit_learn_takes_it(data):
 
     scores, labels, queries = data
     number = np.unique(queries, return_inverse=True)[1]
-    X = np.stack([scores, number], axis=1)
-    made = ScoreCalibrator(penalty=3.0, prior="cosine")
+    X, made = np.stack([scores, number], axis=1), ScoreCalibrator(penalty=3.0, prior="cosine")
     copy = sklearn.base.clone(made)
     assert copy is not made and copy.get_params() == made.get_params() and repr(copy) == repr(made)
     assert copy.set_params(prior=None, penalty=2.0).get_params() == {**made.get_params(), "prior": None, "penalty": 2.0}

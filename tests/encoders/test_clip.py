@@ -47,8 +47,7 @@ def plain(kind, side, dtype=torch.float64, seed=0, **options):
 
 
 def image_encoder(backbone, **options):
-    dtype = next(backbone.parameters()).dtype
-    config = ClipImageConfig(**options)
+    dtype, config = next(backbone.parameters()).dtype, ClipImageConfig(**options)
     return ClipImageEncoder(copy.deepcopy(backbone), config, pixel_mean=MEAN, pixel_std=STD).to(dtype).eval()
 
 
@@ -287,8 +286,7 @@ def test_recomputed_activations_give_the_same_gradients(kind, side):
 
 
 def resnet_pixels(n=2, size=64):
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
 
 
 def saved(folder, **processor):
@@ -304,13 +302,11 @@ def saved(folder, **processor):
 def test_features_of_a_saved_model_are_its_last_map_of_standardised_pixels(tmp_path, normalised):
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
     plain = saved(tmp_path, do_normalize=normalised, image_mean=list(mean), image_std=list(std))
-    encoder = resnet_encoder(ResNetImageConfig(weights=str(tmp_path))).eval()
-    values = resnet_pixels()
+    encoder, values = resnet_encoder(ResNetImageConfig(weights=str(tmp_path))).eval(), resnet_pixels()
     of_plain = values / 255
     if normalised:
         of_plain = (of_plain - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-    maps = plain(of_plain).last_hidden_state
-    tokens = encoder(Inputs(values))
+    maps, tokens = plain(of_plain).last_hidden_state, encoder(Inputs(values))
     assert tokens.mask is None and tokens.mean.shape == (2, maps.shape[2] * maps.shape[3], 8) and encoder.channels == 8
     for row in range(maps.shape[2]):
         for column in range(maps.shape[3]):

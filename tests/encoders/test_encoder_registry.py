@@ -117,8 +117,7 @@ def test_an_encoder_from_outside_trains_evaluates_embeds_and_is_exported(registe
     assert isinstance(loaded.model.image.encoder, ToyImageEncoder)
     result, _ = evaluate_run(loaded, "test")
     assert 0 < result.rsum <= 6
-    exported = load_model(export_run(run, tmp_path / "out"))
-    texts = ["a red circle", "blue"]
+    exported, texts = load_model(export_run(run, tmp_path / "out")), ["a red circle", "blue"]
     assert torch.equal(loaded.model.embed_texts(texts).mean, exported.model.embed_texts(texts).mean)
 
 
@@ -296,8 +295,7 @@ def test_a_device_of_onnxruntime_is_taken_or_refused_with_those_that_are_there(d
 def test_features_are_those_of_open_clip(tmp_path):
     model, preprocess, tokenizer = tiny_open_clip(tmp_path / "model")
     image, text = joint_backbone(str(tmp_path / "model"), "image"), joint_backbone(str(tmp_path / "model"), "text")
-    picture = Image.effect_noise((40, 30), 90).convert("RGB")
-    file = io.BytesIO()
+    picture, file = Image.effect_noise((40, 30), 90).convert("RGB"), io.BytesIO()
     picture.save(file, "PNG")
     captions = ["a red square", "blue " * 30]
     with torch.inference_mode():

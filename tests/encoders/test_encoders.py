@@ -30,11 +30,9 @@ def transformers():
 @pytest.mark.parametrize("name", POOLINGS)
 def test_masked_tokens_have_no_influence(name):
     torch.manual_seed(0)
-    pool = POOLINGS[name]()
-    features = torch.randn(3, 5, 4, requires_grad=True)
+    pool, features = POOLINGS[name](), torch.randn(3, 5, 4, requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
-    pooled = pool(features, mask)
-    changed = features.detach().masked_fill(~mask.unsqueeze(-1), 1e4)
+    pooled, changed = pool(features, mask), features.detach().masked_fill(~mask.unsqueeze(-1), 1e4)
     torch.testing.assert_close(pool(changed, mask), pooled)
     torch.testing.assert_close(pool(features[1:2, :2]), pooled[1:2])
     pooled.sum().backward()
@@ -42,8 +40,7 @@ def test_masked_tokens_have_no_influence(name):
 
 
 def test_gpo_and_head_options():
-    features = torch.randn(4, 6, 3)
-    mask = torch.arange(6) < torch.tensor([6, 3, 1, 4]).unsqueeze(1)
+    features, mask = torch.randn(4, 6, 3), torch.arange(6) < torch.tensor([6, 3, 1, 4]).unsqueeze(1)
     gpo = GPO()
     torch.nn.init.zeros_(gpo.linear.weight)
     torch.testing.assert_close(gpo(features, mask), AveragePool()(features, mask))
@@ -93,8 +90,7 @@ def small_model():
 def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
     model = small_model()
     texts = ["a red circle", "blue", "a blue square with words it has never seen, and many"]
-    together = model.embed_texts(texts)
-    alone = [model.embed_texts([t]) for t in texts]
+    together, alone = model.embed_texts(texts), [model.embed_texts([t]) for t in texts]
     torch.testing.assert_close(together.mean, torch.cat([e.mean for e in alone]))
     torch.testing.assert_close(together.log_var, torch.cat([e.log_var for e in alone]))
     assert model.embed_images([png(), png("blue", (64, 3))], batch_size=1).n == 2
@@ -104,8 +100,7 @@ def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
     raises(ValueError, "nothing to embed", model.embed_texts, [])
     texts = ["giraffe", "fire engine", "Pokémon"] * 2
     first, second = train_tokenizer(texts, 60), train_tokenizer(texts, 60)
-    assert first.to_str() == second.to_str()
-    assert tokenize(first, ["giraffe"], 9) == [[first.token_to_id("giraffe")]]
+    assert first.to_str() == second.to_str() and tokenize(first, ["giraffe"], 9) == [[first.token_to_id("giraffe")]]
     assert first.token_to_id("[UNK]") not in tokenize(first, ["pokemonfiregine"], 20)[0]
     assert tokenize(first, ["", "fire engine fire engine"], 3)[0] == [0]
     assert len(tokenize(first, ["fire engine fire engine"], 3)[0]) == 3
@@ -235,8 +230,7 @@ def test_the_spherical_average_is_that_of_the_variances_and_not_of_their_logarit
 def test_a_head_of_several_embeddings_is_a_loop_over_their_attention():
     torch.manual_seed(0)
     head = GaussianHead(8, 5, HeadOptions(pooling="average", variance=False, embeddings=3))
-    features = torch.randn(4, 6, 8)
-    mask = torch.arange(6) < torch.tensor([6, 3, 1, 4]).unsqueeze(1)
+    features, mask = torch.randn(4, 6, 8), torch.arange(6) < torch.tensor([6, 3, 1, 4]).unsqueeze(1)
     embedding = head(TokenFeatures(features, mask))
     assert embedding.mean.shape == (4, 15) and embedding.log_var.isneginf().all()
     for i, length in enumerate(mask.sum(1).tolist()):
@@ -250,8 +244,7 @@ def test_a_head_of_several_embeddings_is_a_loop_over_their_attention():
 
 def test_the_small_text_encoder_is_a_convolution_over_each_text_alone():
     torch.manual_seed(0)
-    encoder = SmallTextEncoder(50, 8, dropout=0.5).double().eval()
-    texts = [[3, 1, 4, 1, 5], [9], [2, 6]]
+    encoder, texts = SmallTextEncoder(50, 8, dropout=0.5).double().eval(), [[3, 1, 4, 1, 5], [9], [2, 6]]
     mask = torch.tensor([[k < len(ids) for k in range(7)] for ids in texts])
     ids = torch.zeros(3, 7, dtype=torch.int64)
     for row, text in zip(ids, texts, strict=True):
@@ -259,12 +252,10 @@ def test_the_small_text_encoder_is_a_convolution_over_each_text_alone():
     found = encoder(Inputs(ids, mask)).mean
     for row, text in zip(found, texts, strict=True):
         embedded = encoder.embedding.weight[text]
-        context = encoder.neighbours(embedded.T.unsqueeze(0))[0].T
-        expected = encoder.norm(embedded + torch.nn.functional.gelu(context))
+        expected = encoder.norm(embedded + torch.nn.functional.gelu(encoder.neighbours(embedded.T.unsqueeze(0))[0].T))
         torch.testing.assert_close(row[: len(text)], expected)
         assert not row[len(text) :].any()
-    alone = encoder(Inputs(ids[:1, :5])).mean
-    torch.testing.assert_close(alone[0], found[0, :5])
+    torch.testing.assert_close(encoder(Inputs(ids[:1, :5])).mean[0], found[0, :5])
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,7 @@ def test_backbones_side_by_side_pooled_and_of_several_layers():
     np.testing.assert_array_equal(second, [[6, 6, 6, 7, 7, 7, 7]] * 2)
     uneven = SideBySide([Fixed("a", 2, 3), Fixed("b", 9, 4)])
     raises(UserError, "have 2 and 9 tokens an image; .* set model.image.grid", uneven, [b"x"])
-    texts = ["a red fox", "dog"]
-    options = {}, {"pooled": True}, {"pooled": True, "layers": (0, 6)}
+    texts, options = ["a red fox", "dog"], ({}, {"pooled": True}, {"pooled": True, "layers": (0, 6)})
     tokens, usual, both = (text_backbone("minilm-l6-v2", **given) for given in options)
     assert (usual.channels, both.channels) == (384, 768)
     assert len({one.fingerprint for one in (tokens, usual, both)}) == 3
@@ -117,8 +116,7 @@ def test_the_hidden_network_reads_the_average_token():
         hidden = linear.weight @ average + linear.bias
         hidden = (hidden - hidden.mean()) / (hidden.var(unbiased=False) + norm.eps).sqrt() * norm.weight + norm.bias
         gelu = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
-        expected = head.mean.linear(average) + last.weight @ gelu + last.bias
-        torch.testing.assert_close(found[i], expected)
+        torch.testing.assert_close(found[i], head.mean.linear(average) + last.weight @ gelu + last.bias)
 
 
 @pytest.mark.parametrize("size", [64, 70])
@@ -149,8 +147,7 @@ def test_packaged_backbones_by_precision_and_the_text_network_is_that_of_transfo
     large = Image.fromarray(small.transpose(1, 2, 0)).resize((3000, 2400), Image.Resampling.BICUBIC)
     file = io.BytesIO()
     large.save(file, "JPEG", quality=95)
-    backbone = image_backbone("efficientnet-lite0", grid=1)
-    whole = decode_image(file.getvalue(), 224)
+    backbone, whole = image_backbone("efficientnet-lite0", grid=1), decode_image(file.getvalue(), 224)
     assert not np.array_equal(backbone.decode(file.getvalue()), whole)  # Fewer pixels were decoded.
     reduced, full = (backbone([item])[0][0].astype(float) for item in (file.getvalue(), whole))
     assert reduced @ full / np.linalg.norm(reduced) / np.linalg.norm(full) > 0.999
@@ -162,8 +159,7 @@ def test_packaged_backbones_by_precision_and_the_text_network_is_that_of_transfo
     assert all(np.array_equal(a[name], b[name]) for name in a)
     assert a["attention_mask"].sum(1).tolist()[1::2] == [2, 64]
     mask = a["attention_mask"].astype(bool)
-    found = ours.states(a, range(7)), theirs.states(b, range(7))
-    for k, (x, y) in enumerate(zip(*found, strict=True)):
+    for k, (x, y) in enumerate(zip(ours.states(a, range(7)), theirs.states(b, range(7)), strict=True)):
         x, y = (torch.from_numpy(of_layer[mask]) for of_layer in (x, y))
         assert torch.cosine_similarity(x, y).min() > 0.9995, f"layer {k}"
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.1, msg=lambda text, k=k: f"layer {k}: {text}")
@@ -239,8 +235,7 @@ def test_bad_items_are_told_and_left_out(tmp_path):
         raise FileNotFoundError("gone")
 
     told, items = {}, [*reading("ab", "bad", "c", "bad"), gone]
-    tell = lambda i, error: told.update({i: str(error)})
-    store, kept = cached_features(Counting(), items, tmp_path, on_error=tell)
+    store, kept = cached_features(Counting(), items, tmp_path, on_error=lambda i, error: told.update({i: str(error)}))
     assert kept.tolist() == [0, 2] and len(store) == 2
     assert told.pop(3).startswith("the same content as another item") and told == {1: "cannot decode", 4: "gone"}
     raises(ValueError, "cannot decode", cached_features, Counting(), reading("bad"), tmp_path)
@@ -268,8 +263,7 @@ def test_records_cut_or_of_another_fingerprint_never_come_back_with_others(tmp_p
     store, _ = cached_features(Counting(), reading("defg"), tmp_path)
     assert store.batch(np.array([0])).to("cpu").values.eq(4).all()
     FeatureCache(tmp_path, "a", 3).append([hashlib.sha256(b"x").digest()], [np.zeros((1, 3))])
-    assert FeatureCache(tmp_path, "b", 3).known() == {}
-    assert len(FeatureCache(tmp_path, "a", 3).known()) == 1
+    assert FeatureCache(tmp_path, "b", 3).known() == {} and len(FeatureCache(tmp_path, "a", 3).known()) == 1
     raises(ValueError, "holds a cache of other features", FeatureCache, tmp_path, "a", 4)
 
 
@@ -314,8 +308,7 @@ def test_the_encoder_whitens_and_describes_itself(tmp_path, config):
     assert processor.channels == encoder.channels == 6 and encoder.description == {"channels": 6}
     store, _ = processor.read([EmbeddingRow(TABLE, row) for row in range(20)])
     encoder.eval().fit(store)
-    out = encoder(store.batch(np.arange(20)).to("cpu")).mean[:, 0]
-    values = VALUES.double()
+    out, values = encoder(store.batch(np.arange(20)).to("cpu")).mean[:, 0], VALUES.double()
     expected = (values - values.mean(0)) / values.std(0, unbiased=False)
     torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-5)
     raises(ValueError, "has the channels of its data; none are given", build_embeddings, config, context(tmp_path))

@@ -50,8 +50,7 @@ def test_vectors_of_known_words_are_read_and_the_first_of_a_word_counts(tmp_path
     encoder = WordEncoder(tokenizer.get_vocab_size(), 3, 2)
     before = encoder.words.weight.detach().clone()
     encoder.set_vectors(found)
-    changed = (encoder.words.weight != before).any(1).nonzero()[:, 0].tolist()
-    assert changed == sorted(found)
+    assert (encoder.words.weight != before).any(1).nonzero()[:, 0].tolist() == sorted(found)
     torch.testing.assert_close(encoder.words.weight[tokenizer.token_to_id("dog")], torch.tensor([0.1, 2, 3]))
 
 
@@ -73,8 +72,7 @@ def test_files_that_are_no_vectors_of_that_width_are_refused(tmp_path):
 def state(gru, vectors, suffix):
     """h after reading a list of word vectors in that order, by the formulas of the GRU, a word at a time."""
     weights = {name: p.detach().numpy() for name, p in gru.named_parameters()}
-    h = np.zeros(gru.hidden_size)
-    states = []
+    h, states = np.zeros(gru.hidden_size), []
     for x in vectors:
         of_input = weights[f"weight_ih_l0{suffix}"] @ x + weights[f"bias_ih_l0{suffix}"]
         of_state = weights[f"weight_hh_l0{suffix}"] @ h + weights[f"bias_hh_l0{suffix}"]
@@ -86,16 +84,14 @@ def state(gru, vectors, suffix):
 
 
 def batch():
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 9, (3, 5), generator=generator)
+    ids = torch.randint(0, 9, (3, 5), generator=torch.Generator().manual_seed(1))
     return Inputs(ids, torch.arange(5) < torch.tensor([[5], [2], [1]]))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_states_are_those_of_each_text_read_alone_word_by_word(bidirectional):
     torch.manual_seed(0)
-    encoder = WordEncoder(9, 4, 3, bidirectional=bidirectional).double()
-    inputs = batch()
+    encoder, inputs = WordEncoder(9, 4, 3, bidirectional=bidirectional).double(), batch()
     final = encoder(inputs)
     encoder.states = "all"
     every = encoder(inputs)
@@ -154,8 +150,7 @@ def loop(layer, regions, lengths, *, training):
                 relation = sum(a * b for a, b in zip(theta[i], phi[j], strict=True)) / length
                 message = [m + relation * x for m, x in zip(message, g[j], strict=True)]
             moved.append(((n, i), linear(layer.out, message)))
-    values = np.array([vector for _, vector in moved])
-    norm = layer.norm
+    values, norm = np.array([vector for _, vector in moved]), layer.norm
     mean, var = (values.mean(0), values.var(0)) if training else (norm.running_mean.numpy(), norm.running_var.numpy())
     weight, bias = (p.detach().numpy() for p in (norm.weight, norm.bias))
     normal = (values - mean) / np.sqrt(var + norm.eps) * weight + bias
@@ -164,8 +159,7 @@ def loop(layer, regions, lengths, *, training):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_graph_layer_is_the_loop(training):
-    layer = layer_of(4).train(training)
-    lengths = [3, 5, 1]
+    layer, lengths = layer_of(4).train(training), [3, 5, 1]
     regions = torch.randn(3, 5, 4, dtype=torch.float64)
     mask = torch.arange(5) < torch.tensor(lengths)[:, None]
     expected = loop(layer, regions, lengths, training=training)
@@ -186,8 +180,7 @@ def test_a_new_layer_is_the_identity_and_a_single_region_is_normalised_by_the_ru
     layer = layer_of(4).train()
     regions, mask = torch.randn(1, 2, 4, dtype=torch.float64), torch.tensor([[True, False]])
     before = {name: value.clone() for name, value in layer.norm.named_buffers()}
-    expected = loop(layer, regions, [1], training=False)
-    found = layer(regions, mask)
+    expected, found = loop(layer, regions, [1], training=False), layer(regions, mask)
     np.testing.assert_allclose(found[0, 0].detach().numpy(), expected[0, 0], rtol=1e-10, atol=1e-12)
     assert all(torch.equal(value, before[name]) for name, value in layer.norm.named_buffers())
     found.sum().backward()
@@ -205,20 +198,17 @@ def encoder_of(seed=0, **options):
 
 @pytest.mark.parametrize("recurrent", [True, False])
 def test_padding_and_holes_are_as_if_the_item_came_alone(recurrent):
-    encoder = encoder_of(recurrent=recurrent, variance=True).eval()
-    features = torch.randn(2, 4, 5)
+    encoder, features = encoder_of(recurrent=recurrent, variance=True).eval(), torch.randn(2, 4, 5)
     mask = torch.tensor([[False, True, False, True], [True, True, True, False]])
     found = encoder(Inputs(features, mask))
     for n in range(2):
         alone = encoder(Inputs(features[n : n + 1, mask[n]]))
         for whole, single in ((found.mean, alone.mean), (found.log_var, alone.log_var)):
-            shown = whole[n] if recurrent else whole[n, mask[n]]
-            torch.testing.assert_close(shown, single[0], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(whole[n] if recurrent else whole[n, mask[n]], single[0], rtol=1e-5, atol=1e-6)
 
 
 def test_the_gru_ends_at_the_last_region_the_log_variance_shares_nothing_and_regions_are_dropped():
-    encoder = encoder_of(variance=True)
-    inputs = Inputs(torch.randn(3, 4, 5))
+    encoder, inputs = encoder_of(variance=True), Inputs(torch.randn(3, 4, 5))
     encoder(inputs).log_var.sum().backward()
     assert all(p.grad is None for p in encoder.mean.parameters())
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in encoder.variance_layers.parameters())
@@ -238,8 +228,7 @@ def test_the_gru_ends_at_the_last_region_the_log_variance_shares_nothing_and_reg
     found = reasoning(features, mask)[:, 0]
     for n, length in enumerate((3, 2)):
         unit = nn.functional.normalize(reasoning.linear(features[n, :length]), dim=-1)
-        state = torch.zeros(1, 6)
-        cell = nn.GRUCell(5 + 1, 6)
+        state, cell = torch.zeros(1, 6), nn.GRUCell(5 + 1, 6)
         for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
             setattr(cell, name, getattr(reasoning.gru, f"{name}_l0"))
         for region in unit:
@@ -249,11 +238,9 @@ def test_the_gru_ends_at_the_last_region_the_log_variance_shares_nothing_and_reg
 
 def test_a_store_reads_what_a_batch_needs_and_pads_it():
     random = np.random.default_rng(0)
-    features = [random.standard_normal((r, 5)).astype(np.float32) for r in (2, 4, 1)]
-    reads = []
+    features, reads = [random.standard_normal((r, 5)).astype(np.float32) for r in (2, 4, 1)], []
     item = lambda k: lambda: reads.append(k) or regions_to_bytes(features[k])
-    failed = {}
-    items = [item(0), lambda: b"no features", item(1), item(2)]
+    failed, items = {}, [item(0), lambda: b"no features", item(1), item(2)]
     store, kept = RegionProcessor(5).read(items, on_error=lambda i, error: failed.update({i: str(error)}))
     assert kept.tolist() == [0, 2, 3] and len(store) == 3 and list(failed) == [1] and reads == [0, 1, 2]
     batch = store.batch(np.array([2, 1]))

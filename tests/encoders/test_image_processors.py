@@ -15,8 +15,7 @@ from sfumato.data.transforms import random_crop_box
 from sfumato.encoders.processors import BilinearProcessor, ImageFileProcessor, ImageFileStore, PixelProcessor
 
 DATA = [encoded(noise(20 + i, 17, seed=i)) for i in range(12)]
-ITEMS = [lambda d=d: d for d in DATA]
-INDEX = np.array([7, 0, 7, 11, 3])
+ITEMS, INDEX = [lambda d=d: d for d in DATA], np.array([7, 0, 7, 11, 3])
 file_store = lambda items, workers=2: ImageFileStore(items, 8, PixelProcessor(8).prepare, workers)
 
 
@@ -25,8 +24,7 @@ def test_a_batch_is_each_picture_decoded_alone(fit):
     store, _ = ImageFileProcessor(8, fit=fit).read(ITEMS)
     batch = store.batch(INDEX).to("cpu")
     assert len(store) == 12 and len(batch) == 5 and batch.mask is None and batch.values.dtype == torch.uint8
-    expected = np.stack([decode_image(DATA[i], 8, fit=fit) for i in INDEX])
-    assert np.array_equal(batch.values.numpy(), expected)
+    assert np.array_equal(batch.values.numpy(), np.stack([decode_image(DATA[i], 8, fit=fit) for i in INDEX]))
     assert store.batch(np.array([], np.int64)).to("cpu").values.shape == (0, 3, 8, 8)
 
 
@@ -73,8 +71,7 @@ def test_a_picture_that_becomes_unreadable_is_named_and_bad_ones_are_left_out():
 
         return read
 
-    data = [DATA[0], b"<html>", DATA[1], None, DATA[2][:200], DATA[3]]
-    processor = ImageFileProcessor(8)
+    data, processor = [DATA[0], b"<html>", DATA[1], None, DATA[2][:200], DATA[3]], ImageFileProcessor(8)
     items = [reading(i, d) for i, d in enumerate(data)]
     store, kept = processor.read(items, progress=done.append, on_error=lambda i, e: told.update({i: str(e)}))
     assert kept.tolist() == [0, 2, 5] and kept.dtype == np.int64 and len(store) == 3 and sum(done) == 6
@@ -93,8 +90,7 @@ def test_the_reader_of_nothing_and_of_more_than_one_part():
     store, kept = processor.read([])
     assert len(store) == 0 and kept.tolist() == []
     bad = {0, 511, 512, 1299}
-    items = [lambda i=i: b"" if i in bad else DATA[i % 12] for i in range(1300)]
-    told = []
+    items, told = [lambda i=i: b"" if i in bad else DATA[i % 12] for i in range(1300)], []
     store, kept = processor.read(items, on_error=lambda i, e: told.append(i))
     assert told == sorted(bad) and kept.tolist() == [i for i in range(1300) if i not in bad]
     assert np.array_equal(store.batch(np.array([1295])).to("cpu").values[0].numpy(), decode_image(DATA[1298 % 12], 8))
@@ -123,5 +119,4 @@ def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
     store, kept = BilinearProcessor(12).read([lambda: encoded(picture)])
     ours = store.batch(kept).to("cpu").values[0].permute(1, 2, 0).numpy()
     assert ours.shape == (12, 12, 3) and ours.dtype == np.uint8
-    expected = bilinear_loops(picture.astype(np.float64), 12)
-    assert np.abs(ours - expected).max() <= 0.5 + 1e-3
+    assert np.abs(ours - bilinear_loops(picture.astype(np.float64), 12)).max() <= 0.5 + 1e-3

@@ -101,5 +101,4 @@ def test_ids_are_those_of_transformers_tokenizers_of_clip_and_t5():
     told = {"vocabulary": len(pieces), "max_tokens": 12, "begin": "", "end": "</s>", "pad_to_max": True}
     ours = processor(theirs.backend_tokenizer, **told, clean=CLEANINGS["canonicalize"])
     cleaned = [CLEANINGS["canonicalize"](text) for text in TEXTS]
-    expected = theirs(cleaned, truncation=True, padding="max_length", max_length=12)["input_ids"]
-    assert ids(ours, *TEXTS) == expected
+    assert ids(ours, *TEXTS) == theirs(cleaned, truncation=True, padding="max_length", max_length=12)["input_ids"]

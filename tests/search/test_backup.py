@@ -35,16 +35,14 @@ from sfumato.search.stores.protocol import Records, open_store
 from sfumato.search.texts import item_texts, text_vectors
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "operate.md"
-N, D = 90, 5
-pytestmark = pytest.mark.usefixtures("quick_texts")
+N, D, pytestmark = 90, 5, pytest.mark.usefixtures("quick_texts")
 
 
 def version_of(i, step):
     mean = np.array([i, step, 1, -2, i * 0.5], np.float32)
     captions = f"number {i} {'before' if step % 2 else 'after'} {'after' if step % 2 else 'before'}"
     captions += f"\nseen {step} times" if i % 3 else ""
-    payload = {"step": str(step)} | ({} if i % 7 == step % 7 else {"captions": captions})
-    return mean, payload
+    return mean, {"step": str(step)} | ({} if i % 7 == step % 7 else {"captions": captions})
 
 
 def write(collection, ids, step):
@@ -56,8 +54,7 @@ def write(collection, ids, step):
 def assert_texts_match(collection, payloads):
     kept = {id: payload for id, payload in payloads.items() if item_texts(payload)}
     vectors = dict(zip(kept, text_vectors(list(kept.values())), strict=True))
-    there = [id for part in collection.texts.store.scan() for id in part.ids]
-    assert sorted(there) == sorted(kept)
+    assert sorted([id for part in collection.texts.store.scan() for id in part.ids]) == sorted(kept)
     records = collection.texts.store.get(list(kept))
     for id, vector in zip(records.ids, records.vectors, strict=True):
         np.testing.assert_allclose(vector, vectors[id], rtol=0, atol=1e-6)

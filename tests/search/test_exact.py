@@ -307,8 +307,7 @@ def bounds(screen, queries):
 @with_each_distance([kind for kind in KINDS if not kind.startswith("squares")])
 def test_bounds_hold_the_observed_errors(kind, distance, dtype):
     gallery, queries = items(kind, 1500, 1, d=64), items(kind, 9, 2, d=64)
-    screen = screen_of(gallery, distance, dtype)
-    lower, upper, true = bounds(screen, queries)
+    lower, upper, true = bounds(screen_of(gallery, distance, dtype), queries)
     assert (lower <= true).all() and (true <= upper).all()
     # Not vacuous: relative to the lengths of the factors they are as narrow as the dtype lets them be.
     scale = true + (gallery.mean.astype(np.float64) ** 2).sum(1).max() + 1

@@ -77,8 +77,7 @@ def calibrated(n_gallery=150, n_queries=400, seed=30):
     queries = GaussianEmbedding(gallery.mean[of] + noise, gallery.log_var[of])
     held_out, new = queries[:n_queries], queries[n_queries:]
     distance, match = csd_matrix(held_out, gallery), np.eye(n_gallery, dtype=int)[of[:n_queries]]
-    calibration = Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
-    return gallery, new, of[n_queries:].tolist(), calibration
+    return gallery, new, of[n_queries:].tolist(), Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
 
 
 def test_sets_are_within_the_radius_and_abstentions_by_the_risk():
@@ -111,8 +110,7 @@ def test_sets_are_within_the_radius_and_abstentions_by_the_risk():
 
 def test_probabilities_know_the_size_of_the_gallery():
     gallery, queries, _, calibration = calibrated()
-    more = clustered(1350, seed=40, n_clusters=150)
-    larger = GaussianEmbedding.cat([gallery, more])
+    larger = GaussianEmbedding.cat([gallery, clustered(1350, seed=40, n_clusters=150)])
     index, tenfold = (GaussianIndex.build(g, ids_of(g.n), calibration=calibration) for g in (gallery, larger))
     shift = np.log(1 / 1499) - np.log(1 / 149)
     for d in (0.5, 2.0, 8.0):

@@ -92,8 +92,7 @@ class TestMilvusServer(contract.StoreBasics):
         self.stores = made_ahead
 
     def create(self, tmp_path, dim):
-        place = next(i for i, store in enumerate(self.stores) if store.dim == dim)
-        contract.made.append(self.stores.pop(place))
+        contract.made.append(self.stores.pop(next(i for i, store in enumerate(self.stores) if store.dim == dim)))
         return contract.made[-1]
 
 
@@ -248,13 +247,11 @@ def test_two_stores_of_one_file_and_another_process(tmp_path):
     first.close()
     assert_holds(second, by_id(batch))
     second.close()
-    with pytest.raises(UserError):
-        second.count()
+    raises(UserError, None, second.count)
     with (path / "LOCK").open() as lock:  # as another process holds it that has the file open
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         raises(UserError, "another process may have it open", open_store, url)
-    third = open_store(url)
-    assert_holds(third, by_id(batch))
+    assert_holds(open_store(url), by_id(batch))
 
 
 def test_servers_that_are_not_there_and_passwords(monkeypatch):

@@ -82,10 +82,8 @@ def test_the_index_is_used_and_none_is_exact(server, monkeypatch, index):
     store.optimise()
     plans = plan_of(store, monkeypatch)
     assert len(plans) == 1 and f"_{index} on" in plans[0]
-    exact = open_store(url.replace(index, "none"))
-    assert "Index Scan" not in plan_of(exact, monkeypatch)[0]
-    kept = open_store(url.replace(f"&index={index}", ""))
-    assert kept.index == index
+    assert "Index Scan" not in plan_of(open_store(url.replace(index, "none")), monkeypatch)[0]
+    assert open_store(url.replace(f"&index={index}", "")).index == index
 
 
 @pytest.mark.parametrize("compress", ["none", "binary"])
@@ -108,8 +106,7 @@ def test_compressed_vectors_are_candidates_only(server, monkeypatch, index, comp
     contract.assert_candidates_only(store)
     (plan,) = plan_of(store, monkeypatch)
     assert f"_{index} on" in plan and code in plan
-    one = open_store(url.replace("&compress", "&overfetch=1&compress"))
-    assert len(one.search(queries(1, 40, 22), 5)[0]) == 5
+    assert len(open_store(url.replace("&compress", "&overfetch=1&compress")).search(queries(1, 40, 22), 5)[0]) == 5
 
 
 def test_dimensions_and_versions_that_there_are_not(server):

@@ -196,8 +196,7 @@ payload_of = lambda n: {"colour": ["rgb"[i % 3] for i in range(n)], "text": [f"n
 
 
 def calibration_of(gallery, seed=9):
-    queries = gaussians(300, seed)
-    distance = csd_matrix(queries, gallery)
+    distance = csd_matrix(gaussians(300, seed), gallery)
     order, second = distance.argsort(1), np.arange(300) % 4 == 0
     match = np.eye(gallery.n, dtype=int)[np.where(second, order[:, 1], order[:, 0])]
     return Calibration.fit(distance, match, t2i=QueryScores.fit(distance, match))
@@ -245,8 +244,7 @@ def conditional_of(calibration):
 
 
 def referenced(calibration):
-    first = FirstHit(0.9, 0.4, (0.3, -0.2), (0.0, 0.0), (90.0, 90.0))
-    hits = replace(calibration.t2i.conditional, first=first)
+    hits = replace(calibration.t2i.conditional, first=FirstHit(0.9, 0.4, (0.3, -0.2), (0.0, 0.0), (90.0, 90.0)))
     reference = ReferenceQueries.of(gaussians(60, 17), "csd", "t2i")
     return replace(calibration, t2i=replace(calibration.t2i, conditional=hits, reference=reference, hits=None))
 
@@ -260,18 +258,15 @@ def test_probabilities_given_the_nearest_items(tmp_path, wanted, with_reference)
     queries = gaussians(7, 3)
     accepted = [wanted is None or wanted.accepts(index.get([i]).payloads[0], 0.0) for i in index.ids]
     distance = csd_matrix(queries, index.embeddings).astype(np.float64)
-    nearest = np.sort(distance)[:, :50]
-    n, features = distance.shape[1], None
+    nearest, n, features = np.sort(distance)[:, :50], distance.shape[1], None
     if with_reference:
-        first = index.embeddings[distance.argmin(1)]
-        features = calibration.t2i.reference.features(queries, first)
+        features = calibration.t2i.reference.features(queries, index.embeddings[distance.argmin(1)])
     slow = calibration.t2i.hit_probability(distance, nearest, n_gallery=n, reference=features)
     assert not np.allclose(slow, calibration.t2i.probability(distance, n_gallery=n), atol=0.01)
     slow = slow[:, accepted]  # A filter leaves the probabilities as they are.
     with made:
         for gallery in (index, made):
-            found = gallery.search(queries, 9, SearchOptions(filter=wanted))
-            for hits, p in zip(found, -np.sort(-slow), strict=True):
+            for hits, p in zip(gallery.search(queries, 9, SearchOptions(filter=wanted)), -np.sort(-slow), strict=True):
                 assert [h.match_probability for h in hits] == pytest.approx(p[:9], abs=1e-4)
             assert gallery.expected_matches(queries, wanted) == pytest.approx(slow.sum(1).tolist(), rel=1e-3)
             assert gallery.expected_matches(queries, Filter({"colour": ("mauve",)})) == [0.0] * 7
@@ -356,8 +351,7 @@ def test_what_was_interrupted_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalStore, "upsert", dies)
     for source, name in ((made, "copied"), (index, "from index")):
         upserts.clear()
-        with pytest.raises(KeyboardInterrupt):
-            copy_gallery(source, tmp_path / name, batch=60)
+        raises(KeyboardInterrupt, None, copy_gallery, source, tmp_path / name, batch=60)
         raises(UserError, "is incomplete: a copy was interrupted; remove it", GaussianCollection.open, tmp_path / name)
         with GaussianCollection.open(tmp_path / name, unfinished=True) as part:
             assert len(part) == 60

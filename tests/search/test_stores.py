@@ -270,8 +270,7 @@ def write_and_wait(url):
 def test_a_second_writer_is_told_who_writes(tmp_path):
     url = f"file:{tmp_path}/store"
     create_store(url, 4).close()
-    first, second = records(20, 4, 1), records(30, 4, 2)
-    writer, store = open_store(url), open_store(url)
+    first, second, writer, store = records(20, 4, 1), records(30, 4, 2), open_store(url), open_store(url)
     writer.upsert(first)
     for write in (lambda: store.upsert(second), store.optimise):
         raises(StoreInUseError, "another opening in this process writes to it; wait until", write)

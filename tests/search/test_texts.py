@@ -106,8 +106,7 @@ def by_loops(collection, gallery, query, text, neutral=False, own=None):
         if texts := item_texts(payload):
             mean = np.stack([vectors_by_text()[one] for one in texts]).mean(0)
             length = math.sqrt((1 + 0.6 * (len(texts) - 1)) / len(texts) / (1 + 0.6 * 3) * 4)  # As of four texts.
-            cosine = float(vector @ mean / np.linalg.norm(mean)) * length
-            few = missing / len(texts)
+            cosine, few = float(vector @ mean / np.linalg.norm(mean)) * length, missing / len(texts)
             values = (cosine, words, float(close(weight, payload)), missing, few, 1 / n_words, prior)
             pairs.append(linear(of["pair_with"], image, values))
         else:
@@ -320,8 +319,7 @@ def test_the_language_of_words_that_a_model_of_english_does_not_know():
         "selfie",
         "xqzvw",
     )
-    found = ["German", "German", "French", *[None] * 5]
-    assert [other_language(text, dict, known) for text in texts] == found
+    assert [other_language(text, dict, known) for text in texts] == ["German", "German", "French", *[None] * 5]
     assert other_language("chien", lambda: ["chien"], known) is None and not other_language("chien", dict, frozenset())
 
 

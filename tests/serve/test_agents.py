@@ -39,8 +39,7 @@ def asked(server, *calls):
     return asyncio.run(ask())
 
 
-def said(result):
-    return json.loads(result.content[0].text)
+said = lambda result: json.loads(result.content[0].text)
 
 
 def made(index):

@@ -43,8 +43,7 @@ def run(folder, *words):
 
 
 def generated(service, folder, which):
-    text = service.get("/openapi.json").text
-    (folder / "openapi.json").write_text(text)
+    (folder / "openapi.json").write_text(service.get("/openapi.json").text)
     (folder / "client.yaml").write_text(blocks("yaml")[0])
     (folder / "node_modules").symlink_to(TOOLS / "node_modules")
     for language, name in (("python", "search.py"), ("typescript", "search.mts")):
@@ -52,8 +51,7 @@ def generated(service, folder, which):
         (folder / name).write_text(example)
     (lines,) = (block for block in blocks("bash") if which in block)
     commands = [shlex.split(line, comments=True) for line in lines.splitlines()]
-    outputs = [run(folder, *words) for words in commands if words[0] not in ("curl", "pip", "npm")]
-    return outputs[-1]
+    return [run(folder, *words) for words in commands if words[0] not in ("curl", "pip", "npm")][-1]
 
 
 def check_example(printed, service):

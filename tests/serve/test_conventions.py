@@ -274,8 +274,7 @@ def test_verdicts_are_counted_kept_replaced_and_taken_back(judged):
     give(judged, ("red", ids[0], True, 0.9), ("red", ids[1], False, 0.3), ("red", ids[2], True), ("red", ids[3], None))
     drawn = {"query": "a red one", "id": ids[0], "yes": True, "probability": 0.5, "why": "probability 0.1-0.9"}
     assert judged.post("/v1/judgements", json={"judgements": [drawn]}).status_code == 200
-    more = [after - one for one, after in zip(before, counted(), strict=True)]
-    assert more == pytest.approx([2, 1, 1.2, 1, 1, 0.5])
+    assert [after - one for one, after in zip(before, counted(), strict=True)] == pytest.approx([2, 1, 1.2, 1, 1, 0.5])
     judged.file.unlink()
     assert judged.get("/v1/judgements").json()["precision"] is None and not judged.file.exists()
     assert give(judged, ("red", ids[0], True, 0.9), ("red", ids[1], False)) == {"kept": 2, "removed": 0, "n": 2}
@@ -288,8 +287,7 @@ def test_verdicts_are_counted_kept_replaced_and_taken_back(judged):
     assert (first.judge, first.yes, first.probability, first.why, first.target) == ("web", 1, 0.9, "chosen", "fits")
     assert (other.judge, other.weight, other.why) == ("ann", 2.5, "probability 0.1-0.9")
     assert (second.pair, second.yes, second.probability) == (("red", ids[1]), 0, None)
-    given = judged.get("/v1/judgements", params={"query": "red"}).json()["given"]
-    assert given == {ids[0]: True, ids[1]: False}
+    assert judged.get("/v1/judgements", params={"query": "red"}).json()["given"] == {ids[0]: True, ids[1]: False}
     assert judged.get("/v1/judgements", params={"query": "red", "judge": "ann"}).json()["given"] == {}
     qrels = judged.get("/v1/judgements?format=qrels")
     assert qrels.headers["content-type"].startswith("text/plain")
@@ -333,8 +331,7 @@ def test_all_verdicts_of_a_request_are_kept_or_none(judged):
     judged.file.write_text("{}\n")
     body = {"judgements": [{"query": "a", "id": item, "yes": 1}]}
     for method, options in (("GET", {}), ("POST", {"json": {"use": True}}), ("POST", {"json": body})):
-        answer = judged.request(method, "/v1/judgements", **options)
-        assert problem(answer, 503)["code"] == "store-failed"
+        assert problem(judged.request(method, "/v1/judgements", **options), 503)["code"] == "store-failed"
     assert judged.file.read_text() == "{}\n", "a file that cannot be read is left as it is"
 
 

@@ -87,8 +87,7 @@ def test_pictures_that_are_stored_or_shown():
     assert shown(serving.picture(), None) == ({"type": "image/png"}, b"")  # As it is.
     raises(ValueError, "cannot be decoded", shown, serving.picture(size=(200, 200), format="JPEG")[:500], 16)
     photograph, clear = halves((120, 80)), Image.new("RGBA", (120, 80), (0, 0, 0, 0))
-    grey = Image.fromarray(np.full((80, 120), 40_000, np.uint16))
-    scans = [saved("TIFF", photograph), saved("TIFF", grey)]
+    scans = [saved("TIFF", photograph), saved("TIFF", Image.fromarray(np.full((80, 120), 40_000, np.uint16)))]
     if importlib.util.find_spec("pillow_heif"):
         scans.append(heic(photograph))
     for data in scans:
@@ -389,8 +388,7 @@ def test_every_error_is_a_problem_that_can_be_said(client):
         assert message and ("NUL" in message) == in_words and "pattern" not in told["detail"]
         if "unknown" in told["detail"]:
             assert f"{where}: unknown field '{where.rpartition('.')[2]}'" in told["detail"]
-    wrong = "search", "search?q=", "search?q=a&where=nothing", "search?q=a&x=1", "items?limit=0"
-    for path in wrong:
+    for path in ("search", "search?q=", "search?q=a&where=nothing", "search?q=a&x=1", "items?limit=0"):
         assert serving.problem(client.get(f"/v1/{path}"), 422)["errors"][0]["where"].startswith("query"), path
     assert "expected FIELD=VALUE" in client.get("/v1/search?q=a&where=nothing").json()["detail"]
     serving.problem(client.get("/v1/items/nobody"), 404)
@@ -427,8 +425,7 @@ def test_sigterm_first_tells_the_proxy_and_goes_on_answering(collection):
     assert answer.status_code == 200 and answer.json()["answers"][0]["hits"]
     status, err = process.finish()
     assert status == 0 and "Traceback" not in err and time.monotonic() - began > 2.4
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/healthz", trust_env=False)
+    raises(httpx.ConnectError, None, httpx.get, f"{url}/healthz", trust_env=False)
 
 
 def test_a_second_signal_ends_the_draining(client):
@@ -498,8 +495,7 @@ class FickleStore:
 
 @pytest.fixture
 def fickle(collection, monkeypatch):
-    often = partial(StoreHealth, every=0.05, patience=0.3)
-    monkeypatch.setattr("sfumato.serve.service.StoreHealth", often)
+    monkeypatch.setattr("sfumato.serve.service.StoreHealth", partial(StoreHealth, every=0.05, patience=0.3))
     sources = open_sources(collection)
     gallery = sources.galleries["images"].gallery
     gallery.store = store = FickleStore(gallery.store)

@@ -61,8 +61,7 @@ def service(run, data, tmp_path_factory):
     images = embedded(model, pictures)
     ids = [one.removesuffix(".png") if "1F98A" in one else one for one in images.ids]
     os.rename(pictures / "1F98A/fluent3d.png", pictures / "1F98A/fluent3d")
-    place = ["wood" if i % 2 else "zoo" for i in range(len(ids))]
-    images = replace(images, ids=ids, kept={"place": place})
+    images = replace(images, ids=ids, kept={"place": ["wood" if i % 2 else "zoo" for i in range(len(ids))]})
     words = [f"a {c} {s}" for c in ("red", "green", "blue") for s in ("circle", "square", "cross")]
     texts = GalleryPart(model.model.embed_texts(words), [f"text {i}" for i in range(len(words))], words)
     model = replace(model, calibrated=True, calibration=calibration(texts.embeddings, images.embeddings))
@@ -94,8 +93,7 @@ def test_the_commands_of_the_guide(service, home):
 def test_the_commands_about_vectors_and_no_other_page_has_some_that_nobody_runs(vector_run, adopted, tmp_path, home):
     text = section(GUIDE.read_text(encoding="utf-8"), "Search by vector")
     copy_gallery(adopted.galleries["images"].gallery, tmp_path / "index").close()
-    vectors = np.load(vector_run.parent / "texts.npy")
-    np.save(home / "vector.npy", vectors[0])
+    np.save(home / "vector.npy", np.load(vector_run.parent / "texts.npy")[0])
     process = Process(tmp_path / "index")
     try:
         port = process.client.base_url.port

@@ -134,8 +134,7 @@ def unfolded():
         yield
 
 
-def ask(client, query, max_results=24, **options):
-    return search(client, query, max_results=max_results, **options)[0]
+ask = lambda client, query, max_results=24, **options: search(client, query, max_results=max_results, **options)[0]
 
 
 def enter(page, text):
@@ -146,8 +145,7 @@ def enter(page, text):
 alerted = lambda page, text: expect(page.get_by_role("alert").last).to_contain_text(text)
 
 
-def panel(page, slot=0):
-    return page.locator(f"#answers > [data-slot='{slot}']")
+panel = lambda page, slot=0: page.locator(f"#answers > [data-slot='{slot}']")
 
 
 def until(page, condition):
@@ -477,8 +475,7 @@ def test_keyboard_alone(visit, service):
     while "pick" not in (page.evaluate("document.activeElement.className") or ""):
         page.keyboard.press("Tab")
         passed.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
-        ring = page.evaluate(OUTLINE)
-        assert ring != "none", passed
+        assert page.evaluate(OUTLINE) != "none", passed
         assert len(passed) < 20, passed
         if passed[-1] == "For experts":
             page.keyboard.press("Enter")

@@ -62,8 +62,7 @@ def same(answer, found):
         assert plain(whole["hits"]) == hits(found.conformal_set) and whole["complete"] is not found.conformal_set_cut
 
 
-RED = {"text": "a red circle"}
-TWO = {"where": {"text": ["a red circle", "a blue cross", "nothing"]}}
+RED, TWO = {"text": "a red circle"}, {"where": {"text": ["a red circle", "a blue cross", "nothing"]}}
 CASES = [
     (RED, {"max_results": 5}),
     (RED, {"max_results": 40, "coverage": 0.9, "abstain": 0.3}),
@@ -216,8 +215,7 @@ def test_a_collection_of_texts_beside_pictures_and_galleries_that_do_not_fit(run
         wrong = serving.add(client, "3", gallery="texts")
         assert wrong.status_code == 422 and "takes items with text" in wrong.json()["detail"]
     raises(UserError, "give a collection of texts there", open_sources, collection, texts=collection)
-    loaded = load_run(run)
-    images, texts = sources.galleries["images"], sources.galleries["texts"]
+    loaded, images, texts = load_run(run), sources.galleries["images"], sources.galleries["texts"]
     queries = loaded.model.embed_texts(["a"])
     other = build_index(loaded, GalleryPart(type(queries)(queries.mean[:, :5], queries.log_var[:, :5]), ["a"], ["a"]))
     raises(UserError, "differ in d", Sources, loaded.model, "run", {"images": images, "texts": type(texts)(other)})
@@ -312,8 +310,7 @@ def test_a_batch_is_stored_whole_and_photographs_bring_their_fields(writable):
 
 def test_hits_name_a_picture_only_where_there_may_be_one(run, data, collection):
     sources = open_sources(collection)
-    gallery = sources.galleries["images"]
-    gallery.images = UploadedImages(collection / "pictures", SplitImages({"000.png": None}))
+    sources.galleries["images"].images = UploadedImages(collection / "pictures", SplitImages({"000.png": None}))
     with serving.served(sources) as client:
         serving.add(client, "new")
         hits = serving.search(client, {"text": "a"}, max_results=49)[0]["hits"]
@@ -467,8 +464,7 @@ def texts(vector_run):
 @pytest.fixture(scope="module")
 def points(tmp_path_factory):
     folder = tmp_path_factory.mktemp("points")
-    changed = ["train.epochs=1", "model.variance=false", "loss.name=infonce"]
-    fit(load_recipe(make_toy(folder), changed), folder / "run")
+    fit(load_recipe(make_toy(folder), ["train.epochs=1", "model.variance=false", "loss.name=infonce"]), folder / "run")
     run = load_run(folder / "run")
     part = serving.embedded(run, folder / "data")
     calibration = serving.calibration(run.model.embed_texts(["a red circle", "a bar"]), part.embeddings)

@@ -5,8 +5,7 @@ import torch
 from sfumato.evaluation.estimators import Matching
 from sfumato.gaussian import GaussianEmbedding
 
-N, M, D = 13, 37, 5
-MATCHING = Matching("csd", 1.3, 2.0)
+N, M, D, MATCHING = 13, 37, 5, Matching("csd", 1.3, 2.0)
 
 
 def scene(seed=0, n=N, m=M, d=D):

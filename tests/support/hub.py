@@ -85,8 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(status, {"error": message}, X_Error_Message=message, **({"X_Error_Code": code} if code else {}))
 
     def user(self) -> str | None:
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return {ANN: "ann", BOB: "bob"}.get(token)
+        return {ANN: "ann", BOB: "bob"}.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
 
     def repository(self, name: str) -> Repository | None:
         found = self.hub.repositories.get(name)
@@ -137,8 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
         data, about = files[file], {"ETag": f'"{oid_of(file, files[file])}"', "X_Repo_Commit": sha}
         if (part := self.headers.get("Range")) is not None:
             start = int(part.removeprefix("bytes=").split("-")[0])
-            whole = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            return self.answer(206, data[start:], Content_Range=whole, **about)
+            return self.answer(206, data[start:], Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}", **about)
         self.answer(200, data, Accept_Ranges="bytes", **about)
 
 

@@ -154,8 +154,7 @@ def pcmepp_total(images, texts, match):
 def pcme_total(images, texts, match):
     """Of embeddings that are nearly points: each sample is the mean."""
     *_, bottleneck = sigmoid_terms(images, texts, match, 5.0, 5.0)
-    samples = ([[mean] for mean, _ in side] for side in (images, texts))
-    return 2 * pcme(*samples, match, 5.0, 5.0) + bottleneck
+    return 2 * pcme(*([[mean] for mean, _ in side] for side in (images, texts)), match, 5.0, 5.0) + bottleneck
 
 
 def prolip_total(images, texts, match):

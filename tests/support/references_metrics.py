@@ -2,9 +2,7 @@
 
 import numpy as np
 
-
-def order_of(distances):
-    return sorted(range(len(distances)), key=lambda j: (distances[j], j))
+order_of = lambda distances: sorted(range(len(distances)), key=lambda j: (distances[j], j))
 
 
 def ranks_by_sorting(distance, ground_truths):

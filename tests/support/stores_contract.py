@@ -18,8 +18,7 @@ from support.processes import Started
 from support.raising import raises
 
 FINGERPRINT = 'csd of model "é", centre 1a2b'
-FOLDERS = "", "2019", "2019/may", "2019-b", "20190", "2018/2019"
-made = []
+FOLDERS, made = ("", "2019", "2019/may", "2019-b", "20190", "2018/2019"), []
 """Stores of the test that runs; a fixture closes them at its end."""
 AWKWARD = (
     *("plain", "with space", "it's", 'double "quotes"', "'; DROP TABLE items; --", "back\\slash", "%wild_card*"),
@@ -64,8 +63,7 @@ def by_id(*batches):
 
 def assert_holds(store, kept):
     assert store.count() == len(kept)
-    scanned = [key for part in store.scan(batch=13) for key in part.ids]
-    assert sorted(scanned) == sorted(kept)
+    assert sorted([key for part in store.scan(batch=13) for key in part.ids]) == sorted(kept)
     listed = [""]
     while page := store.ids_after(listed[-1], 7):
         listed += page
@@ -405,8 +403,7 @@ def assert_a_killed_server_loses_nothing(store, kill, start, *written):
     said, began = said_by(process, kill, 7), time.monotonic()
     status, errors = process.finish(60)
     assert status == 1 and "UserError: store " in errors, errors
-    with pytest.raises(UserError):
-        store.search(queries(1, 3, 0), 3)
+    raises(UserError, None, store.search, queries(1, 3, 0), 3)
     assert time.monotonic() - began < 30
     start()
     assert_nothing_lost(store, said)

@@ -164,7 +164,6 @@ def taught_open_clip(folder, manifest):
 
     model, preprocess, tokenizer = tiny_open_clip(folder)
     prepare = lambda batch: torch.stack([preprocess(image) for image in batch])
-    texts = lambda batch: model.encode_text(tokenizer(batch))
-    teach(model.parameters(), prepare, model.encode_image, texts, manifest)
+    teach(model.parameters(), prepare, model.encode_image, lambda batch: model.encode_text(tokenizer(batch)), manifest)
     save_file(model.state_dict(), folder / "open_clip_model.safetensors")
     return folder

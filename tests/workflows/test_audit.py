@@ -66,8 +66,7 @@ def loop(distance, listed):
             of_image = sorted(distance[i, j] for j in range(m) if not listed[i, j])
             of_text, d = sorted(distance[k, t] for k in range(n) if not listed[k, t]), distance[i, t]
             nearest = [np.mean(some[: pair_scores.NEIGHBOURS]) if some else d for some in (of_image, of_text)]
-            ranks = [sum(x < d for x in some) for some in (of_image, of_text)]
-            result.append((i, t, d, d - sum(nearest) / 2, *ranks))
+            result.append((i, t, d, d - sum(nearest) / 2, *[sum(x < d for x in some) for some in (of_image, of_text)]))
     return np.array(result)
 
 
@@ -122,8 +121,7 @@ def test_equal_distances_wordings_and_bad_input():
     np.testing.assert_array_equal(scores.excess, 0)
     np.testing.assert_array_equal(scores.text_rank, [0, 1, 2, 3])
     assert len(missing) == 12 and (missing.distance == 0).all()
-    everything = Relevance.from_lists([[0, 1, 2, 3]] * 4, n_gallery=4)
-    scores, missing = audit_pairs(same, same, everything)
+    scores, missing = audit_pairs(same, same, Relevance.from_lists([[0, 1, 2, 3]] * 4, n_gallery=4))
     assert len(scores) == 16 and not len(missing)
     np.testing.assert_array_equal(scores.excess, 0)
     assert (scores.better_text == -1).all() and np.isinf(scores.better_image_distance).all()

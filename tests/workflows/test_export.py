@@ -105,8 +105,7 @@ def test_a_full_folder_is_left_alone_and_a_killed_export_leaves_nothing(run, tmp
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sfumato.files.write_json", stop)
-    with pytest.raises(KeyboardInterrupt):
-        export_run(run, tmp_path / "out")
+    raises(KeyboardInterrupt, None, export_run, run, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"full", "empty"}
 
 
@@ -316,8 +315,7 @@ def frozen(seed=0, n=N, noise=0.35):
     images = rng.standard_normal((n, C)) + 0.4
     texts = np.repeat(images / np.linalg.norm(images, axis=1, keepdims=True), PER_IMAGE, axis=0)
     texts = texts + noise * rng.standard_normal(texts.shape) * rng.uniform(0.3, 1.2, (len(texts), 1))
-    pairs = [(i // PER_IMAGE, i) for i in range(len(texts))]
-    return images.astype(np.float32), texts.astype(np.float32), pairs
+    return images.astype(np.float32), texts.astype(np.float32), [(i // PER_IMAGE, i) for i in range(len(texts))]
 
 
 @pytest.fixture(scope="module")
@@ -358,8 +356,7 @@ def test_auto_keeps_the_best_method_in_a_run_of_its_own_figures(adopted):
     for found in adopted.comparison.values():
         assert found.worse.low <= found.worse.value <= found.worse.high
         assert found.worse.value == pytest.approx(found.log_loss - best.log_loss, abs=1e-9)
-    run = load_run(adopted.run.folder)
-    by_torch = load_run(adopted.run.folder, trainable=True)
+    run, by_torch = load_run(adopted.run.folder), load_run(adopted.run.folder, trainable=True)
     assert run.calibrated and run.distance == by_torch.distance == "squared_l2"
     assert not [*by_torch.model.parameters()] and model_digest(run.model) == model_digest(by_torch.model)
     assert_alike = partial(np.testing.assert_allclose, rtol=1e-6)

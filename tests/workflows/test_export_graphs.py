@@ -76,8 +76,7 @@ def test_embeddings_are_exported_and_the_command_says_the_difference(toy, tmp_pa
     graphs = load(export_run(tmp_path / "run", tmp_path / "out", graphs=True))
     np.testing.assert_allclose(graphs.embed_images(images).mean, adopted.embed_images(images).mean, atol=1e-6)
     assert graphs.calibration == adopted.calibration
-    printed = sfumato.json("export", toy / "run", tmp_path / "toy", "--onnx")
-    assert 0 < printed["largest_difference"] < 1e-5
+    assert 0 < sfumato.json("export", toy / "run", tmp_path / "toy", "--onnx")["largest_difference"] < 1e-5
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(toy, tmp_path, monkeypatch):

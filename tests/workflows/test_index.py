@@ -116,8 +116,7 @@ def test_evaluate_and_the_other_commands(folder, run, sfumato):
     with torch.no_grad():
         a, b = means(model.image, images[chosen]), means(model.text, texts[own])
     hits = np.mean([k == text // PER_IMAGE for text, k in enumerate(torch.cdist(b, a).argmin(1).tolist())])
-    found = sfumato.json("evaluate", "run", run)
-    assert found["t2i"]["recall@1"] == pytest.approx(hits) and hits > 5 / len(chosen)
+    assert sfumato.json("evaluate", "run", run)["t2i"]["recall@1"] == pytest.approx(hits) and hits > 5 / len(chosen)
     for command in (("report", run), ("audit", run, "--split", "test"), ("export", run, folder / "exported")):
         sfumato.printed(*command)
     exported, query = load_model(folder / "exported"), (folder / "query.npy").read_bytes()
@@ -164,8 +163,7 @@ def test_all_images_can_train_and_their_other_captions_validate(folder, tmp_path
     found = load_run(run)
     assert found.calibration.metadata["split"] == "wordings" and found.calibration.t2i.scores.n_gallery == N
     assert found.training_calibration is None
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert "val/rsum" in log[-1]
+    assert "val/rsum" in [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()][-1]
     before = (run / CALIBRATION).read_bytes()
     assert calibrate_run(run, population="independent").metadata == found.calibration.metadata | {
         "queries": "independent", "set_sizes": found.calibration.metadata["set_sizes"],
@@ -228,8 +226,7 @@ def embedded(run, split):
 def test_texts_of_both_halves_cannot_be_halved(run, seed):
     found, data, (images, texts) = embedded(run, "wordings")
     of_one_text = {name: getattr(data, name)[:1] for name in ("text_ids", "texts", "text_kinds", "text_rows")}
-    two = replace(data, pairs=np.array([[0, 0], [images.n - 1, 0]]), **of_one_text)
-    halved = (images, texts), two, found.distance
+    halved = (images, texts), replace(data, pairs=np.array([[0, 0], [images.n - 1, 0]]), **of_one_text), found.distance
     raises(ValueError, "the split cannot be halved", cross_fitted, *halved, split="wordings", seed=seed)
 
 
@@ -286,8 +283,7 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(trust_r
         return real(queries, gallery, relevance, matching, **options)
 
     monkeypatch.setattr(measures, "measure_trust", spy)
-    data = trust_run.recipe.data.model_copy(update={"equal_texts": "separate"})
-    trust_model(trust_run, data, "test", n_resamples=0)
+    trust_model(trust_run, trust_run.recipe.data.model_copy(update={"equal_texts": "separate"}), "test", n_resamples=0)
     texts, images = seen["t2i"], seen["i2t"]
     image_of = texts["relevance"].indices[texts["relevance"].indptr[:-1]].tolist()
     assert texts["groups"].tolist() == image_of and len(set(images["groups"].tolist())) == images["relevance"].n_queries
@@ -339,8 +335,7 @@ def test_splits_without_probabilities_of_hits_or_with_those_of_some_images(trust
 
 
 def write(folder, n=60, seed=0, name="run"):
-    random = np.random.default_rng(seed)
-    run, qrels = [], []
+    random, run, qrels = np.random.default_rng(seed), [], []
     for q in range(n):
         score = np.sort(random.normal(0, 1, 12))[::-1]
         score[0] += random.exponential(2)
@@ -506,8 +501,7 @@ def test_few_verdicts_change_nothing_and_undo_a_refinement(sfumato, index, tmp_p
     assert "constants stay" in folded(sfumato.printed("calibrate", index, "--judgements", out))
 
 
-COLOURS = ("red", "green", "blue", "black")
-THINGS = ("cat", "dog", "bus", "cup", "tree", "hat")
+COLOURS, THINGS = ("red", "green", "blue", "black"), ("cat", "dog", "bus", "cup", "tree", "hat")
 TINY = [
     "model.dim=8", "model.image.channels=10", "model.text.hidden=8", "model.text.width=6", "model.text.min_count=1",
     "model.feature_dropout=0", "optim.lr=2e-2", "train.epochs=10", "train.batch_size=8", "train.threads=1",

@@ -241,8 +241,7 @@ def test_a_synchronisation_deletes_only_what_is_gone(sfumato, tmp_path):
     draw(folder / "inner", "red")
     sfumato.json("index", "--data", folder, "--out", out)
     with GaussianCollection.open(out) as collection:  # An item that is of no folder.
-        some = collection.get(["1.png"])
-        collection.upsert(some.embeddings, ["own"], payloads=[{}])
+        collection.upsert(collection.get(["1.png"]).embeddings, ["own"], payloads=[{}])
     (tmp_path / "other").mkdir()
     told = sfumato.refused("index", "--sync", "--images", tmp_path / "other", "--out", out)
     assert "15 of 15 images are excluded, or not in" in told and len(ids(out)) == 16

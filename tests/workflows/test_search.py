@@ -185,14 +185,12 @@ def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
 
 
 def test_nearly_equal_images_are_folded(tmp_path):
-    generator = torch.Generator().manual_seed(3)
-    mean = torch.randn(40, 6, generator=generator)
+    mean = torch.randn(40, 6, generator=torch.Generator().manual_seed(3))
     mean = torch.cat([mean, mean[:5] + 0.02, mean[:3] - 0.02, mean[:1].repeat(30, 1)])
     items = sfumato.GaussianEmbedding(mean, torch.full_like(mean, -4.0))
     ids, query = [f"{i:02}" for i in range(len(mean))], sfumato.GaussianEmbedding(mean[:1] + 0.1, items.log_var[:1])
     index, total = sfumato.GaussianIndex.build(items, ids), ((mean[:, None] - mean[None]) ** 2).sum(2).double()
-    fold = SearchOptions(duplicates="fold")
-    limit, hits = 0.09 * float(total.mean()), {}
+    fold, limit, hits = SearchOptions(duplicates="fold"), 0.09 * float(total.mean()), {}
     for i in (int(hit.id) for hit in index.search(query, len(mean))[0]):
         near = [j for j in hits if total[i, j] <= limit]
         hits.setdefault(near[0] if near else i, []).append(i)
