@@ -1,1 +1,1 @@
-"""One file a verb: what a command does, without its options and its printing."""
+"""What the commands do, without their options and their printing."""
