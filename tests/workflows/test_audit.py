@@ -23,8 +23,8 @@ from sfumato.errors import UserError
 from sfumato.evaluation import pair_scores
 from sfumato.models.embed import embed_folder, evaluate_run, load_splits
 from sfumato.models.run import load_model, load_run
-from sfumato.reports.audit import print_audit, wrong_pairs
 from sfumato.reports.evaluation import runs_latex, runs_table
+from sfumato.reports.report import print_audit, wrong_pairs
 from sfumato.reports.tables import tex
 from sfumato.search.folder import is_collection
 from sfumato.workflows.audit import varied

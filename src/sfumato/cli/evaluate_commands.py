@@ -304,7 +304,7 @@ def audit(
     Writes listed pairs that are probably wrong, and unlisted pairs that probably match, to tables and a page.
     """
     from sfumato import __version__
-    from sfumato.reports.audit import AUDIT_PAGE, print_audit, write_audit
+    from sfumato.reports.report import AUDIT_PAGE, print_audit, write_audit
     from sfumato.workflows.audit import audit_model, cross_fit
 
     if parts and not common.is_run(on.model):
