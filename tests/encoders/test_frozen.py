@@ -177,8 +177,7 @@ def test_a_model_knows_its_channels_and_loads_its_backbone_when_it_is_first_need
     for config, item, expected in ((two, pixels, "efficientnet-lite0"), (of_texts, "a", "minilm-l6-v2")):
         processor, encoder = build_frozen(config, BuildContext(4, True, 0.0, 0.0, cache=tmp_path, trained=True))
         assert processor.backbone.fingerprint and not loaded
-        assert processor.backbone([item])[0].shape[1] == encoder.channels
-        assert loaded.pop() == expected and not loaded
+        assert processor.backbone([item])[0].shape[1] == encoder.channels and loaded.pop() == expected and not loaded
 
 
 def test_a_text_is_embedded_once_for_both_uses_and_only_the_latest_are_kept(monkeypatch):
@@ -290,8 +289,7 @@ def test_rows_go_into_batches_as_one_token_each_and_files_of_one_vector_are_read
     store, kept = EmbeddingProcessor(6).read(items)
     expected = torch.stack([torch.arange(6.0), VALUES[5].float(), torch.ones(6)]).unsqueeze(1)
     torch.testing.assert_close(store.batch(np.arange(3)).to("cpu").values, expected, rtol=0, atol=0)
-    problems = {}
-    wrong = [lambda: npy(np.ones(5)), lambda: npy(np.ones((2, 6))), items[0], lambda: b"no"]
+    problems, wrong = {}, [lambda: npy(np.ones(5)), lambda: npy(np.ones((2, 6))), items[0], lambda: b"no"]
     store, kept = EmbeddingProcessor(6).read(wrong, on_error=problems.__setitem__)
     assert kept.tolist() == [2] and sorted(problems) == [0, 1, 3]
     assert "holds 1 x 5 numbers; this model reads one embedding of 6" in str(problems[0])

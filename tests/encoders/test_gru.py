@@ -18,8 +18,7 @@ TEXTS = ["A dog, a Dog and a café.", "The dog sleeps", "sleeps"]
 
 
 def test_the_vocabulary_is_the_words_by_frequency_then_by_letters():
-    tokenizer = word_tokenizer(TEXTS)
-    words = ["[UNK]", "a", "dog", "sleeps", ",", ".", "and", "cafe", "the"]
+    tokenizer, words = word_tokenizer(TEXTS), ["[UNK]", "a", "dog", "sleeps", ",", ".", "and", "cafe", "the"]
     assert sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get) == words
     assert tokenizer.encode("The  DOG, a zebra").ids == [8, 2, 4, 1, 0]
     assert word_tokenizer(reversed(TEXTS)).to_str() == tokenizer.to_str()
@@ -159,10 +158,8 @@ def loop(layer, regions, lengths, *, training):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_graph_layer_is_the_loop(training):
-    layer, lengths = layer_of(4).train(training), [3, 5, 1]
-    regions = torch.randn(3, 5, 4, dtype=torch.float64)
-    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
-    expected = loop(layer, regions, lengths, training=training)
+    layer, lengths, regions = layer_of(4).train(training), [3, 5, 1], torch.randn(3, 5, 4, dtype=torch.float64)
+    mask, expected = torch.arange(5) < torch.tensor(lengths)[:, None], loop(layer, regions, lengths, training=training)
     with torch.no_grad():
         found = layer(regions, mask)
     for place, vector in expected.items():
@@ -213,8 +210,7 @@ def test_the_gru_ends_at_the_last_region_the_log_variance_shares_nothing_and_reg
     assert all(p.grad is None for p in encoder.mean.parameters())
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in encoder.variance_layers.parameters())
     shapes = [[tuple(p.shape) for p in part.parameters()] for part in (encoder.mean, encoder.variance_layers)]
-    assert shapes[0] == shapes[1]
-    assert encoder_of().variance_layers is None and encoder_of()(inputs).log_var is None
+    assert shapes[0] == shapes[1] and encoder_of().variance_layers is None and encoder_of()(inputs).log_var is None
     encoder = RegionEncoder(5, 6, layers=0, recurrent=False, variance=True, region_dropout=0.5)
     inputs = Inputs(torch.randn(200, 8, 5))
     torch.manual_seed(0)
@@ -244,8 +240,7 @@ def test_a_store_reads_what_a_batch_needs_and_pads_it():
     store, kept = RegionProcessor(5).read(items, on_error=lambda i, error: failed.update({i: str(error)}))
     assert kept.tolist() == [0, 2, 3] and len(store) == 3 and list(failed) == [1] and reads == [0, 1, 2]
     batch = store.batch(np.array([2, 1]))
-    assert reads == [0, 1, 2, 2, 1]
-    assert batch.values.shape == (2, 4, 5) and batch.mask.sum(1).tolist() == [1, 4]
+    assert reads == [0, 1, 2, 2, 1] and batch.values.shape == (2, 4, 5) and batch.mask.sum(1).tolist() == [1, 4]
     assert np.array_equal(batch.values[0, :1], features[2]) and not batch.values[0, 1:].any()
     assert store.batch(np.array([], np.int64)).values.shape[0] == 0
     raises(ValueError, "not a .npy file", RegionProcessor(5).read, items)

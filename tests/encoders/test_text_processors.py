@@ -88,8 +88,7 @@ TEXTS = ["A Dog, abc!  x", "", "don't " * 9, "abcdog\n42"]
 def test_ids_are_those_of_transformers_tokenizers_of_clip_and_t5():
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!'"
-    merges = [("a", "b"), ("ab", "c</w>"), ("d", "o"), ("do", "g</w>")]
-    special = ["<|startoftext|>", "<|endoftext|>"]
+    merges, special = [("a", "b"), ("ab", "c</w>"), ("d", "o"), ("do", "g</w>")], ["<|startoftext|>", "<|endoftext|>"]
     pieces = [*letters, *(f"{c}</w>" for c in letters), *("".join(m) for m in merges), *special]
     theirs = transformers.CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
     told = {"vocabulary": len(pieces), "max_tokens": 12, "begin": special[0], "end": special[1]}

@@ -60,8 +60,7 @@ def test_norms_of_the_image_mean_and_what_the_variance_token_moves():
 def test_padding_has_no_influence_on_texts(causal):
     encoder = text_encoder()
     encoder.causal = causal
-    together = encoder(Inputs(IDS.masked_fill(~MASK, 0), MASK))
-    other_padding = encoder(Inputs(IDS, MASK))
+    together, other_padding = encoder(Inputs(IDS.masked_fill(~MASK, 0), MASK)), encoder(Inputs(IDS, MASK))
     head = GaussianHead(12, 5, HeadOptions(pooling="last")).eval()
     torch.testing.assert_close(head(together).mean, head(other_padding).mean)
     torch.testing.assert_close(together.log_var, other_padding.log_var)
@@ -90,6 +89,5 @@ def test_a_causal_text_does_not_see_what_is_appended_and_as_released_it_fills_th
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling_takes_the_variance_token_as_it_is(pooling):
     torch.manual_seed(0)
-    head = GaussianHead(12, 5, HeadOptions(pooling=pooling)).eval()
-    tokens = text_encoder()(Inputs(IDS, MASK))
+    head, tokens = GaussianHead(12, 5, HeadOptions(pooling=pooling)).eval(), text_encoder()(Inputs(IDS, MASK))
     torch.testing.assert_close(head(tokens).log_var, head.log_var.linear(tokens.log_var[:, 0]))

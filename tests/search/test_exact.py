@@ -29,8 +29,7 @@ def grid(n, d, seed):
 
 @pytest.mark.parametrize("direction", ["i2t", "t2i"])
 def test_a_sampled_distance_does_not_depend_on_the_blocks(direction):
-    x, y = gaussians(150, 3, 0), gaussians(70, 3, 1)
-    oriented = get_distance("average_l2").for_direction(direction)
+    x, y, oriented = gaussians(150, 3, 0), gaussians(70, 3, 1), get_distance("average_l2").for_direction(direction)
 
     def whole(queries, memory_mb, distance=oriented, **options):
         blocks = near.distance_blocks(queries, y, distance, memory_mb=memory_mb, **options)

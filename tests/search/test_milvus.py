@@ -301,21 +301,17 @@ def test_a_killed_process_loses_nothing_of_its_embedded_file(tmp_path):
 
 QUICK = {
     # Milliseconds between ticks, for which reads of what was just written wait: 200 by default.
-    "ROOTCOORD_TIMETICKINTERVAL": "5",
-    "PROXY_TIMETICKINTERVAL": "5",
-    "DATANODE_TIMETICK_INTERVAL": "5",
+    "ROOTCOORD_TIMETICKINTERVAL": "5", "PROXY_TIMETICKINTERVAL": "5", "DATANODE_TIMETICK_INTERVAL": "5",
     # Milliseconds until a segment is closed after a write, for which optimise waits: 2000 by default.
     "DATACOORD_SEGMENT_ASSIGNMENTEXPIRATION": "200",
     # Milliseconds between looks at what is to be loaded: 1000, 1000 and 500 by default.
-    "QUERYCOORD_CHECKCHANNELINTERVAL": "50",
-    "QUERYCOORD_CHECKSEGMENTINTERVAL": "50",
+    "QUERYCOORD_CHECKCHANNELINTERVAL": "50", "QUERYCOORD_CHECKSEGMENTINTERVAL": "50",
     "QUERYCOORD_DISTPULLINTERVAL": "50",
     # Milliseconds, seconds and milliseconds between looks for built indexes: 10000, 10 and 1000 by default.
-    "QUERYCOORD_CHECKINDEXINTERVAL": "50",
-    "QUERYCOORD_UPDATENEXTTARGETINTERVAL": "1",
+    "QUERYCOORD_CHECKINDEXINTERVAL": "50", "QUERYCOORD_UPDATENEXTTARGETINTERVAL": "1",
     "INDEXCOORD_SCHEDULER_INTERVAL": "50",
     "COMMON_SESSION_TTL": "6",  # Seconds until a started server takes the place of a killed one: 30 by default.
-}
+}  # fmt: skip
 
 
 class MilvusServer:

@@ -258,8 +258,7 @@ def test_passwords_open_and_are_never_told(server, monkeypatch):
     wrong, unescaped = url.replace(QUOTED, "wr0ng%2Fword"), url.replace(QUOTED, PASSWORD)
     missing = url.replace("/postgres?", "/nowhere?")
     for bad in (wrong, unescaped, missing, url + "&password=wr0ng", url.replace("127.0.0.1", "[::bad")):
-        with pytest.raises(UserError) as caught:
-            open_store(bad)
+        caught = raises(UserError, None, open_store, bad)
         assert caught.value.__cause__ is None
         for secret in ("wr0ng", "s3cr", "#word", "2Fword"):
             assert secret not in str(caught.value)

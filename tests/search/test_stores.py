@@ -159,8 +159,7 @@ def test_create_and_open_look_first_and_name_the_extra(tmp_path, monkeypatch):
 
 
 def test_optimise_gives_space_back(tmp_path):
-    store, file = create_store(f"{tmp_path}/store", 50), tmp_path / "store/records.sqlite"
-    batch = records(4500, 50, 1)
+    store, file, batch = create_store(f"{tmp_path}/store", 50), tmp_path / "store/records.sqlite", records(4500, 50, 1)
     store.upsert(batch)
     store, whole = contract.StoreContract().reopen(store), file.stat().st_size
     store.delete([key for i, key in enumerate(batch.ids) if i < 4200 and i % 3])
@@ -181,8 +180,7 @@ def test_optimise_gives_space_back(tmp_path):
 
 
 def test_pages_in_memory_follow_what_is_written(tmp_path):
-    store = create_store(f"{tmp_path}/store?memory=1", 8)
-    other, kept = open_store(f"{tmp_path}/store?memory=0"), {}
+    store, other, kept = create_store(f"{tmp_path}/store?memory=1", 8), open_store(f"{tmp_path}/store?memory=0"), {}
     for step in range(10):
         batch = records(1500, 8, step, prefix=f"{step % 4}")
         store.upsert(batch)

@@ -195,8 +195,7 @@ def as_reader(client):
     return client
 
 
-def asked(client, requests):
-    return [client.request(method, path, **body) for method, path, body in requests]
+asked = lambda client, requests: [client.request(method, path, **body) for method, path, body in requests]
 
 
 def told(client):
@@ -238,8 +237,7 @@ def test_keys_of_a_file(tmp_path):
         with pytest.raises(UserError, match="at least 8"):
             keys, reading_keys = read_keys(file, None)
             Settings(keys=keys, reading_keys=reading_keys)
-    with pytest.raises(UserError, match="both for reading and for writing") as error:
-        Settings(keys=(KEY,), reading_keys=(KEY,))
+    error = raises(UserError, "both for reading and for writing", Settings, keys=(KEY,), reading_keys=(KEY,))
     assert KEY not in str(error.value)
     assert KEY not in repr(Settings(keys=(KEY,))) and READER not in repr(Settings(reading_keys=(READER,)))
 

@@ -64,19 +64,16 @@ def same(answer, found):
 
 RED, TWO = {"text": "a red circle"}, {"where": {"text": ["a red circle", "a blue cross", "nothing"]}}
 CASES = [
-    (RED, {"max_results": 5}),
-    (RED, {"max_results": 40, "coverage": 0.9, "abstain": 0.3}),
-    (RED, {"max_results": 40, "min_probability": 0.4}),
-    (RED, {"max_results": 4, "duplicates": "fold"}),
+    (RED, {"max_results": 5}), (RED, {"max_results": 40, "coverage": 0.9, "abstain": 0.3}),
+    (RED, {"max_results": 40, "min_probability": 0.4}), (RED, {"max_results": 4, "duplicates": "fold"}),
     (RED, {"filter": {}, "coverage": 0.5}),  # Every item passes.
-    ({"text": "red", "without": ["a circle"]}, {}),
-    ({"text": "red", "also": ["circle"], "without": ["a circle"]}, {}),
+    ({"text": "red", "without": ["a circle"]}, {}), ({"text": "red", "also": ["circle"], "without": ["a circle"]}, {}),
     ({"id": "110.png"}, {"max_results": 3}),
     ({"image": serving.in_base64(serving.picture()), "name": "x.png"}, {"max_results": 3}),
     ({"image": serving.in_base64(serving.picture())}, {"gallery": "texts", "max_results": 4, "coverage": 0.8}),
     ({"image": serving.in_base64(serving.picture())}, {"gallery": "texts", "filter": TWO}),
     ({"text": "red"}, {"gallery": "texts", "filter": {"ranges": {"text": ["a blue cross", "a blue d"]}}}),
-]
+]  # fmt: skip
 
 
 def library(sources, query, gallery="images", max_results=10, filter=None, abstain=None, **options):
@@ -415,8 +412,7 @@ def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, 
     monkeypatch.setattr(sources.galleries["images"].gallery.store, "search", fail)
     stop = threading.Timer(15, os.kill, (os.getpid(), signal.SIGTERM))
     stop.start()
-    with pytest.raises(SystemExit) as ended:
-        run_app(create_app(sources), host="127.0.0.1", port=0)
+    ended = raises(SystemExit, None, run_app, create_app(sources), host="127.0.0.1", port=0)
     stop.cancel()
     out, err = capsys.readouterr()
     assert ended.value.code == 1 and "cannot answer: no such table" in err and not out

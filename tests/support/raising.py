@@ -4,6 +4,7 @@ import pytest
 
 
 def raises(error, message, function, /, *arguments, **options):
-    """The call raises this error, whose text has the message, a regular expression."""
-    with pytest.raises(error, match=message):
+    """The call raises this error, which is returned; its text has the message, a regular expression."""
+    with pytest.raises(error, match=message) as raised:
         function(*arguments, **options)
+    return raised

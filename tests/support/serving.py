@@ -48,8 +48,7 @@ def make_embedding_run(folder, *changes):
 
 
 def embedding_sources(run_folder):
-    run = load_run(run_folder)
-    tables = [np.load(run_folder.parent / f"{side}.npy") for side in ("images", "texts")]
+    run, tables = load_run(run_folder), [np.load(run_folder.parent / f"{side}.npy") for side in ("images", "texts")]
     images, texts = run.model.embed_images(npy_rows(tables[0])), run.model.embed_texts(npy_rows(tables[1]))
     run = replace(run, calibrated=True, calibration=calibration(texts, images))
     ids, words = [f"photo-{i}" for i in range(48)], [f"text {i % 5}" for i in range(48)]

@@ -1,5 +1,4 @@
-"""What every vector store must do: subclass StoreContract and say how to create one. Galleries are small, so that an
-approximate store, set to be thorough, must find what brute force in float64 finds."""
+"""What every vector store must do: subclass StoreContract. In small galleries, a thorough approximate one is exact."""
 
 import itertools
 import random
@@ -150,24 +149,18 @@ class StoreBasics:
         kept = by_id(batch)
         for _ in range(2):
             for filter in (
-                Filter(),
-                Filter({"colour": ("r",)}),
-                Filter({"colour": ("r", "b", "unheard of")}),
+                Filter(), Filter({"colour": ("r",)}), Filter({"colour": ("r", "b", "unheard of")}),
                 Filter({"colour": ("g",), "path": ("8/1.jpg", "8/4.jpg", "8/5.jpg")}),
-                Filter({"colour": ()}),
                 *(Filter({"folder": folders}) for folders in (("2019",), ("2018", "2019/may/"), ("",))),
-                Filter({"absent": ("r",)}),
-                Filter(max_uncertainty=0.4),
-                Filter({"colour": ("g",)}, max_uncertainty=0.7),
-                Filter(max_uncertainty=0.0),
+                Filter({"colour": ()}), Filter({"absent": ("r",)}), Filter({"colour": ("g",)}, max_uncertainty=0.7),
+                Filter(max_uncertainty=0.4), Filter(max_uncertainty=0.0),
                 Filter(max_uncertainty=float(np.sort(batch.uncertainty)[4])),  # a bound is included
                 Filter(ranges={"path": ("8/2.jpg", "8/5.jpg")}),  # the first end is included, the second is not
                 Filter(ranges={"colour": ("", "")}),  # every item that has the field
-                Filter(ranges={"colour": ("", "g")}),
-                Filter(ranges={"colour": ("h", "")}),
+                Filter(ranges={"colour": ("", "g")}), Filter(ranges={"colour": ("h", "")}),
                 Filter(ranges={"absent": ("", "")}),
                 Filter({"colour": ("g", "b")}, 0.8, {"path": ("8/12", "8/6\U0010ffff"), "colour": ("c", "")}),
-            ):
+            ):  # fmt: skip
                 fitting = {key for key, (_, u, payload) in kept.items() if filter.accepts(payload, u)}
                 assert store.count(filter) == len(fitting), filter
                 scanned = [key for part in store.scan(batch=25, filter=filter) for key in part.ids]
@@ -180,9 +173,7 @@ class StoreBasics:
         if not isinstance(store, WordStore):
             return
         assert store.match_words(["dog"], 5) == []
-        own = (
-            "dog snow", "dog", "lighthouse or near", "käfer 日本語 run", "x" * 100 + " 12 3e5", None, "dog snow tent",
-        )  # fmt: skip
+        own = "dog snow", "dog", "lighthouse or near", "käfer 日本語 run", "x" * 100 + " 12 3e5", None, "dog snow tent"
         batch = records(len(own), 3, 13)
         payloads = [{"n": str(i)} | ({} if words is None else {WORDS: words}) for i, words in enumerate(own)]
         store.upsert(Records(batch.ids, batch.vectors, batch.uncertainty, tuple(payloads)))
@@ -317,8 +308,7 @@ def write_at_random(url, run, replaces=True):
     for step in itertools.count():
         n = chance.randint(1, 60)
         ids = chance.sample(range(500), n) if replaces else range(60 * step, 60 * step + n)
-        vectors = np.array([[i, run, step] for i in ids], np.float32)
-        note = {"run": str(run), "step": str(step)}
+        vectors, note = np.array([[i, run, step] for i in ids], np.float32), {"run": str(run), "step": str(step)}
         store.upsert(Records(tuple(f"i{i}" for i in ids), vectors, np.zeros(n), (note,) * n))
         print("put", run, step, *ids, flush=True)
         if step % 4 == 3:

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from sfumato.models.build import save_state
 from sfumato.models.recipe import Recipe
 
-COLOURS = ("red", "green", "blue", "orange", "black", "purple")
-SHAPES = ("circle", "square", "cross", "bar")
+COLOURS, SHAPES = ("red", "green", "blue", "orange", "black", "purple"), ("circle", "square", "cross", "bar")
 
 RECIPE = """
 name = "toy"

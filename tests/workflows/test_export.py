@@ -376,8 +376,7 @@ def test_every_command_takes_files(tmp_path, monkeypatch, sfumato):
     with (tmp_path / "pairs.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("image", "text"), *pairs])
     monkeypatch.chdir(tmp_path)
-    command = sfumato.printed
-    files = ("--images", "images.npy", "--texts", "texts.npy", "--pairs", "pairs.csv")
+    command, files = sfumato.printed, ("--images", "images.npy", "--texts", "texts.npy", "--pairs", "pairs.csv")
     out = command("adopt", *files, "--out", "runs/my own", "--method", "distance")
     nexts = [shlex.split(line) for line in out.splitlines() if line.startswith("  sfumato ")]
     index = ["sfumato", "index", "runs/my own", "--split", "all", "--out", "runs/my own-index"]

@@ -32,8 +32,7 @@ CASES = {
     "unc": (UNC, {"pooling": "token"}),
     "clip": ([{**side, "variance_token": False} for side in UNC], {}),
     "points": (SMALL, {"variance": False, "item_offset": True, "loss": {"name": "infonce"}}),
-    "joint": ("clip", {"pooling": "average"}),
-    "siglip": ("siglip", {}),
+    **{"joint": ("clip", {"pooling": "average"}), "siglip": ("siglip", {})},
 }
 
 

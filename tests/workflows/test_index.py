@@ -126,8 +126,7 @@ def test_evaluate_and_the_other_commands(folder, run, sfumato):
 @pytest.mark.parametrize(("split", "own"), [("all", True), ("train", True), ("test", False)])
 def test_a_gallery_has_the_calibration_of_its_images(run, sfumato, tmp_path, split, own):
     said, model = sfumato.json("index", run, "--split", split, "--out", tmp_path / "index"), load_run(run)
-    gallery = open_gallery(tmp_path / "index")
-    expected = model.training_calibration if own else model.calibration
+    gallery, expected = open_gallery(tmp_path / "index"), model.training_calibration if own else model.calibration
     assert gallery.scorer.calibration.t2i.conditional == expected.t2i.conditional
     assert gallery.scorer.calibration.metadata == expected.metadata and gallery.scorer.logit_bias == expected.logit_bias
     if own:

@@ -29,8 +29,7 @@ equal = lambda a, b: torch.equal(a.mean, b.mean) and torch.equal(a.log_var, b.lo
 
 def test_every_way_to_give_an_image_is_the_same_and_probabilities_are_those_of_the_distance_by_loops(toy, model):
     paths = sorted((toy / "data").glob("*.png"))[:3]
-    expected = model.embed_images(paths)
-    pixels = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
+    expected, pixels = model.embed_images(paths), [np.asarray(Image.open(path).convert("RGB")) for path in paths]
     as_tensors, mixed = [torch.from_numpy(p.copy()) for p in pixels], [str(paths[0]), paths[1].read_bytes(), pixels[2]]
     for images in ([Image.open(path) for path in paths], np.stack(pixels), as_tensors, mixed):
         assert equal(model.embed_images(images), expected)
