@@ -45,9 +45,8 @@ def test_every_recipe_loads_and_says_what_it_is_and_what_repeats_what_was_publis
 
 
 def test_values_bare_words_and_sections_of_another_loss_and_every_mistake_in_files_too(tmp_path):
-    error = raises(
-        UserError, "here.toml: ", check_recipe, {"train": {"epochs": 0, "sead": 1}, "name": "x"}, "here.toml"
-    )
+    wrong = {"name": "x", "train": {"epochs": 0, "sead": 1}}
+    error = raises(UserError, "here.toml: ", check_recipe, wrong, "here.toml")
     assert all(words in str(error.value) for words in ("train.epochs", "did you mean 'train.seed'"))
     raises(UserError, "no recipe at", load_recipe, tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("name = ")
