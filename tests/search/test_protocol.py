@@ -137,7 +137,8 @@ DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "20
 )  # fmt: skip
 def test_a_filter_in_words(words, expected):
     if isinstance(expected, str):
-        return raises(ValueError, expected, stores.parse_where, words)
+        raises(ValueError, expected, stores.parse_where, words)
+        return
     folders = ("a", "a", "b", "b/c", None, "")
     items = [{"date": day} | ({} if f is None else {"folder": f}) for day, f in zip(DAYS, folders, strict=True)]
     items[3]["odd"] = "a=b"
