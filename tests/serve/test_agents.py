@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from PIL import Image
+from support.serving import until
 
 import sfumato
 
@@ -83,6 +84,11 @@ def test_what_an_agent_asks_wrongly_is_told_to_it(index):
         assert result.is_error and message in result.content[0].text
 
 
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_the_command_answers(index):
     command = [sys.executable, "-m", "sfumato", "mcp", str(index)]
     by_pipes = mcp.StdioServerParameters(command=command[0], args=command[1:], env=dict(os.environ))
@@ -90,7 +96,8 @@ def test_the_command_answers(index):
         port = free.getsockname()[1]
     with subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL) as process:
         try:
-            for server in (by_pipes, f"http://127.0.0.1:{port}/mcp"):  # The pipes take longer than the port.
+            for server in (by_pipes, f"http://127.0.0.1:{port}/mcp"):
+                until(lambda: server is by_pipes or listens(port))
                 _, (status,) = asked(server, ("status", {}))
                 assert said(status)["items"] == 3
         finally:

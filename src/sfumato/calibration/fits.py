@@ -57,10 +57,6 @@ hit without texts."""
 MODEL = "small"
 """The model that the nearness and the constants that read it are of; other models know other things."""
 
-KNOWN = 0.6
-"""Nearness from which `small` knows what a query asks for: "skateboard" has .61, "a dog in the snow" .78, and
-"giraffe", which no caption has, .32."""
-
 LENGTHS = (1, 2, 3)
 """Numbers of words of the queries that have constants of their own; the last is of longer ones, too."""
 

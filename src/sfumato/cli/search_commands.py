@@ -189,7 +189,7 @@ def delete(
     from sfumato.workflows.index import delete_items
 
     n, unknown = delete_items(folder, ids)
-    left_out = f"; not in it: {', '.join(unknown)}" if unknown else ""
+    left_out = f"; not in it (ids are as searches print them): {', '.join(unknown)}" if unknown else ""
     print_result({"deleted": n, "unknown": unknown}, as_json, f"{counted(n, 'item')} deleted from {folder}{left_out}")
     if unknown:
         raise SystemExit(2)

@@ -273,7 +273,7 @@ def print_search(result: dict[str, Any], *, why: bool = False) -> None:
         _print_hits(result["hits"], "" if fits else result["distance"], calibrated)
     if why and (number := result["multiplicity"]) is not None:
         print_wrapped(
-            f"  by the words alone, people would find about {max(1, number):,.0f} of COCO's 123,287 photographs"
+            f"  by the words alone, people would find {max(1, number):,.0f} or more of COCO's 123,287 photographs"
         )
     if why and result["hits"] and not any(hit.get("why") for hit in result["hits"]):
         print("  no parts of a probability here: --why is of a text, without --without and --target listed")
@@ -292,7 +292,9 @@ def print_match_meaning(results: Sequence[Mapping[str, Any]]) -> None:
     """Print what "right" and "match" mean below calibrated results, and the notes of the gallery."""
     targets = {result["target"] for result in results if result["calibrated"]}
     if "fits" in targets:
-        print_wrapped("right: a person would say that the words describe the image; its captions and tags count, too")
+        print_wrapped(
+            "right: a person would say that the words describe the image; its captions, tags and names count, too"
+        )
     if "listed" in targets:
         print_wrapped("right: a match, a pair like those that the data list (a photo and its caption)")
     for note in dict.fromkeys(filter(None, (result["note"] for result in results))):

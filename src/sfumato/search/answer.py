@@ -209,7 +209,7 @@ def fits_verdict(
 ) -> Verdict:
     """Put an answer by target "fits" into words: the probabilities of its hits, and that of no match at all.
 
-    unjudged: the fraction of the items that neither texts nor a model that knows the query speak for.
+    unjudged: the fraction of the items without texts.
     """
     above, best = [p for p in probabilities if p >= LINE], max(probabilities, default=0.0)
     which = "first" if not probabilities or probabilities[0] == best else "most probable"

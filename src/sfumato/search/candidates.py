@@ -15,7 +15,6 @@ from sfumato.arrays import as_numpy, joined_rows, sigmoid
 from sfumato.calibration.calibrator import Scorer
 from sfumato.calibration.fits import (
     FEWEST_WORDS,
-    KNOWN,
     MODEL,
     N_NEAR,
     Evidence,
@@ -238,7 +237,7 @@ class Ranked:
     expected: float | None = None  # number of items that fit; None where no texts are evidence
     nothing: float | None = None  # probability that none does
     multiplicity: float | None = None  # number of COCO's images that people would find relevant
-    unjudged: float = 0.0  # fraction of the items that neither texts nor a model that knows the query speak for
+    unjudged: float = 0.0  # fraction of the items without texts
     kept: tuple[Hit, ...] = ()  # those of at least min_probability
     shown: tuple[Hit, ...] = ()  # those of the answer
     folds: bool = False
@@ -364,9 +363,8 @@ class TextSearch:
             parts = logits.why(known.items(order), listed, self._nearness(i))
             values = [dict(zip(parts, row, strict=True)) for row in np.stack([*parts.values()], 2)[0].tolist()]
             top = tuple(replace(hit, why=of_hit) for hit, of_hit in zip(top, values, strict=True))
-        known_to_model = self.near is not None and self.near[i] >= KNOWN
         has = self._has if len(self._has) else items.has_texts[passing]
-        unjudged = 0.0 if known_to_model else 1 - float(has.mean())
+        unjudged = 1 - float(has.mean())
         nearest = found.take([int(passing[found.distance[passing].argmin()])])
         return Ranked(top, nearest, total, nothing, self.multiplicity[i], unjudged)
 

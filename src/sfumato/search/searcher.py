@@ -343,7 +343,10 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | 
         strange = f"of {language}"
     if strange:
         note = f"The text encoder knows hardly any words {strange}: the results are guesses. Write the query"
-        return None, f"{note} in English, or index with a multilingual model: sfumato index {_MULTILINGUAL}"
+        return (
+            None,
+            f"{note} in English, or index with a multilingual model: sfumato index {_MULTILINGUAL} --data FOLDER",
+        )
     if any(_is_cut(text, model) for text in query.parts):
         return None, "The model reads only the beginning of this text: shorten it, or give its end as --also (also=)"
     if counter and all(n == 1 for n in counter(words_of(query.text))):

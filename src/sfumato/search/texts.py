@@ -186,7 +186,7 @@ def says(stems: Collection[str], wanted: Iterable[str]) -> bool:
 _LABEL = 2
 """Words of a tag or a name at most; longer lines are sentences, in which "red" may belong to another thing."""
 
-_NUMBER = re.compile(r"\d{3}")
+_NUMBER, _ZEROS = re.compile(r"\d{3}"), re.compile(r"(?<!\d)0+(?=\d)")
 """What a query has that may be the name of a file, such as IMG_1039."""
 
 _CLOSE = 3
@@ -327,9 +327,9 @@ class ItemTexts:
             both = set.intersection(*said) if said else set[int]()
             near = [j for j in both if len(own) == 1 or are_together(own, self.words[j].splitlines())]
             together[i, near] = 1
-            if _NUMBER.search(queries[i]) and (
-                named := [j for j, file in enumerate(self.files) if is_close(own, file)]
-            ):
+            if _NUMBER.search(queries[i]):
+                name = word_stems(_ZEROS.sub("", queries[i].rpartition("/")[2]))
+                named = [j for j, file in enumerate(self.files) if is_close(name, _ZEROS.sub("", file))]
                 agreement[i, named] = words[i, named] = together[i, named] = 1
                 missing[i, named] = 0
         n_words = np.array([max(1.0, len(own)) for own in stems])

@@ -49,8 +49,8 @@ class Tools:
         text: str = "",
         image: str = "",
         k: int = 10,
-        where: list[str] | None = None,
-        without: list[str] | None = None,
+        where: list[str] | str | None = None,
+        without: list[str] | str | None = None,
     ) -> dict[str, Any]:
         """Search by a text, or by an image file in base64; one of both.
 
@@ -66,7 +66,7 @@ class Tools:
         if image and without:
             raise UserError("without stands beside a text")
         answer = self._searcher.search(
-            text or _decoded(image), k, where=where or (), without=without or (), duplicates="fold"
+            text or _decoded(image), k, where=_listed(where), without=_listed(without), duplicates="fold"
         )
         said = (
             "calibrated",
@@ -100,6 +100,8 @@ class Tools:
         if not field:
             return {"items": len(payloads), "fields": dict(Counter(name for one in payloads for name in one))}
         values = Counter(one[field] for one in payloads if field in one)
+        if not values:
+            raise UserError(f"no item has a field {field!r}; facets without a field lists them")
         return {"items": len(payloads), "values": dict(values.most_common(_VALUES)), "n_values": len(values)}
 
     def status(self) -> dict[str, Any]:
@@ -111,6 +113,10 @@ class Tools:
             "calibrated": gallery.calibrated,
             "note": gallery.note,
         }
+
+
+def _listed(given: list[str] | str | None) -> list[str]:
+    return [given] if isinstance(given, str) else given or []
 
 
 def _decoded(image: str) -> bytes:

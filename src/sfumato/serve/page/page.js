@@ -265,7 +265,7 @@ const facts = (answer, n) => [
     answer.hits.length > 0 && h("div", {}, h("p", {}, "First result: right in ", h("b", {}, odds(number(answer))), " such searches"),
       h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
   meaning({ target: made(answer.target), among: filtered() ? among() : `the ${among()}`, sum: about(answer.expected_matches), first: percent(number(answer)), whole: filtered() ? "" : "The strip is the whole gallery." }),
-  h("p", { class: "expert count" }, `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.${answer.multiplicity === null ? "" : ` Among COCO's 123,287 photographs, people would find about ${about(answer.multiplicity)} for such words.`}`),
+  h("p", { class: "expert count" }, `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.${answer.multiplicity === null ? "" : ` Among COCO's 123,287 photographs, people would find ${about(answer.multiplicity)} or more for such words.`}`),
 ];
 
 function meaning(said) { // places of the template by what is said there
