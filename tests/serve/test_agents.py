@@ -96,9 +96,8 @@ def test_the_command_answers(index):
         port = free.getsockname()[1]
     with subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL) as process:
         try:
-            for server in (by_pipes, f"http://127.0.0.1:{port}/mcp"):
-                until(lambda: server is by_pipes or listens(port))
-                _, (status,) = asked(server, ("status", {}))
-                assert said(status)["items"] == 3
+            assert said(asked(by_pipes, ("status", {}))[1][0])["items"] == 3
+            until(lambda: listens(port))  # It began before the pipes.
+            assert said(asked(f"http://127.0.0.1:{port}/mcp", ("status", {}))[1][0])["items"] == 3
         finally:
             process.terminate()
