@@ -68,7 +68,7 @@ def table(
     """Make a table of runs that says what is best.
 
     Methods by metrics, mean and deviation over seeds. The best figure of a column is marked if it differs from that of
-    every other row, by a paired randomisation test over the queries. `sfumato table` has the means alone.
+    every other row, by a paired randomisation test over the queries. `sfumato evaluate table` has the means alone.
     """
     from papers.runs.table import table_of_runs
     from sfumato.models.run import choose_device

@@ -102,7 +102,7 @@ _FAR = 1.0
 def describe_image(data: bytes) -> dict[str, str]:
     """The fields captions, title, tags, date, place, country and camera of the metadata in an image file."""
     with contextlib.suppress(Exception), opened_image(data, max_pixels=None) as image:
-        readers = _of_exif(image), _of_xmp(_packet(image)), _of_iptc(image), _of_position(_exif(image))
+        readers = _of_exif(image), _of_xmp(_packet(image)), _of_iptc(image), _of_position(image)
         found = [pair for reader in readers for pair in _safe(reader)]
         return _fields((field, text) for field, text in found if field != "captions" or _is_caption(text))
     return {}
@@ -227,8 +227,8 @@ def _exif(image: Image.Image) -> Image.Exif:
     return exif
 
 
-def _of_position(exif: Image.Exif) -> Found:
-    gps, places = exif.get_ifd(ExifTags.IFD.GPSInfo), list[float]()
+def _of_position(image: Image.Image) -> Found:
+    gps, places = _exif(image).get_ifd(ExifTags.IFD.GPSInfo), list[float]()
     for tag, negative in ((ExifTags.GPS.GPSLatitude, "S"), (ExifTags.GPS.GPSLongitude, "W")):
         degrees, minutes, seconds = map(float, gps[tag])
         value = degrees + minutes / 60 + seconds / 3600

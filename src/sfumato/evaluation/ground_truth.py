@@ -185,7 +185,9 @@ def relevance_from_table(match: np.ndarray) -> Relevance:
 # ---------------------------------------------------------------- files
 
 
-def read_ground_truth(path: str | Path, *, name: str = "", metrics: Sequence[str] = ALL_METRICS) -> GroundTruth:
+def read_ground_truth(
+    path: str | Path, *, name: str | None = None, metrics: Sequence[str] = ALL_METRICS
+) -> GroundTruth:
     """Read a user's ground truth.
 
     Args:

@@ -28,8 +28,8 @@ from sfumato.search.texts import (
     known_words,
     other_language,
     spelling,
+    stemmed,
     strange_script,
-    word_stems,
     words_of,
 )
 
@@ -334,7 +334,7 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | 
     """The suggestion and the warning of an answer to a text."""
     if word := _NEGATION.search(query.joined):
         return None, f"Searches do not understand {word[0]!r}: give what should not be seen as --without (without=)"
-    if FUNCTION_WORDS.issuperset(word_stems(query.joined)):
+    if FUNCTION_WORDS.issuperset(stemmed(query.joined).values()):
         return None, "These words say nothing of what is shown, so the probabilities mean nothing: name a thing"
     counter = piece_counter(model)
     known = known_words(model)

@@ -125,17 +125,17 @@ def strange_script(text: str, pieces: Pieces) -> str | None:
 
 @functools.cache
 def _foreign() -> dict[str, frozenset[str]]:
-    """By language, words that no English text has. scripts/foreign_words.py makes the table."""
+    """By language, words that are hardly English. scripts/foreign_words.py makes the table."""
     table = json.loads(files(__package__).joinpath("foreign.json").read_text("utf-8"))
     return {language: frozenset(words.split()) for language, words in table.items()}
 
 
 def other_language(text: str, there: Callable[[], Collection[str]], known: frozenset[str]) -> str | None:
     """The language of a text with words that neither a model of English nor the items know, by half as many of them."""
-    words = set(words_of(text))
+    words = {word for word in words_of(text) if len(word) > 1}
     odd = words - known if known else set()
     odd -= set(there()) if odd else set()
-    found = {language: len(words & own) for language, own in _foreign().items()} if odd else {}
+    found = {language: len(words & own) for language, own in _foreign().items() if odd & own} if odd else {}
     best = max(found, key=found.__getitem__, default="")
     return best if found and 2 * found[best] >= len(odd) else None
 
@@ -186,7 +186,7 @@ def says(stems: Collection[str], wanted: Iterable[str]) -> bool:
 _LABEL = 2
 """Words of a tag or a name at most; longer lines are sentences, in which "red" may belong to another thing."""
 
-_NUMBER, _ZEROS = re.compile(r"\d{3}"), re.compile(r"(?<!\d)0+(?=\d)")
+_NUMBER, _ZEROS = re.compile(r"\d{3,}"), re.compile(r"(?<!\d)0+(?=\d)")
 """What a query has that may be the name of a file, such as IMG_1039."""
 
 _CLOSE = 3
@@ -327,9 +327,10 @@ class ItemTexts:
             both = set.intersection(*said) if said else set[int]()
             near = [j for j in both if len(own) == 1 or are_together(own, self.words[j].splitlines())]
             together[i, near] = 1
-            if _NUMBER.search(queries[i]):
+            if numbers := _NUMBER.findall(queries[i]):
                 name = word_stems(_ZEROS.sub("", queries[i].rpartition("/")[2]))
-                named = [j for j, file in enumerate(self.files) if is_close(name, _ZEROS.sub("", file))]
+                some = [j for j, file in enumerate(self.files) if numbers[-1].lstrip("0") in file]
+                named = [j for j in some if is_close(name, _ZEROS.sub("", self.files[j]))]
                 agreement[i, named] = words[i, named] = together[i, named] = 1
                 missing[i, named] = 0
         n_words = np.array([max(1.0, len(own)) for own in stems])

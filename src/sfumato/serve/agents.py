@@ -95,14 +95,14 @@ class Tools:
         return [handed_out(found.payloads[0]), *([] if small is None else [Image(data=small, format="webp")])]
 
     def facets(self, field: str = "") -> dict[str, Any]:
-        """The fields that `where` can ask for, with the number of items that have them; of one field its values."""
+        """The fields that `where` can ask for, or the values of one, with numbers among at most 5,000 sampled items."""
         payloads = [handed_out(one) for one in self._searcher.gallery.sample(_SAMPLED).payloads]
         if not field:
-            return {"items": len(payloads), "fields": dict(Counter(name for one in payloads for name in one))}
+            return {"sampled": len(payloads), "fields": dict(Counter(name for one in payloads for name in one))}
         values = Counter(one[field] for one in payloads if field in one)
         if not values:
             raise UserError(f"no item has a field {field!r}; facets without a field lists them")
-        return {"items": len(payloads), "values": dict(values.most_common(_VALUES)), "n_values": len(values)}
+        return {"sampled": len(payloads), "values": dict(values.most_common(_VALUES)), "n_values": len(values)}
 
     def status(self) -> dict[str, Any]:
         """What the collection holds, and whether its results have probabilities."""

@@ -115,6 +115,8 @@ def _copy_encoder(source: Path, target: Path) -> None:
 def _local_encoder(config: ModelConfig) -> Path | None:
     """The folder of the frozen model of both sides, if it comes from one."""
     names = {config.image.frozen_backbone, config.text.frozen_backbone}
+    if len(names) > 1 and (local := [name for name in names if Path(name).is_absolute()]):
+        raise UserError(f"export: the towers come from two folders, one of them {local[0]}; put both into one")
     folder = Path(names.pop())
     return folder if not names and folder.is_absolute() and folder.is_dir() else None
 
