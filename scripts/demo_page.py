@@ -187,10 +187,13 @@ def word_data(payloads: Sequence[dict[str, str]], queries: Sequence[str]) -> dic
         [numbers([texts._stem(word) for word in texts._tokens(line)]) for line in text.split("\n")]
         for text in map(texts.item_words, payloads)
     ]
+    written = [texts.item_words(payload).split("\n") for payload in payloads]
+    short = [" ".join(line for line in own if len(line.split()) <= texts._LABEL) for own in written]
+    labels = [numbers(texts.word_stems(text)) for text in short]
     own = [numbers(texts.word_stems(texts.item_words(payload))) for payload in payloads]
     asked = [texts.word_stems(query) for query in queries]
     saying = {stem: sorted(number[s] for s in texts.saying(stem) if s in number) for own in asked for stem in own}
-    return {"stems": list(number), "lines": lines, "own": own, "asked": asked, "saying": saying}
+    return {"stems": list(number), "lines": lines, "labels": labels, "own": own, "asked": asked, "saying": saying}
 
 
 def sheet(items: Sequence[Emoji]) -> bytes:

@@ -72,7 +72,7 @@ function wordEvidence(stems) {
   return items.map((_, j) => ({
     words: words.reduce((sum, { says, weight }) => sum + (says[j] ? weight / total : 0), 0),
     missing: words.reduce((most, { says, weight }) => (says[j] ? most : Math.max(most, weight)), 0),
-    together: words.length > 0 && words.every(({ says }) => says[j]) && (words.length === 1 || data.lines[j].some((line) => isClose(words, line))) ? 1 : 0,
+    together: words.length > 0 && words.every(({ says }) => says[j]) && (words.length === 1 || words.every(({ saying }) => intersects(saying, data.labels[j])) || data.lines[j].some((line) => isClose(words, line))) ? 1 : 0,
   }));
 }
 

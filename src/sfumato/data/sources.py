@@ -278,7 +278,7 @@ class DataConfig(BaseModel):
             raise ValueError(f"data.path must name the {self.source} to read, e.g. data.path=my/data")
         embeddings = source.inputs == "embeddings"
         if embeddings and not (self.images and self.texts):
-            raise ValueError("data.source='embeddings' needs data.images=images.npy data.texts=texts.npy")
+            raise ValueError("data.source='embeddings' needs data.images and data.texts, e.g. images.npy and texts.npy")
         if self.texts and not embeddings:
             raise ValueError(f"data.texts is for data.source=embeddings, not {self.source!r}; leave it out")
         for part in filter(None, (self.leave_out, self.held_out_wordings)):
