@@ -44,6 +44,4 @@ def test_it_follows_the_number_of_images_that_people_found(shared):
     rows = [json.loads(line) for line in (shared / "data/pqpp/validation.jsonl").read_text("utf-8").splitlines()[:300]]
     texts, counts = zip(*((row["caption"], len(row["relevant"])) for row in rows), strict=True)
     found = multiplicity(sentence_vectors(list(texts)), np.array([len(text.split()) for text in texts]))
-    assert (
-        spearmanr(found, counts).statistic > 0.6
-    )  # .72 over all 2,000; below .6 by chance of 300 in one of a thousand.
+    assert spearmanr(found, counts).statistic > 0.65  # .704; of all 2,000 .717.

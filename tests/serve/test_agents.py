@@ -57,18 +57,18 @@ def test_an_agent_searches_and_looks_at_what_it_found(index):
     assert [tool.name for tool in tools] == ["search", "show", "facets", "status"]
     assert all(tool.annotations.read_only_hint for tool in tools)
     answer = sfumato.load_index(index).search("a red wall", duplicates="fold")
-    assert [(one["id"], one["probability"]) for one in said(found)["results"]] == [
+    assert [(one["id"], one["match_probability"]) for one in said(found)["hits"]] == [
         (hit.id, hit.match_probability) for hit in answer
     ]
     assert said(found)["verdict"] == answer.sentence and said(found)["expected_matches"] == answer.expected_matches
-    assert [one["id"] for one in said(some)["results"]] == ["red/red.png"]
+    assert [one["id"] for one in said(some)["hits"]] == ["red/red.png"]
     about, picture = shown.content
     image = Image.open(io.BytesIO(base64.b64decode(picture.data)))
     assert json.loads(about.text)["captions"] == "a red wall" and image.size == (768, 576)
     assert said(fields)["fields"]["folder"] == 3 and said(folders)["values"] == {"red": 1, "blue": 1, "green": 1}
     assert said(status)["items"] == 3 and said(status)["calibrated"]
     _, (alike,) = asked(made(index), ("search", {"image": picture.data, "k": 1}))
-    assert said(alike)["results"][0]["id"] == "red/red.png" and said(alike)["results"][0]["probability"] is None
+    assert said(alike)["hits"][0]["id"] == "red/red.png" and said(alike)["hits"][0]["match_probability"] is None
 
 
 def test_what_an_agent_asks_wrongly_is_told_to_it(index):

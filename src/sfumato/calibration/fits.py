@@ -362,8 +362,7 @@ def _with_zero(of: LinearLogit, at: int) -> LinearLogit:
 def _training_captions() -> np.ndarray:
     """(2000, 384) unit vectors of captions that `small` was trained on; the file holds them in steps of one byte."""
     with files(__package__).joinpath("captions.npy").open("rb") as file:
-        vectors = np.load(file).astype(np.float32)
-    return np.asarray(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+        return unit(np.load(file).astype(np.float32))
 
 
 FEWEST_WORDS = 3
@@ -407,7 +406,7 @@ def multiplicity(vectors: Array, n_words: np.ndarray) -> Floats:
     has the images that people found relevant for each. scripts/make_multiplicity.py fits the constants.
     """
     vectors, starts = as_numpy(vectors), range(0, len(n_words), _BLOCK)
-    return np.concatenate([_counts(vectors[i : i + _BLOCK], n_words[i : i + _BLOCK]) for i in starts])
+    return np.concatenate([np.empty(0), *(_counts(vectors[i : i + _BLOCK], n_words[i : i + _BLOCK]) for i in starts)])
 
 
 def _counts(vectors: np.ndarray, n_words: np.ndarray) -> Floats:

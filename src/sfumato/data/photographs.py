@@ -96,7 +96,7 @@ Found = Iterator[tuple[str, str]]
 """(field, text); a camera is "make" and "model", a place "city", "state" and "country", "changed" a date."""
 
 _FAR = 1.0
-"""Degrees from the nearest town from which a position is nowhere."""
+"""A position that is more degrees than this from the nearest town has no place."""
 
 
 def describe_image(data: bytes) -> dict[str, str]:

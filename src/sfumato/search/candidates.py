@@ -290,8 +290,9 @@ class TextSearch:
         self.prior = fits.query_prior(self.vectors)  # (q,)
         self.near = fits.nearness(self.vectors) if model == MODEL else None  # (q,)
         n_words = np.array([len(words_of(text)) for text in texts])
-        counts = multiplicity(self.vectors, n_words).tolist()
-        self.multiplicity = [None if n < FEWEST_WORDS else m for m, n in zip(counts, n_words, strict=True)]
+        like_captions = np.flatnonzero(n_words >= FEWEST_WORDS)
+        counts = multiplicity(self.vectors[like_captions], n_words[like_captions]).tolist()
+        self.multiplicity = dict(zip(like_captions.tolist(), counts, strict=True))  # by query
         self._has = own.has_texts[self._passing]  # of those of the sample that may be found
 
     def _accepted(self, uncertainty: np.ndarray, payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
@@ -332,7 +333,7 @@ class TextSearch:
         whole = self.sample.whole
         passing = self._passing if whole else self._accepted(found.uncertainty, found.payloads)
         if not len(passing):
-            return Ranked((), found.take([]), 0.0, 1.0, self.multiplicity[i])
+            return Ranked((), found.take([]), 0.0, 1.0, self.multiplicity.get(i))
         logits = self.logits[i]
         known = self._evidence(i, items, found.distance[None], usual)
         pair = logits.of_pairs(known)
@@ -366,7 +367,7 @@ class TextSearch:
         has = self._has if len(self._has) else items.has_texts[passing]
         unjudged = 1 - float(has.mean())
         nearest = found.take([int(passing[found.distance[passing].argmin()])])
-        return Ranked(top, nearest, total, nothing, self.multiplicity[i], unjudged)
+        return Ranked(top, nearest, total, nothing, self.multiplicity.get(i), unjudged)
 
 
 def _highest(key: np.ndarray, ids: Sequence[str], passing: np.ndarray, k: int) -> list[int]:

@@ -342,11 +342,9 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | 
     if not strange and (language := other_language(query.joined, gallery.words, known)):
         strange = f"of {language}"
     if strange:
-        note = f"The text encoder knows hardly any words {strange}: the results are guesses. Write the query"
-        return (
-            None,
-            f"{note} in English, or index with a multilingual model: sfumato index {_MULTILINGUAL} --data FOLDER",
-        )
+        note = f"The text encoder knows hardly any words {strange}: the results are guesses"
+        way = f"in English, or index with a multilingual model: sfumato index {_MULTILINGUAL} --data FOLDER"
+        return None, f"{note}. Write the query {way}"
     if any(_is_cut(text, model) for text in query.parts):
         return None, "The model reads only the beginning of this text: shorten it, or give its end as --also (also=)"
     if counter and all(n == 1 for n in counter(words_of(query.text))):

@@ -29,10 +29,10 @@ _SAMPLED, _VALUES = 5_000, 30
 """Items whose fields are counted, and values of a field that are told."""
 
 _INSTRUCTIONS = (
-    "A collection of images or texts that says how sure it is. Search first. The verdict of an answer is a sentence:"
-    " believe it. `probability` is that a person would call the result right; about so many of such results are. Where"
-    " it says that nothing here shows this, other words seldom help: say so and stop. Where it says many matches, more"
-    " words or `where` narrow the search. null is no probability: then only the order means something."
+    "A collection of images or texts that says how sure it is. Search first, and read the verdict. match_probability"
+    " is that a person would call the hit right; on images of an unusual kind it can be far off. If nothing here shows"
+    " what you ask for, other words seldom help: say so and stop. If there are many matches, more words or `where`"
+    " narrow the search. null is no probability: then only the order means something."
 )
 
 _READS = ToolAnnotations(read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=False)
@@ -55,9 +55,9 @@ class Tools:
         """Search by a text, or by an image file in base64; one of both.
 
         `where` are conditions such as "folder=beach" or "date>=2024-06" (facets tells the fields); `without` are texts
-        that a result should not fit. The answer has the verdict, the number of matches to expect, the probability that
-        nothing matches, for a sentence the number of COCO's 123,287 photographs that people would find for it, and the
-        results, best first: id, probability, the text that fits best, and what is known of the item.
+        that a hit should not fit. The answer is that of `sfumato search --json`: a verdict in words, expected_matches,
+        nothing_probability, for a sentence the multiplicity (how many of COCO's 123,287 photographs people would find),
+        and hits, best first, each with its id, match_probability, best_text and what else is known of it.
         """
         if bool(text) == bool(image):
             raise UserError("give either text or image")
@@ -68,22 +68,7 @@ class Tools:
         answer = self._searcher.search(
             text or _decoded(image), k, where=_listed(where), without=_listed(without), duplicates="fold"
         )
-        said = (
-            "calibrated",
-            "expected_matches",
-            "nothing_probability",
-            "multiplicity",
-            "note",
-            "suggestion",
-            "warning",
-        )
-        results = [
-            {"id": hit.id, "probability": hit.match_probability if answer.calibrated else None, "text": hit.best_text}
-            | ({"nearly_the_same": list(hit.duplicates)} if hit.duplicates else {})
-            | {"about": handed_out(hit.payload)}
-            for hit in answer
-        ]
-        return {"verdict": answer.sentence, **{name: getattr(answer, name) for name in said}, "results": results}
+        return answer.to_json() | {"verdict": answer.sentence}
 
     def show(self, id: str) -> list[Any]:
         """Show an item by its id: what is known of it, and its image, at most 768 pixels wide and high."""
@@ -106,13 +91,8 @@ class Tools:
 
     def status(self) -> dict[str, Any]:
         """What the collection holds, and whether its results have probabilities."""
-        gallery = self._searcher.gallery
-        return {
-            "holds": gallery.contents,
-            "items": gallery.size,
-            "calibrated": gallery.calibrated,
-            "note": gallery.note,
-        }
+        held = self._searcher.gallery
+        return {"holds": held.contents, "items": held.size, "calibrated": held.calibrated, "note": held.note}
 
 
 def _listed(given: list[str] | str | None) -> list[str]:

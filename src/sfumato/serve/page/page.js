@@ -427,7 +427,7 @@ function why(item) {
 
 function aboutItem({ id, payload, ...item }) {
   const row = (label, value, attributes = {}) => (value === undefined || value === "" || value === null ? [] : [h("dt", attributes, label), h("dd", attributes, ...String(value).split("\n").map((line) => h("p", {}, line)))]);
-  const { captions, title, tags, date, place, camera, folder, name, file, ...others } = payload;
+  const { captions, title, tags, date, place, country, camera, folder, name, file, ...others } = payload;
   const expert = { class: "expert" };
   const time = /T(\d\d:\d\d)/.exec(date)?.[1];
   return h("dl", {},
