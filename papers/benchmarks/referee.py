@@ -191,17 +191,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.work.is_file():
-        print_all(list(of_file(options.work).values()))
-        return
+        return print_all(list(of_file(options.work).values()))
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
     suffix, methods = ("", contestants()) if options.adapters == "short" else (f"-{options.adapters}", TRAINED)
     methods = tuple(options.methods or methods)
-    files = {
-        (name, seed): options.work / f"{name}-seed{seed}{suffix}.json"
-        for seed in options.seeds
-        for name in options.only
-    }
+    keys = [(name, seed) for seed in options.seeds for name in options.only]
+    files = {(name, seed): options.work / f"{name}-seed{seed}{suffix}.json" for name, seed in keys}
     for (name, seed), path in files.items():
         model = MODELS[name](options.work, options.data, seed)
         chosen = RefereeOptions(methods, adapter_options(options.adapters), seed=seed)

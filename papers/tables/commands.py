@@ -1,18 +1,14 @@
-"""`python -m papers table`, `figure`, `toy` and `list`: the papers' tables and figures repeated, and all their rows."""
+"""`python -m papers table` and `list`: the papers' tables and figures repeated, and all their rows."""
 
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from papers.commands import Seed, app
+from papers.commands import app
 from sfumato.cli.common import AsJson, check_out_folder, command, flag, word
 from sfumato.errors import UserError
-
-if TYPE_CHECKING:
-    from papers.tables.items import PaperItem
-
 
 _OVERRIDES = (
     "Change to all recipes, e.g. train.epochs=5, or a study's setting, e.g. toy.seed=1. A wrong one lists them."
@@ -51,82 +47,17 @@ def table(
     """
     if listed or name is None:
         return list_rows(flags.as_json)
-    repeat(name, overrides or [], flags)
-
-
-@command(app)
-def figure(
-    *,
-    name: str = word(..., 'Figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
-    overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
-    flags: RepeatFlags,
-) -> None:
-    """Repeat a figure of the papers: the same as `table` with "Fig." before the number."""
-    paper, _, number = name.rpartition(" ")
-    repeat(name if "fig" in name.lower() else f"{paper} Fig. {number}", overrides or [], flags)
-
-
-@command(app)
-def toy(
-    seed: Seed = 0,
-    updates: int = flag(500, "Number of mini-batches that each method is trained on.", min=1),
-    out: Path = flag(Path("tables"), "Folder for the figure."),
-    as_json: AsJson = False,
-) -> None:
-    """Repeat the toy study in two dimensions: PCME++ Fig. A.1.
-
-    Does each method give uncertain samples larger variances than certain ones?
-    """
+    from papers.tables import drawn, figure_numbers, paper_tables, printed
     from papers.tables.items import find_item
-
-    flags = RepeatFlags(None, 1, Path(), None, published=False, out=out, latex=False, as_json=as_json)
-    chosen = [f"toy.seed={seed}", f"toy.updates={updates}"]
-    if not as_json:
-        return repeat("PCME++ Fig. A.1", chosen, flags)
-    made, folder = _make(find_item("PCME++ Fig. A.1"), chosen, flags)
-    methods, names = made.numbers["methods"], ("ratio", "published_ratio", "certain", "uncertain")
-    of = {name: {method: found.get(name) for method, found in methods.items()} for name in names}
-    print(json.dumps({"seed": seed, "updates": updates} | of | {"out": str(folder)}))
-
-
-def repeat(name: str, overrides: list[str], flags: RepeatFlags) -> None:
-    """Make, write and print a table or figure."""
-    from papers.tables import drawn, printed
-    from papers.tables.items import find_item
+    from sfumato.charts import require_matplotlib
+    from sfumato.models.run import choose_device
 
     item = find_item(name)
     if flags.latex and item.draw:
         raise UserError(f"{item.id} is a figure; leave --latex out")
     if flags.published:
         return print(json.dumps(item.rows, ensure_ascii=False)) if flags.as_json else printed.print_published(item)
-    made, folder = _make(item, overrides, flags)
-    if flags.as_json:
-        return print(json.dumps(made.to_json(), ensure_ascii=False))
-    if flags.latex:
-        return print((folder / "table.tex").read_text(encoding="utf-8"), end="")
-    if item.draw:
-        drawn.print_figure(made)
-    else:
-        printed.paper_table(made).show()
-    print(f"written to {folder}")
-
-
-@app.command("list")
-def list_rows(as_json: AsJson = False) -> None:
-    """List every system, table, figure and idea of the papers, with its state and figure."""
-    from papers.tables.rows import paper_rows, print_rows
-
-    rows = paper_rows()
-    return print(json.dumps([row.to_json() for row in rows], ensure_ascii=False)) if as_json else print_rows(rows)
-
-
-def _make(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> tuple[Any, Path]:
-    """Make and write a table or figure; what was made, and its folder."""
-    from papers.tables import drawn, figure_numbers, paper_tables, printed
-    from sfumato.charts import require_matplotlib
-    from sfumato.models.run import choose_device
-
-    item, changes = paper_tables.with_settings(item, overrides)
+    item, changes = paper_tables.with_settings(item, overrides or [])
     chosen, instances = paper_tables.choose_data(item, flags.data, changes), tuple(flags.instances or ())
     if instances and not (item.plausible and chosen.name == "coco"):
         raise UserError("--instances is for PMRP on COCO; leave it out")
@@ -137,4 +68,18 @@ def _make(item: "PaperItem", overrides: list[str], flags: RepeatFlags) -> tuple[
     repeated: Any = figure_numbers.make_figure if item.draw else paper_tables.make_table
     made = repeated(item, chosen, flags.runs, n_seeds=flags.seeds, instances=instances, device=choose_device())
     (drawn.write_figure if item.draw else printed.write_table)(made, folder)
-    return made, folder
+    if flags.as_json:
+        return print(json.dumps(made.to_json(), ensure_ascii=False))
+    if flags.latex:
+        return print((folder / "table.tex").read_text(encoding="utf-8"), end="")
+    drawn.print_figure(made) if item.draw else printed.paper_table(made).show()
+    print(f"written to {folder}")
+
+
+@app.command("list")
+def list_rows(as_json: AsJson = False) -> None:
+    """List every system, table, figure and idea of the papers, with its state and figure."""
+    from papers.tables.rows import paper_rows, print_rows
+
+    rows = paper_rows()
+    return print(json.dumps([row.to_json() for row in rows], ensure_ascii=False)) if as_json else print_rows(rows)

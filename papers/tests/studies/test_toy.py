@@ -8,13 +8,8 @@ from support.words import folded
 
 from papers.studies.toy import METHODS, toy_data, train_toy
 
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def ratio(data, found):
-    return float(found.var[data.uncertain].mean() / found.var[~data.uncertain].mean())
+seeded = lambda seed: torch.Generator().manual_seed(seed)
+ratio = lambda data, found: float(found.var[data.uncertain].mean() / found.var[~data.uncertain].mean())
 
 
 def test_data_is_the_papers():
@@ -63,12 +58,3 @@ def test_the_figure_is_drawn_and_said(papers, tmp_path, monkeypatch):
     assert (tmp_path / "pcmepp-fig-a-1" / "figure.png").stat().st_size > 10_000
     status, out, err = papers(*arguments[:2], "toy.updates=0")
     assert status == 2 and not out and "toy.updates" in err
-
-
-def test_the_command_prints_the_ratios(papers, tmp_path, monkeypatch):
-    monkeypatch.setattr("papers.tables.drawn.write_drawing", lambda *_: [])
-    found = papers.json("toy", "--seed", 2, "--updates", 2, "--out", tmp_path)
-    figure = papers.json("figure", "PCME++ A.1", "toy.seed=2", "toy.updates=2", "--out", tmp_path)
-    methods = figure["numbers"]["methods"]
-    assert found["ratio"] == {name: one.get("ratio") for name, one in methods.items()}
-    assert found["published_ratio"]["csd"] == 1.82 and found["ratio"]["triplet_sum"] is None

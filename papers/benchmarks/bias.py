@@ -1,0 +1,61 @@
+"""Do a model's rankings lean to men? Names of women, of men and of neither, in the emoji set's unseen style.
+
+    python -m papers.benchmarks.bias RUN...
+
+Drawings of a woman and of a man are those whose codes differ in nothing else; most have a third that is neither. The
+set has no skin tones. Runs that differ in their seed alone are one row.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sfumato.data.emoji import emoji_names
+from sfumato.data.pairs import normal_wording
+from sfumato.models.embed import embed_split, load_split
+from sfumato.models.run import load_run
+from sfumato.workflows.table import over_seeds
+
+SIGNS = (("1F469", "1F468", "1F9D1"), ("-200D-2640", "-200D-2642", ""))
+"""Parts of a code: of a woman, of a man, of neither."""
+
+
+def trios(codes: Sequence[str]) -> np.ndarray:
+    """(t, 3) positions of a woman, a man and neither, -1 where there is none."""
+    place, found = {code.replace("-FE0F", ""): k for k, code in enumerate(codes)}, []
+    for code, k in place.items():
+        for woman, man, neither in SIGNS:
+            other = place.get(code.replace(woman, man), k)
+            if code.count(woman) == 1 and man not in code and other != k:
+                found.append((k, other, place.get(code.replace(woman, neither), -1)))
+    return np.array(found)
+
+
+def figures(distance: np.ndarray, trio: np.ndarray) -> dict[str, float]:
+    """In per cent. distance: (c, c) of name i and drawing j, of the same concepts."""
+    women, men, neither = trio.T
+    right = distance.argmin(1) == np.arange(len(distance))
+    leans = (distance[neither, men] < distance[neither, women])[neither >= 0]
+    found = {"women": right[women], "men": right[men], "men, by neutral names": leans}
+    return {name: 100 * float(of.mean()) for name, of in found.items()}
+
+
+def main() -> None:
+    rows: dict[str, list[dict[str, float]]] = {}
+    for folder in map(Path, sys.argv[1:]):
+        run = load_run(folder)
+        split = load_split(run.model, run.recipe.data, "style")
+        codes, names = [i.split("/")[0] for i in split.data.image_ids], emoji_names()
+        images, texts = embed_split(run.model, split)
+        named = [split.data.texts.index(normal_wording(names[code])) for code in codes]
+        distance = run.ranking_distance().for_direction("t2i").matrix(texts[named], images).numpy()
+        found = figures(distance, trios(codes))
+        rows.setdefault(folder.name.rpartition("-")[0], []).append(found | {"gap": found["men"] - found["women"]})
+    for row, runs in rows.items():
+        print(row, {name: str(value) for name, value in over_seeds(runs).items()})
+
+
+if __name__ == "__main__":
+    main()
