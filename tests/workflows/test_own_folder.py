@@ -336,12 +336,13 @@ def test_captions_of_a_hundred_images_calibrate_a_model_that_is_not(tmp_path):
 
     model, metadata = SimpleNamespace(embed_texts=embed, source="a CLIP"), {"calibrated": False}
     made = GaussianCollection.create(tmp_path / "c", d=8, distance="squared_l2", metadata=metadata)
+    running = GaussianCollection.open(tmp_path / "c")
     for n, told in ((99, "99 images with captions here"), (300, "600 captions of 300 of these images")):
         captions = [f"one {i}\nanother {i}" for i in range(n)]
         made.upsert(GaussianEmbedding.point(means[:n]), [*map(str, range(n))], {"captions": captions})
         assert told in calibrate_by_captions(made, model) and made.calibrated == (n == 300)
-    with made, GaussianCollection.open(tmp_path / "c") as again:
-        for one in (made, again):  # The standard error of the fraction is .03; texts that are drawn are others.
+    with made, running, GaussianCollection.open(tmp_path / "c") as again:
+        for one in (made, running, again):  # The standard error of the fraction is .03; texts that are drawn are others.
             first = [a[0] for a in one.search(embed([f"new {i}" for i in range(300)]), 1)]
             right = np.mean([hit.id == str(i) for i, hit in enumerate(first)])
             assert 0.2 < right < 0.9 and abs(np.mean([hit.match_probability for hit in first]) - right) < 0.08

@@ -60,9 +60,9 @@ class GaussianCollection(Gallery):
     ) -> None:
         self.folder, self.store, self.texts, self.centre = folder, store, texts, centre
         self.distance: str = settings["distance"]
-        self.metadata: dict[str, Any] = dict(settings["about"])
         self._d: int = settings["d"]
-        self._scorer = Scorer(settings["logit_scale"], settings["logit_bias"], calibration, settings["direction"])
+        self._version = folders.version_of(folder)
+        self._set(settings, calibration)
         self.n_exact, self.n_sample = 300, N_WHOLE
         self.items = ItemCount(store.count)
         self._sampler = Sampler(store, texts)
@@ -175,6 +175,17 @@ class GaussianCollection(Gallery):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _set(self, settings: Mapping[str, Any], calibration: Calibration | None) -> None:
+        self.metadata: dict[str, Any] = dict(settings["about"])
+        self._scorer = Scorer(settings["logit_scale"], settings["logit_bias"], calibration, settings["direction"])
+
+    def follow(self) -> None:
+        """Read the metadata and the calibration again if another process has changed them."""
+        if (version := folders.version_of(self.folder)) not in (None, self._version):
+            settings, _, calibration = folders.read_settings(self.folder)
+            self._version = version
+            self._set(settings, calibration)
 
     def keep(self, values: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
         """Change values of the metadata; what other processes have changed meanwhile stays.

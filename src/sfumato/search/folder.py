@@ -87,6 +87,15 @@ def change_metadata(
     return metadata
 
 
+def version_of(folder: Path) -> tuple[int, int] | None:
+    """What changes whenever the settings do; None while there are none."""
+    try:
+        about = (folder / MANIFEST).stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_mtime_ns
+
+
 def read_settings(folder: Path) -> tuple[dict[str, Any], np.ndarray, Calibration | None]:
     """The settings, the centre (d,) and the calibration; a ValueError says what is damaged."""
     manifest = _read_manifest(folder)

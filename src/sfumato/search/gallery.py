@@ -243,6 +243,10 @@ class Gallery(ABC):
     def ids_after(self, after: str, n: int) -> list[str]:
         """The next ids in the order of their UTF-8 bytes, so that all items can be listed page by page."""
 
+    def follow(self) -> None:
+        """Take over what other processes have changed about the calibration; nothing by default."""
+        return None
+
     def close(self) -> None:
         """Release files and connections; nothing by default."""
         return None
@@ -277,6 +281,7 @@ class Gallery(ABC):
             ValueError: an option does not fit, or needs a calibration and there is none.
             UserError: a guarantee is asked for queries of another kind.
         """
+        self.follow()
         queries, scorer = self.checked(queries, k), self.scorer
         about = [QueryInfo(str(i)) for i in range(queries.n)] if about is None else about
         options.check(scorer.direction, [one.native for one in about])
