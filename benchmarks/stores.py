@@ -71,7 +71,7 @@ class SqliteFaiss:
             row = id, float(records.uncertainty[i]), json.dumps(dict(records.payloads[i]))
             insert = "INSERT INTO items (id, uncertainty, payload) VALUES (?, ?, ?)"
             position = self._db.execute(insert, row).lastrowid
-            vector = records.vectors[i].numpy().tobytes()
+            vector = np.asarray(records.vectors[i], np.float32).tobytes()
             self._db.execute("INSERT INTO vectors (row, vector) VALUES (?, ?)", (position, vector))
         self._db.execute("COMMIT")
 

@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--show", nargs="*", default=[], metavar="WORD", help="print what says these words")
     given = parser.parse_args()
     net, used = WordNet(given.wordnet), caption_words(given.flickr8k, given.coco5k)
-    known = {word for word, _ in net.uses_of} | shared_minilm("cpu").vocabulary().keys() | used.keys()
+    known = {word for word, _ in net.uses_of} | shared_minilm("cpu").words | used.keys()
     table, usual = defaultdict[str, set[str]](set), usual_words(net, used)
     for a, b in close(list(dict.fromkeys(pairs(net, known, used)))):
         if b not in NEVER.get(a, ()) and _stem(a) != _stem(b) and not {a, b} & FUNCTION_WORDS:

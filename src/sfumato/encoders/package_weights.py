@@ -396,8 +396,10 @@ class MiniLM:
             while len(self._sentences) > _LATEST:
                 self._sentences.popitem(last=False)
 
-    def vocabulary(self) -> dict[str, int]:
-        return self._whole.get_vocab()
+    @functools.cached_property
+    def words(self) -> frozenset[str]:
+        """The words that are whole in its vocabulary."""
+        return frozenset(word for word in self._whole.get_vocab() if len(word) > 1 and word.isalpha())
 
     def pieces(self, words: Sequence[str]) -> list[int]:
         return [sum(one.attention_mask) for one in self._whole.encode_batch(list(words), add_special_tokens=False)]

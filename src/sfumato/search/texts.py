@@ -108,9 +108,9 @@ _LETTERS = 0.6
 
 
 def known_words(model: TwoTowers) -> frozenset[str]:
-    """The words that are whole in the vocabulary of a model's tokenizer, in lower case; none if it does not show it."""
-    vocabulary: dict[str, int] = getattr(getattr(piece_counter(model), "__self__", None), "vocabulary", dict)()
-    return frozenset(word for word in map(str.lower, vocabulary) if len(word) > 1 and word.isalpha())
+    """The words that are whole in the vocabulary of a model's tokenizer; none if it does not show it."""
+    words: frozenset[str] = getattr(getattr(piece_counter(model), "__self__", None), "words", frozenset())
+    return words
 
 
 def strange_script(text: str, pieces: Pieces) -> str | None:
