@@ -12,19 +12,23 @@ import pytest
 import snowballstemmer
 from support.raising import raises
 
+import sfumato
 from sfumato import Calibration, GaussianCollection, GaussianEmbedding, QueryScores, csd_matrix
 from sfumato.calibration import fits
 from sfumato.calibration.fits import FitsCalibration
 from sfumato.encoders.package_weights import shared_minilm
 from sfumato.errors import UserError
+from sfumato.search import texts as searches
 from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.index import copy_gallery
+from sfumato.search.searcher import advice
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 from sfumato.search.texts import (
     are_together,
     is_close,
     item_texts,
     item_words,
+    known_words,
     other_language,
     saying,
     spelling,
@@ -306,11 +310,24 @@ def test_misspelt_words(typed, expected):
 
 
 def test_the_language_of_words_that_a_model_of_english_does_not_know():
-    known = frozenset(word for word in shared_minilm("cpu").vocabulary() if word.isalpha())
+    known = shared_minilm("cpu").words
     german, unknown = ["Hund im Schnee", "dog im Schnee"], ["siberian husky", "grils", "selfie", "xqzvw"]
     texts = [*german, "chien", "a dog in the snow", *unknown]
     assert [other_language(text, dict, known) for text in texts] == ["German", "German", "French", *[None] * 5]
     assert other_language("chien", lambda: ["chien"], known) is None and not other_language("chien", dict, frozenset())
+
+
+def test_a_later_search_makes_no_table_again(made, monkeypatch):
+    model, texts = sfumato.load("small").model, ("ein grosser Hund", "a bycicle near the harbour")
+
+    def search(text):
+        return advice(TextQuery(text), made[0], model), asked(made[0], text)
+
+    before = [search(text) for text in texts]
+    for module in (fits, searches):
+        monkeypatch.setattr(module, "files", None)
+    assert known_words(model) is known_words(model) and "harbour" in known_words(model)
+    assert [search(text)[0] for text in texts] == [told for told, _ in before]
 
 
 @pytest.mark.parametrize("typed", ["IMG_1039", "1039", "img_1039.jpg", "IMG 1039"])
