@@ -43,3 +43,19 @@ def test_the_benchmark_of_a_gpu_runs_small_on_a_processor(monkeypatch, tmp_path)
     assert [len(found[part]) for part in gpu.PARTS] == [1, 4, 2, 1]
     assert all(one["gradients_apart"] < 1e-3 for one in found["loss"])
     assert found["steps"][0]["seconds"]["step"] > found["steps"][0]["seconds"]["loss"] > 0
+
+
+SMALL = {
+    "match_loss": "--b 128 --d 256 --repeats 1 --rounds 1",
+    "distances": "--n 20 --m 30 --d 8",
+    "exact_search": "--items 500 --d 16 --rounds 1",
+    "stores": "--items 300 --d 8 --engines sqlite-faiss sfumato --steps fill search write",
+    "serve": "--items 50 --d 16 --width 16 --clients 1 --seconds 0.2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_runs_small_and_leaves_what_the_page_reads(name, tmp_path):
+    suite.measure(suite.Run(name, f"{name}.py {SMALL[name]}", limit=120), tmp_path, suite.machine())
+    assert script.SECTIONS[name].title in script.page(script.load_results(tmp_path))
