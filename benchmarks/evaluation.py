@@ -38,7 +38,7 @@ from match_loss import peak_mb
 from torch import Tensor
 
 from sfumato.distances import get_distance
-from sfumato.evaluation import benchmarks
+from sfumato.evaluation import protocols
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.evaluation.benchmarks import figures as figures_of
 from sfumato.evaluation.benchmarks import rank
@@ -91,7 +91,7 @@ def timed(function: Callable[[], Any], repeats: int) -> tuple[Any, dict[str, flo
     result, rows = function(), []
     for _ in range(repeats):
         clock = Clock()
-        with patch.object(benchmarks, "distance_blocks", clock.blocks):
+        with patch.object(protocols, "distance_blocks", clock.blocks):
             start, cpu = time.perf_counter(), time.process_time()
             result = function()
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
