@@ -342,7 +342,7 @@ def test_captions_of_a_hundred_images_calibrate_a_model_that_is_not(tmp_path):
         made.upsert(GaussianEmbedding.point(means[:n]), [*map(str, range(n))], {"captions": captions})
         assert told in calibrate_by_captions(made, model) and made.calibrated == (n == 300)
     with made, running, GaussianCollection.open(tmp_path / "c") as again:
-        for one in (made, running, again):  # The standard error of the fraction is .03; texts that are drawn are others.
+        for one in (made, running, again):  # The standard error of the fraction is .03.
             first = [a[0] for a in one.search(embed([f"new {i}" for i in range(300)]), 1)]
             right = np.mean([hit.id == str(i) for i, hit in enumerate(first)])
             assert 0.2 < right < 0.9 and abs(np.mean([hit.match_probability for hit in first]) - right) < 0.08
