@@ -150,25 +150,11 @@ def minilm(path: Path) -> None:
     shutil.copy(folder / "tokenizer.json", path.with_suffix(".json"))
 
 
-def integer_product(path: Path) -> None:
-    """One product of (n, e) rows of codes about 128 with (e, m) codes, in integers, for exact search."""
-    node = helper.make_node("MatMulInteger", ["rows", "queries", "middle"], ["products"])
-    kinds = {"rows": (TensorProto.UINT8, "n", "e"), "queries": (TensorProto.INT8, "e", "m")}
-    inputs = [helper.make_tensor_value_info(name, kind, shape) for name, (kind, *shape) in kinds.items()]
-    output = helper.make_tensor_value_info("products", TensorProto.INT32, ["n", "m"])
-    middle = numpy_helper.from_array(np.array(128, np.uint8), "middle")
-    graph = helper.make_graph([node], path.stem, inputs, [output], [middle])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    checker.check_model(model, full_check=True)
-    save(model, path)
-
-
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=PACKAGED)
     folder = parser.parse_args().out
-    integer_product(folder / "integer-product.onnx")
     efficientnet(folder / "efficientnet-lite0.onnx")
     minilm(folder / "minilm-l6-v2.onnx")
 

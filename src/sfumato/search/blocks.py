@@ -1,7 +1,7 @@
 """Vectors prepared for exact search by bounds (search/screening.py): centres, codes, and products.
 
-The products are taken of int8 codes with a scale for each vector, or in float32, by a short trial: those of int8 by
-torch where it is loaded, else by onnxruntime, whose rows are shifted by 128 to codes without a sign.
+The products are taken in float32 by NumPy. Where torch is loaded and a short trial finds that faster, they are those of
+int8 codes with a scale for each vector.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import numpy as np
 
 from sfumato.arrays import n_threads
 from sfumato.distances.distance import Lift
-from sfumato.encoders.package_weights import packaged_network
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.exact import in_parallel
 
@@ -63,7 +62,7 @@ class Block:
             vectors, alone = read(item[part])
             residual = (vectors - centre).astype(np.float32, copy=False)
             coded[part], factor = codes_of(residual, coded.dtype, LARGEST)
-            back = decoded(coded[part]) * factor
+            back = coded[part].astype(np.float32) * factor
             scale[part] = factor[:, 0]
             length[part] = np.sqrt(_squares(back)) * more
             rounding[part] = np.sqrt(_squares(residual - back)) * more + 2**-23 * length[part]
@@ -108,18 +107,18 @@ def sum_error(n: int) -> float:
 
 def product_dtype() -> np.dtype[Any]:
     """The dtype in which this machine takes products faster."""
-    return _fastest(np.dtype(np.int8 if "torch" in sys.modules else np.uint8))
+    return _fastest() if "torch" in sys.modules else np.dtype(np.float32)
 
 
 @functools.cache
-def _fastest(coded: np.dtype[Any]) -> np.dtype[Any]:
-    """A dtype of codes, or float32, by a short trial in the threads of a search."""
-    plain = np.dtype(np.float32)
-    if not largest_code(coded):
+def _fastest() -> np.dtype[Any]:
+    """int8 or float32, by a short trial in the threads of a search."""
+    coded, plain = np.dtype(np.int8), np.dtype(np.float32)
+    if not largest_code():
         return plain
 
     def seconds(dtype: np.dtype[Any]) -> float:
-        rows, queries = np.ones((2048, 512), dtype), np.ones((32, 512), np.int8 if dtype == coded else dtype)
+        rows, queries = np.ones((2048, 512), dtype), np.ones((32, 512), dtype)
         best = math.inf
         for _ in range(5):
             start = time.perf_counter()
@@ -132,47 +131,35 @@ def _fastest(coded: np.dtype[Any]) -> np.dtype[Any]:
 
 
 @functools.cache
-def largest_code(dtype: np.dtype[Any]) -> int:
-    """The largest code of queries whose products with rows of any codes of a dtype are right here; 0 if none is.
+def largest_code() -> int:
+    """The largest code of queries whose products with rows of any codes are right here; 0 if none is.
 
     AVX2 adds two products of 8 bits in 16 bits, and keeps the largest number of 16 bits where the sum is larger.
     """
     shapes = [(n, e, b) for n in (1, 17, 300) for e in (NARROW, 33, 512) for b in (1, 3, 32)]
     with contextlib.suppress(AttributeError, RuntimeError):  # This torch has no such product.
-        return next((code for code in (LARGEST, 64) if all(_is_right(dtype, code, *shape) for shape in shapes)), 0)
+        return next((code for code in (LARGEST, 64) if all(_is_right(code, *shape) for shape in shapes)), 0)
     return 0
 
 
-def _is_right(dtype: np.dtype[Any], code: int, n: int, e: int, b: int) -> bool:
+def _is_right(code: int, n: int, e: int, b: int) -> bool:
     """Whether products of large codes are those of float64, of equal signs and of random ones."""
     random = np.random.default_rng(0)
     signs = [2 * random.integers(2, size=(m, e)) - 1 for m in (n, b)]
     signs[0][0], signs[1][0] = 1, 1
-    rows, queries = codes_of((signs[0] * LARGEST).astype(np.float32), dtype, LARGEST)[0], signs[1] * code
-    return np.array_equal(multiplied(rows, queries.astype(np.int8)), decoded(rows).astype(np.float64) @ queries.T)
+    rows, queries = signs[0] * LARGEST, signs[1] * code
+    return np.array_equal(multiplied(rows.astype(np.int8), queries.astype(np.int8)), rows @ queries.T)
 
 
 def multiplied(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """(n, b) products, those of codes in int32. rows (n, e), queries (b, e)."""
-    if rows.dtype == np.uint8:
-        return np.asarray(_integer_product().run(None, {"rows": rows, "queries": np.ascontiguousarray(queries.T)})[0])
     if rows.dtype == np.int8:
         import torch
 
         return np.asarray(torch._int_mm(torch.from_numpy(rows), torch.from_numpy(queries).T))
+    if len(queries) == 1:  # Twice as fast as BLAS.
+        return np.asarray(np.einsum("ne,e->n", rows, queries[0]))[:, None]
     return np.asarray(rows @ queries.T)
-
-
-@functools.cache
-def _integer_product() -> Any:
-    """A graph of one matrix product of codes, of rows less 128 with queries."""
-    return packaged_network("integer-product", 1)
-
-
-def decoded(codes: np.ndarray) -> np.ndarray:
-    """Codes as float32 numbers."""
-    numbers = codes.astype(np.float32)
-    return numbers - 128 if codes.dtype == np.uint8 else numbers
 
 
 def codes_of(vectors: np.ndarray, dtype: np.dtype[Any], most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -181,8 +168,7 @@ def codes_of(vectors: np.ndarray, dtype: np.dtype[Any], most: int) -> tuple[np.n
         return vectors.astype(dtype, copy=False), np.ones((len(vectors), 1), np.float32)
     scale = (np.abs(vectors).max(1, keepdims=True, initial=0) / most).astype(np.float32)
     scale = np.maximum(scale, np.finfo(np.float32).tiny)
-    codes = np.clip(np.rint(vectors / scale), -most, most)
-    return (codes + 128 if dtype == np.uint8 else codes).astype(dtype), scale
+    return np.clip(np.rint(vectors / scale), -most, most).astype(dtype), scale
 
 
 def lifted_vectors(gallery: GaussianEmbedding, lift: Lift) -> tuple[np.ndarray, np.ndarray | float]:

@@ -65,8 +65,7 @@ class _Relative:
     @classmethod
     def of(cls, vectors: np.ndarray, block: Block) -> "_Relative":
         away, dtype = vectors - block.centre.astype(np.float64), block.coded.dtype
-        kind = dtype if dtype.kind == "f" else np.dtype(np.int8)
-        coded, scale = coding.codes_of(away, kind, coding.largest_code(dtype) if dtype.kind != "f" else 0)
+        coded, scale = coding.codes_of(away, dtype, 0 if dtype.kind == "f" else coding.largest_code())
         lost, length = (np.linalg.norm(part, axis=1) for part in (away - coded.astype(np.float64) * scale, away))
         return cls(np.arange(len(vectors)), coded, scale[:, 0], length, lost)
 
