@@ -31,9 +31,8 @@ if no name says where that is."""
 
 def is_gone(model: str) -> bool:
     """Whether the folder of a model, or one of two that a + joins, is there no more."""
-    return Path(model).is_absolute() and not (
-        Path(model).exists() or all(Path(one).exists() for one in model.split("+"))
-    )
+    there = Path(model).exists() or all(Path(one).exists() for one in model.split("+"))
+    return Path(model).is_absolute() and not there
 
 
 def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -6,7 +6,6 @@ It has means, log variances, their scalar summaries, sampling, and a safe file f
 import importlib
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from sfumato.arrays import Array, as_array, as_numpy, as_tensor, is_tensor, like, namespace
 from sfumato.errors import refuse_newer
 from sfumato.files import write_atomically
+from sfumato.ids import first_twice
 
 if TYPE_CHECKING:
     import torch
@@ -287,8 +287,7 @@ def save_embeddings(path: str | Path, embeddings: GaussianEmbedding, ids: Sequen
     check_finite(embeddings, "save_embeddings")
     if len(ids) != embeddings.n:
         raise ValueError(f"save_embeddings: got {len(ids)} ids for {embeddings.n} embeddings; give one id for each")
-    if len(set(ids)) != len(ids):
-        twice = Counter(ids).most_common(1)[0][0]
+    if (twice := first_twice(ids)) is not None:
         raise ValueError(f"save_embeddings: id {twice!r} occurs more than once; ids must be distinct")
     held = {"mean": embeddings.mean, "log_var": embeddings.log_var}
     # Ids are an array of UTF-8 bytes, because the format limits its header to 100 MB.

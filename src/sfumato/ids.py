@@ -3,9 +3,10 @@
 import hashlib
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, TypeVar
 
 Direction = Literal["i2t", "t2i"]
 """Images search among texts, or texts among images."""
@@ -77,10 +78,8 @@ def plain_text(text: str) -> str:
 
 def composed(payload: Mapping[str, str]) -> dict[str, str]:
     """A payload with its texts in the composed form (NFC), as filters are; the fields of the package stay."""
-    return {
-        name: unicodedata.normalize("NFC", value) if isinstance(value, str) and not name.startswith("_") else value
-        for name, value in payload.items()
-    }
+    shown = {name: value for name, value in payload.items() if isinstance(value, str) and not name.startswith("_")}
+    return {**payload, **{name: unicodedata.normalize("NFC", value) for name, value in shown.items()}}
 
 
 def has_words(text: str) -> bool:
@@ -91,6 +90,14 @@ def has_words(text: str) -> bool:
 def spelled_numbers(text: str) -> str:
     """A text with the numbers from 1 to 10 as words."""
     return re.sub(r"\b([1-9]|10)\b(?![.,:/-]\d)", lambda digits: NUMBERS[int(digits[0]) - 1], text)
+
+
+Named = TypeVar("Named")
+
+
+def first_twice(ids: Iterable[Named]) -> Named | None:
+    """Find a repeated id."""
+    return next((identity for identity, n in Counter(ids).items() if n > 1), None)
 
 
 def uniform_hash(key: str) -> float:

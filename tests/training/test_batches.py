@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 
 from sfumato.data.images import FileImage
 from sfumato.data.pairs import PairBatch, PairData, PairSampler
-from sfumato.data.shards import ShardBatch
+from sfumato.data.shards import ShardSample
 from sfumato.data.transforms import MixPlan
 from sfumato.encoders.encoder_protocol import Inputs, PixelStore, RaggedStore
 from sfumato.encoders.feature_rows import FeatureInput
@@ -261,7 +261,7 @@ def test_processes_of_a_stream_match_equal_captions_across_each_other():
         def batches(self, epoch):
             drawn = [png((10 * k + self.rank,) * 3, (16, 16)) for k in range(4)]
             pictures = [b"" if c == "lost" else one for one, c in zip(drawn, captions[self.rank], strict=True)]
-            yield ShardBatch([f"{self.rank}{k}" for k in range(4)], pictures, captions[self.rank])
+            yield list(map(ShardSample, [f"{self.rank}{k}" for k in range(4)], pictures, captions[self.rank]))
 
     shares = []
     for rank in range(2):

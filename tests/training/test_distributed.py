@@ -13,7 +13,7 @@ from support.toy import assert_same_runs, fit_until, log_of, make_toy
 from torch.nn import functional
 
 from sfumato import LOSSES, Problems, fit, get_distance, load_recipe, register_loss
-from sfumato.data.shards import ShardBatch
+from sfumato.data.shards import ShardSample
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.feature_rows import FeatureInput
 from sfumato.encoders.heads import GaussianHead, HeadOptions
@@ -167,7 +167,7 @@ def test_captions_of_a_stream_are_equal_whatever_their_case_unless_they_are_kept
 
     class Stream:
         def batches(self, epoch):
-            yield ShardBatch(list("abcd"), pictures, ["A red  dog", "a red dog", "a red dog.", "red"])
+            yield list(map(ShardSample, "abcd", pictures, ["A red  dog", "a red dog", "a red dog.", "red"]))
 
     augmentation = Augmentation(load_recipe(recipe), model, alone())
     (batch,) = ShardBatches(Stream(), model, augmentation, alone(), equal_texts=equal_texts).epoch(0)

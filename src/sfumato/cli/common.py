@@ -89,7 +89,8 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
         for name, parameter in inspect.signature(function).parameters.items():
             if name in parts:
                 own = get_type_hints(parts[name], include_extras=True)
-                taken += [(f.name, own[f.name], _default(f)) for f in dataclasses.fields(parts[name])]
+                fields = inspect.signature(parts[name]).parameters
+                taken += [(field, own[field], one.default) for field, one in fields.items()]
             else:
                 taken.append((name, hints[name], parameter.default))
         if not any("--import" in (getattr(default, "param_decls", None) or ()) for _, _, default in taken):
@@ -114,10 +115,6 @@ def command(of: typer.Typer | None = None) -> Callable[[Callable[..., None]], Ca
         return (of or app).command()(call)
 
     return register
-
-
-def _default(field: Any) -> Any:
-    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
 app = typer.Typer(
@@ -192,31 +189,27 @@ class OnData:
         from sfumato.models.recipe import find_recipe, load_recipe
         from sfumato.models.run import load_model, load_run
 
-        if self.data is None and not is_run(self.model):
-            found = f"{self.model} is not a run folder (no {RECIPE} in it)"
-            raise UserError(f"{found}; another model needs data to {purpose}: --data RECIPE data.path=...")
-        split, overrides, config, moved = split or self.split, list(self.overrides or []), None, None
+        split, overrides = split or self.split, self.overrides or []
         if self.data is not None:
             config = load_recipe(find_recipe(self.data), overrides).data
-        elif overrides:
-            if wrong := [override for override in overrides if not override.startswith("data.")]:
-                raise UserError(f"{wrong[0]!r} does not change the data of {self.model}; give data.KEY=VALUE")
-            moved = load_recipe(Path(self.model) / RECIPE, overrides).data
+            run = load_run(self.model, device=device) if is_run(self.model) else None
+            model = load_model(self.model, device=device) if run is None else run
+            return ModelOnData(model, config, split, Path(self.model).name, run, own_data=False)
         if not is_run(self.model):
-            assert config is not None
-            model = load_model(self.model, device=device)
-            return ModelOnData(model, config, split, Path(self.model).name, None, own_data=False)
+            found = f"{self.model} is not a run folder (no {RECIPE} in it)"
+            raise UserError(f"{found}; another model needs data to {purpose}: --data RECIPE data.path=...")
+        if wrong := [override for override in overrides if not override.startswith("data.")]:
+            raise UserError(f"{wrong[0]!r} does not change the data of {self.model}; give data.KEY=VALUE")
+        moved = load_recipe(Path(self.model) / RECIPE, overrides).data if overrides else None
         run = load_run(self.model, device=device)
-        if config is not None:
-            return ModelOnData(run, config, split, Path(self.model).name, run, own_data=False)
         name = run.recipe.name or run.folder.name
-        if moved is not None:
-            paths = {name: getattr(moved, name) for name in ("path", "val_path", "images", "texts")}
-            own = run.recipe.data.model_copy(update=paths)
-            run = replace(run, recipe=run.recipe.model_copy(update={"data": moved}))
-            return ModelOnData(run, moved, split, name, run, own_data=own == moved)
-        split = _split_that_is_there(run.recipe.data, split)
-        return ModelOnData(run, run.recipe.data, split, name, run, own_data=True)
+        if moved is None:
+            split = _split_that_is_there(run.recipe.data, split)
+            return ModelOnData(run, run.recipe.data, split, name, run, own_data=True)
+        paths = {name: getattr(moved, name) for name in ("path", "val_path", "images", "texts")}
+        own = run.recipe.data.model_copy(update=paths)
+        run = replace(run, recipe=run.recipe.model_copy(update={"data": moved}))
+        return ModelOnData(run, moved, split, name, run, own_data=own == moved)
 
 
 @dataclass(frozen=True, eq=False)

@@ -349,15 +349,12 @@ def _centre(rgb: Image.Image, size: int, fit: Fit) -> Image.Image:
         scale = long / longer
         along, across = (start * scale, (start + size) * scale), (edge * scale, (edge + size) * scale)
         part = (across[0], along[0], across[1], along[1]) if tall else (along[0], across[0], along[1], across[1])
-        return rgb.resize((size, size), Image.Resampling.BICUBIC, box=_clipped(part, rgb.size))
+        # Within the image: scaling may have rounded it over the edge.
+        within: Any = tuple(np.clip(part, 0, rgb.size * 2).tolist())
+        return rgb.resize((size, size), Image.Resampling.BICUBIC, box=within)
     rgb = rgb.resize((shorter, longer) if tall else (longer, shorter), Image.Resampling.BICUBIC)
     left, top = (edge, start) if tall else (start, edge)
     return rgb.crop((left, top, left + size, top + size))
-
-
-def _clipped(box: Box, size: tuple[int, int]) -> Box:
-    """A box in pixels within the image; scaling may have rounded it over the edge."""
-    return max(0.0, box[0]), max(0.0, box[1]), min(float(size[0]), box[2]), min(float(size[1]), box[3])
 
 
 def _check_box(box: Box) -> None:

@@ -395,17 +395,13 @@ def _data(tables: _Tables, pairs: np.ndarray) -> PairData:
     """A split of the (p, 2) pairs of rows."""
     images, texts = tables
     (image_rows, image), (text_rows, text) = (np.unique(column, return_inverse=True) for column in pairs.T)
-    text_ids = [_id(texts, row) for row in text_rows.tolist()]
-    wordings = [texts.captions[row] if texts.captions else "" for row in text_rows.tolist()]
-    return PairData(
-        tuple(_id(images, row) for row in image_rows.tolist()),
-        tuple(EmbeddingRow(images.table, row) for row in image_rows.tolist()),
-        tuple(text_ids),
-        tuple(" ".join(wording.split()) or i for wording, i in zip(wordings, text_ids, strict=True)),
-        ("caption",) * len(text_ids),
-        np.stack([image, text], axis=1),
-        text_rows=tuple(EmbeddingRow(texts.table, row) for row in text_rows.tolist()),
-    )
+    sides = (images, image_rows.tolist()), (texts, text_rows.tolist())
+    image_ids, text_ids = (tuple(_id(named, row) for row in rows) for named, rows in sides)
+    of_images, of_texts = (tuple(EmbeddingRow(named.table, row) for row in rows) for named, rows in sides)
+    captions = [texts.captions[row] if texts.captions else "" for row in text_rows.tolist()]
+    wordings = tuple(" ".join(text.split()) or i for text, i in zip(captions, text_ids, strict=True))
+    kinds, own = ("caption",) * len(text_ids), np.stack([image, text], axis=1)
+    return PairData(image_ids, of_images, text_ids, wordings, kinds, own, text_rows=of_texts)
 
 
 def _id(named: NamedTable, row: int) -> str:

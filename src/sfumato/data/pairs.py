@@ -13,6 +13,7 @@ import numpy as np
 
 from sfumato.data.feature_tables import EmbeddingRow
 from sfumato.data.images import ImageSource
+from sfumato.ids import first_twice
 from sfumato.metrics.relevance import Relevance
 
 
@@ -53,8 +54,7 @@ class PairData:
         if len(self.text_rows) not in (0, m):
             raise ValueError(f"PairData: got {len(self.text_rows)} text rows for {m} texts; give one for each or none")
         for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
-            if len(set(ids)) != len(ids):
-                twice = Counter(ids).most_common(1)[0][0]
+            if (twice := first_twice(ids)) is not None:
                 raise ValueError(f"PairData: {what} id {twice!r} occurs more than once; ids must be distinct")
         pairs = np.unique(np.asarray(self.pairs, dtype=np.int64).reshape(-1, 2), axis=0)
         if len(pairs) and (pairs.min() < 0 or pairs[:, 0].max() >= n or pairs[:, 1].max() >= m):
@@ -305,15 +305,10 @@ def _split_of(items: Sequence[SourceItem]) -> PairData:
         texts.setdefault(identity, text)
     number = dict(zip(texts, range(len(texts)), strict=True))
     image = np.repeat(np.arange(len(items)), [len(item.texts) for item in items])
-    return PairData(
-        tuple(item.id for item in items),
-        tuple(item.image for item in items),
-        tuple(texts),
-        tuple(texts.values()),
-        ("caption",) * len(texts),
-        np.stack([image, np.fromiter(map(number.__getitem__, ids), np.int64, len(ids))], axis=1),
-        np.array([item.group for item in items if item.group is not None], np.int64),
-    )
+    pairs = np.stack([image, np.fromiter(map(number.__getitem__, ids), np.int64, len(ids))], axis=1)
+    groups = np.array([item.group for item in items if item.group is not None], np.int64)
+    images = tuple(item.id for item in items), tuple(item.image for item in items)
+    return PairData(*images, tuple(texts), tuple(texts.values()), ("caption",) * len(texts), pairs, groups)
 
 
 def normal_wording(text: str) -> str:

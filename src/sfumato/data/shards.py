@@ -8,7 +8,6 @@ import json
 import os
 import re
 import tarfile
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 from sfumato.data.images import MemoryImage, Problems
 from sfumato.data.pairs import PairData, make_pair_data
 from sfumato.errors import UserError, say
-from sfumato.ids import natural_key
+from sfumato.ids import first_twice, natural_key
 
 SHARD_IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
 """Endings of the members that are images."""
@@ -134,8 +133,7 @@ def _sample(file: IO[bytes], location: str, group: _Group) -> ShardSample:
     """Read image and caption of a group; a ValueError names what is missing."""
     members = dict(group)
     if len(members) < len(group):
-        twice = Counter(ending for ending, _ in group).most_common(1)[0][0]
-        raise ValueError(f".{twice} occurs twice")
+        raise ValueError(f".{first_twice(ending for ending, _ in group)} occurs twice")
 
     def read(member: tarfile.TarInfo) -> bytes:
         file.seek(member.offset_data)
@@ -210,15 +208,6 @@ def _between(text: str, pattern: str) -> list[str]:
     raise UserError(f"shards {pattern!r}: cannot read {{{text}}}; expected a range {{00..31}} or a list {{a,b}}")
 
 
-@dataclass(frozen=True)
-class ShardBatch:
-    """b samples."""
-
-    keys: list[str]  # b keys, as in :class:`~sfumato.data.shards.ShardSample`
-    images: list[bytes]  # b encoded images
-    texts: list[str]  # b captions
-
-
 class ShardStream:
     """The batches of an epoch from shards, the same for the same seed, epoch and process.
 
@@ -259,12 +248,11 @@ class ShardStream:
     def __len__(self) -> int:
         return self.samples_per_epoch // (self.batch_size * self.n_processes)
 
-    def batches(self, epoch: int) -> Generator[ShardBatch, None, None]:
+    def batches(self, epoch: int) -> Generator[list[ShardSample], None, None]:
         """The batches of an epoch: ``len(self)`` of them, in every process, each of ``batch_size`` samples."""
         with contextlib.closing(self.samples(epoch)) as samples:
             for _ in range(len(self)):
-                part = list(itertools.islice(samples, self.batch_size))
-                yield ShardBatch([s.key for s in part], [s.image for s in part], [s.text for s in part])
+                yield list(itertools.islice(samples, self.batch_size))
 
     def samples(self, epoch: int) -> Generator[ShardSample, None, None]:
         """An endless iterator over the samples of an epoch.

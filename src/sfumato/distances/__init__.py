@@ -160,9 +160,8 @@ def bhattacharyya_in_place(x: Side, y: Side) -> Array:
 def nearest_product(x: GaussianEmbedding, y: GaussianEmbedding, *, embeddings: int) -> Array:
     """:func:`nearest`."""
     sides = _split(x.mean, embeddings), _split(y.mean, embeddings)
-    return functools.reduce(
-        namespace(x.mean).minimum, [pairwise.squared_l2_product(a, b) for a in sides[0] for b in sides[1]]
-    )
+    pairs = (pairwise.squared_l2_product(a, b) for a in sides[0] for b in sides[1])
+    return functools.reduce(namespace(x.mean).minimum, pairs)
 
 
 def kl_product(x: GaussianEmbedding, y: GaussianEmbedding) -> Array:

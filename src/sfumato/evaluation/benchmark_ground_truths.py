@@ -17,6 +17,7 @@ from sfumato.errors import UserError
 from sfumato.evaluation import ground_truth
 from sfumato.evaluation.ground_truth import GroundTruth, in_folds, in_folds_of, read_lists, relevance_from_table
 from sfumato.files import read_json
+from sfumato.ids import first_twice
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import RECALLS
 
@@ -127,7 +128,7 @@ def read_karpathy_ground_truth(
         raise UserError(f"{path}: the split {split!r} has no image with captions")
     texts = [text for _, text in pairs]
     for what, ids in (("filename", images), ("sentid", texts)):
-        if (twice := ground_truth.first_twice(ids)) is not None:
+        if (twice := first_twice(ids)) is not None:
             raise UserError(f"{path}: {what} {twice} occurs more than once in the split {split!r}")
     return ground_truth.ground_truth_from_pairs(name, images, texts, pairs, metrics=RECALLS, source=f"{path}, {split}")
 

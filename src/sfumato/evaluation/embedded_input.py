@@ -185,10 +185,9 @@ def measure(
     embedded: protocols.EmbeddedSet,
     score: str | Distance = "csd",
     *,
-    options: protocols.EvaluationOptions | None = None,
+    options: protocols.EvaluationOptions = protocols.EvaluationOptions(),
 ) -> Measured:
     """Evaluate embeddings."""
-    options = options or protocols.EvaluationOptions()
     distance = protocols.distance_of_score(score)
     sampled = None if distance is None else options.sampled(distance)
     source = protocols.ranked_by(sampled or score, embedded.images, embedded.texts)

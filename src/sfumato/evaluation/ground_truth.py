@@ -5,11 +5,10 @@ sources and definitions.
 """
 
 import csv
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.errors import UserError, expected_columns
 from sfumato.files import read_json
+from sfumato.ids import first_twice
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import ALL_METRICS, check_metric
 
@@ -66,9 +66,8 @@ class GroundTruth:
                 raise ValueError(f"GroundTruth {self.name}: {found}, but {there}")
         for what, ids in (("image", self.image_ids), ("text", self.text_ids)):
             if (twice := first_twice(ids)) is not None:
-                raise ValueError(
-                    f"GroundTruth {self.name}: {what} id {twice!r} occurs more than once; give distinct ids"
-                )
+                found = f"{what} id {twice!r} occurs more than once"
+                raise ValueError(f"GroundTruth {self.name}: {found}; give distinct ids")
         for metric in self.metrics:
             check_metric(metric)
         for f, fold in enumerate(self.folds):
@@ -230,9 +229,8 @@ def _read_pairs(path: Path) -> _Ids:
     if json_kind(loaded) == "coco":
         return _of_coco(path)
     if not isinstance(loaded, dict):
-        raise UserError(
-            f"{path}: found {type(loaded).__name__}; expected an object with images, texts, pairs, or lists"
-        )
+        expected = "expected an object with images, texts, pairs, or lists"
+        raise UserError(f"{path}: found {type(loaded).__name__}; {expected}")
     if set(loaded) != {"images", "texts", "pairs"}:
         listed = _lists_of(path, loaded)
         pairs = [(image, text) for image, texts in listed.items() for text in texts]
@@ -304,11 +302,3 @@ def _lists_of(path: Path, loaded: Any) -> dict[str, list[str]]:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, str | int) and not isinstance(value, bool) and value != ""
-
-
-Named = TypeVar("Named")
-
-
-def first_twice(ids: Iterable[Named]) -> Named | None:
-    """Find a repeated id."""
-    return next((identity for identity, n in Counter(ids).items() if n > 1), None)

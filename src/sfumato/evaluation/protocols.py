@@ -12,9 +12,9 @@ from sfumato.distances import DISTANCES, get_distance
 from sfumato.distances.distance import Distance
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmarks import RankPlan, Source
-from sfumato.evaluation.ground_truth import GroundTruth, first_twice
+from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.gaussian import GaussianEmbedding, ScalarUncertainty, accumulation_dtype
-from sfumato.ids import DIRECTIONS, Direction
+from sfumato.ids import DIRECTIONS, Direction, first_twice
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics import retrieval
 from sfumato.metrics.bootstrap import balanced_spearman, none_if_nan, spearman
@@ -296,7 +296,6 @@ class Embeddings:
     images: GaussianEmbedding  # (n, d) embeddings
     texts: GaussianEmbedding  # (m, d) embeddings
     distance: str | Distance = "csd"
-    ranker: Ranker | None = None  # called for every gallery; None ranks by distances that are computed once
     memory_mb: float = 64.0  # size of a block of distances, in MiB
 
     def shape(self) -> tuple[int, ...]:
@@ -307,10 +306,6 @@ class Embeddings:
         """See :meth:`Source.fill`."""
         queries, gallery = (self.images, self.texts) if plan.direction == "i2t" else (self.texts, self.images)
         oriented = get_distance(self.distance).for_direction(plan.direction)
-        if self.ranker is not None:
-            for group in plan.groups:
-                group.ranks = self.ranker(queries[group.rows], gallery[group.gallery], group.relevance, oriented)
-            return
         for start, block in distance_blocks(queries.detach(), gallery.detach(), oriented, memory_mb=self.memory_mb):
             plan.count(start, block)
             del block  # Else it stays in memory until the next one is made.

@@ -27,7 +27,7 @@ from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import NO_TEXT, check_ids, id_error, is_text, plain_id
 from sfumato.models.model import Model
-from sfumato.models.process_group import ProcessGroup, alone
+from sfumato.models.process_group import ALONE, ProcessGroup
 from sfumato.models.run import Run
 
 Sides = tuple[GaussianEmbedding, GaussianEmbedding]
@@ -96,9 +96,8 @@ def say_problems(problems: Problems) -> None:
         say(f"{counted(problems.left_out, 'item')} left out:\n{problems.summary()}")
 
 
-def embed_split(model: TwoTowers, split: PreparedSplit, process_group: ProcessGroup | None = None) -> Sides:
+def embed_split(model: TwoTowers, split: PreparedSplit, process_group: ProcessGroup = ALONE) -> Sides:
     """Embed a split; each process computes its part, and every process returns all embeddings."""
-    process_group = process_group or alone()
     sides = (model.image, split.images), (model.text, split.texts)
     image, text = (_embed_part(tower, store, process_group) for tower, store in sides)
     return image, text
@@ -296,10 +295,9 @@ def embed_for_evaluation(
     split: str,
     *,
     ground_truths: Sequence[GroundTruth] = (),
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup = ALONE,
 ) -> EmbeddedSet:
     """Embed a split of any data; its ground truth is named after the split."""
-    process_group = process_group or alone()
     if ground_truths:
         data = data.model_copy(update={"equal_texts": "separate"})
     prepared = load_split(model.model, data, split, group=process_group)
@@ -321,12 +319,11 @@ def evaluate_model(
     split: str,
     distance: str | None = None,
     *,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup = ALONE,
     embedded: EmbeddedSet | None = None,
-    options: EvaluationOptions | None = None,
+    options: EvaluationOptions = EvaluationOptions(),
 ) -> Evaluation:
     """Evaluate any model on a split of any data."""
-    process_group, options = process_group or alone(), options or EvaluationOptions()
     chosen = options.sampled(model.ranking_distance(distance))
     embedded = embedded or embed_for_evaluation(model, data, split, process_group=process_group)
     (ground_truth,) = embedded.ground_truths

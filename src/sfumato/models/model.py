@@ -175,10 +175,8 @@ class Model:
         if not sources:
             raise ValueError("embed_images: got no images, expected at least one")
         errors: list[UserError] = []
-        store, _ = tower.processor.read(
-            [source.read_bytes for source in sources],
-            on_error=lambda i, error: errors.append(unreadable(sources[i], error)),
-        )
+        items = [source.read_bytes for source in sources]
+        store, _ = tower.processor.read(items, on_error=lambda i, error: errors.append(unreadable(sources[i], error)))
         if errors:
             raise errors[0]
         return tower.embed(store, batch_size=batch_size)

@@ -157,6 +157,9 @@ def alone(device: Any = "cpu") -> ProcessGroup:
     return ProcessGroup(0, 1, device)
 
 
+ALONE = alone()
+
+
 @contextmanager
 def join_process_group(
     choose_device: "Callable[[int], torch.device | str]", timeout_minutes: float

@@ -81,10 +81,8 @@ def print_adopted(adopted: "AdoptedModel") -> None:
     left_out = f"; {adopted.n_left_out:,} left out, see problems.jsonl" if adopted.n_left_out else ""
     items = f"{counted(images, 'image')} and {counted(texts, 'text')} of {counted(channels, 'channel')}"
     print_wrapped(f"adopted {items} in {adopted.seconds:.0f} s{left_out}")
-    asking = (
-        (adopted.n_queries.get("t2i", 0), adopted.n_texts["val"], "text"),
-        (adopted.n_queries.get("i2t", 0), adopted.n_images["val"], "image"),
-    )
+    n_texts, n_images = adopted.n_texts["val"], adopted.n_images["val"]
+    asking = [(adopted.n_queries.get("t2i", 0), n_texts, "text"), (adopted.n_queries.get("i2t", 0), n_images, "image")]
     used = [f"{n:,} of {counted(of, noun)}" for n, of, noun in asking]
     more = "; adopt(max_queries=...) in Python takes more" if any(n < of for n, of, _ in asking) else ""
     print_wrapped(f"the probabilities are fitted on {' and '.join(used)} of the split val{more}")

@@ -33,17 +33,8 @@ from sfumato.metrics.reliability import N_BINS, wilson_interval
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import Run
-from sfumato.reports import report_charts
-from sfumato.reports.tables import (
-    DIRECTIONS,
-    MISSING,
-    clipped,
-    percent,
-    print_table,
-    print_wrapped,
-    probability,
-    signed,
-)
+from sfumato.reports import report_charts, tables
+from sfumato.reports.tables import DIRECTIONS, MISSING, clipped, percent, print_wrapped, probability, signed
 from sfumato.search.exact import rank_relevant
 from sfumato.workflows.audit import Audit, varied
 
@@ -239,13 +230,13 @@ def print_audit(figures: Mapping[str, Any], shown: int = 5) -> None:
         print_wrapped(found, indent=2)
     else:
         title = f"the most suspicious listed pairs, by distance minus that of the {NEIGHBOURS} closest unlisted items"
-        print_table(title, ["wrong", "image", "text", "closest unlisted text"], rows, left=2, running=(2, 3))
+        tables.print_table(title, ["wrong", "image", "text", "closest unlisted text"], rows, left=2, running=(2, 3))
     first = "closest" if all(row["match_probability"] is None for row in figures["missing"]) else "most probable"
     missing = figures["missing"][:shown]
     rows = [[probability(row["match_probability"]), row["image"], clipped(row["text"])] for row in missing]
     print()
     title = f"unlisted pairs that may match, the {first} of {counted(figures['candidates'], 'candidate')}"
-    print_table(title, ["match", "image", "text"], rows, left=2, running=(2,))
+    tables.print_table(title, ["match", "image", "text"], rows, left=2, running=(2,))
     for note in figures["notes"]:
         print_wrapped(note)
 

@@ -272,9 +272,8 @@ def print_search(result: dict[str, Any], *, why: bool = False) -> None:
     else:
         _print_hits(result["hits"], "" if fits else result["distance"], calibrated)
     if why and (number := result["multiplicity"]) is not None:
-        print_wrapped(
-            f"  by the words alone, people would find {max(1, number):,.0f} or more of COCO's 123,287 photographs"
-        )
+        photographs = f"{max(1, number):,.0f} or more of COCO's 123,287 photographs"
+        print_wrapped(f"  by the words alone, people would find {photographs}")
     if why and result["hits"] and not any(hit.get("why") for hit in result["hits"]):
         print("  no parts of a probability here: --why is of a text, without --without and --target listed")
     if not result["hits"] and not (result["verdict"] or "").startswith(("No item", "The gallery is empty")):
@@ -292,9 +291,8 @@ def print_match_meaning(results: Sequence[Mapping[str, Any]]) -> None:
     """Print what "right" and "match" mean below calibrated results, and the notes of the gallery."""
     targets = {result["target"] for result in results if result["calibrated"]}
     if "fits" in targets:
-        print_wrapped(
-            "right: a person would say that the words describe the image; its captions, tags and names count, too"
-        )
+        evidence = "its captions, tags and names count, too"
+        print_wrapped(f"right: a person would say that the words describe the image; {evidence}")
     if "listed" in targets:
         print_wrapped("right: a match, a pair like those that the data list (a photo and its caption)")
     for note in dict.fromkeys(filter(None, (result["note"] for result in results))):
@@ -312,14 +310,8 @@ def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool, why
         print(f"{said}{measured}  {printable(hit['id'] + (f'  {label}' if label else ''))}{folded}")
         if why and hit.get("why"):
             best = hit.get("best_text")
-            kind = next(
-                (
-                    f"texts ({field})"
-                    for field in WORD_FIELDS
-                    if best and best in hit.get(field, "").replace("\n", ", ")
-                ),
-                "texts",
-            )
+            fields = [f for f in WORD_FIELDS if best and best in hit.get(f, "").replace("\n", ", ")]
+            kind = f"texts ({fields[0]})" if fields else "texts"
             named = {kind if name == "texts" and value else name: value for name, value in hit["why"].items()}
             parts = ", ".join(f"{name} {value:+.2f}" for name, value in named.items())
             print(f"           {parts} = {sum(hit['why'].values()):+.2f}")

@@ -12,16 +12,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from sfumato.arrays import as_numpy, joined_rows, sigmoid
+from sfumato.calibration import fits as fitted
 from sfumato.calibration.calibrator import Scorer
-from sfumato.calibration.fits import (
-    FEWEST_WORDS,
-    MODEL,
-    N_NEAR,
-    Evidence,
-    FitsCalibration,
-    list_features,
-    multiplicity,
-)
+from sfumato.calibration.fits import Evidence, FitsCalibration, list_features, multiplicity
 from sfumato.data.image_decoding import PIXELS
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
@@ -288,9 +281,9 @@ class TextSearch:
         self.vectors = sentence_vectors(texts)  # (q, 384)
         self.logits = [fits.of(len(word_stems(text))) for text in texts]
         self.prior = fits.query_prior(self.vectors)  # (q,)
-        self.near = fits.nearness(self.vectors) if model == MODEL else None  # (q,)
+        self.near = fits.nearness(self.vectors) if model == fitted.MODEL else None  # (q,)
         n_words = np.array([len(words_of(text)) for text in texts])
-        like_captions = np.flatnonzero(n_words >= FEWEST_WORDS)
+        like_captions = np.flatnonzero(n_words >= fitted.FEWEST_WORDS)
         counts = multiplicity(self.vectors[like_captions], n_words[like_captions]).tolist()
         self.multiplicity = dict(zip(like_captions.tolist(), counts, strict=True))  # by query
         self._has = own.has_texts[self._passing]  # of those of the sample that may be found
@@ -337,7 +330,8 @@ class TextSearch:
         logits = self.logits[i]
         known = self._evidence(i, items, found.distance[None], usual)
         pair = logits.of_pairs(known)
-        listed = list_features(-np.sort(-pair[:, :n_list], axis=1)[:, :N_NEAR], known.n_words, known.prior)
+        nearest = -np.sort(-pair[:, :n_list], axis=1)[:, : fitted.N_NEAR]
+        listed = list_features(nearest, known.n_words, known.prior)
         logit = self._of_hits(i, items, known, pair, listed)
         fits, rest, outside = sigmoid(logit), np.empty(0), np.empty((1, 0), bool)
         if not whole:
@@ -381,10 +375,8 @@ def hits_of(
 ) -> tuple[Hit, ...]:
     """Candidates as hits. probability (c,); best: gives the best text of a payload."""
     columns = (column.tolist() for column in (found.distance, probability, found.uncertainty))
-    return tuple(
-        Hit(i, rank, d, p, u, dict(payload), best(payload))
-        for rank, (i, payload, d, p, u) in enumerate(zip(found.ids, found.payloads, *columns, strict=True), 1)
-    )
+    rows = zip(found.ids, found.payloads, *columns, strict=True)
+    return tuple(Hit(i, rank, d, p, u, dict(own), best(own)) for rank, (i, own, d, p, u) in enumerate(rows, 1))
 
 
 def folded(hits: Sequence[Hit], means: Mapping[str, np.ndarray], k: int, limit: float) -> tuple[Hit, ...]:

@@ -32,7 +32,7 @@ UPLOADED_IMAGES = "pictures"
 """Name of the folder, inside that of the collection, for images that were uploaded to a service."""
 
 
-class GaussianCollection(Gallery):
+class GaussianCollection(Gallery, contextlib.AbstractContextManager["GaussianCollection"]):
     """Items in a vector store. Make one with :meth:`create` or :meth:`open`; close it, or use it as a context manager.
 
     One process writes at a time; others may search meanwhile.
@@ -169,9 +169,6 @@ class GaussianCollection(Gallery):
         second = protocol.beside(store or settings["store"]) if settings.get("texts") else None
         texts = None if second is None else TextStore(protocol.open_store(protocol.anchored(second, folder)))
         return cls(folder, opened, texts, settings, centre, calibration)
-
-    def __enter__(self) -> "GaussianCollection":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

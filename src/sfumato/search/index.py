@@ -229,13 +229,10 @@ class GaussianIndex(Gallery):
     def _found(self, distance: np.ndarray, position: np.ndarray) -> Candidates:
         """(c,) distances and positions of items as candidates."""
         positions = position.tolist()
-        return Candidates(
-            tuple(self.ids[j] for j in positions),
-            distance,
-            self._uncertainty[position],
-            tuple({name: values[j] for name, values in self.payload.items()} for j in positions),
-            self.embeddings[position[:1]] if positions and self.scorer.reference is not None else None,
-        )
+        ids = tuple(self.ids[j] for j in positions)
+        payloads = tuple({name: values[j] for name, values in self.payload.items()} for j in positions)
+        closest = self.embeddings[position[:1]] if positions and self.scorer.reference is not None else None
+        return Candidates(ids, distance, self._uncertainty[position], payloads, closest)
 
     def _gallery_records(self, positions: np.ndarray) -> GalleryRecords:
         found = self._found(np.empty(0), positions)
@@ -319,25 +316,14 @@ def copy_gallery(
     folder: str | Path,
     store: str = "store",
     *,
-    texts: bool = False,
     batch: int = 2048,
     progress: Callable[[int], None] | None = None,
 ) -> GaussianCollection:
     """Copy all items of a gallery into a new collection, with the images that were uploaded to it."""
-    scorer = source.scorer
-    copy = GaussianCollection.create(
-        folder,
-        store,
-        d=source.d,
-        distance=source.distance,
-        centre=source.centre,
-        logit_scale=scorer.logit_scale,
-        logit_bias=scorer.logit_bias,
-        calibration=scorer.calibration,
-        direction=scorer.direction,
-        metadata=source.metadata,
-        texts=(texts or source.texts is not None) and beside(store) is not None,
-    )
+    same: dict[str, Any] = {name: getattr(source, name) for name in ("d", "distance", "centre", "metadata")}
+    same |= {name: getattr(source.scorer, name) for name in ("logit_scale", "logit_bias", "calibration", "direction")}
+    texts = source.texts is not None and beside(store) is not None
+    copy = GaussianCollection.create(folder, store, **same, texts=texts)
     try:
         with copy.filling(f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"):
             if isinstance(source, GaussianCollection):

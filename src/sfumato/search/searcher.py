@@ -18,20 +18,12 @@ from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
 from sfumato.errors import UserError
 from sfumato.files import check_gallery
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search import texts as wording
 from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryInfo, SearchOptions, Target, TextQuery
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.stores.protocol import own_or_anchored, parse_where
-from sfumato.search.texts import (
-    FUNCTION_WORDS,
-    known_words,
-    other_language,
-    spelling,
-    stemmed,
-    strange_script,
-    words_of,
-)
 
 Modality = Literal["texts", "images"]
 
@@ -60,7 +52,7 @@ class QueryModel(Protocol):
 
 
 @dataclass(eq=False)
-class Searcher:
+class Searcher(contextlib.AbstractContextManager["Searcher"]):
     """A gallery that knows its model, so that texts and images search it; :func:`load_index` opens one.
 
     Attributes:
@@ -82,9 +74,6 @@ class Searcher:
         items = "images" if self.native == "texts" else "texts"
         state = "calibrated" if self.gallery.calibrated else "not calibrated"
         return f"Searcher({len(self)} {items}, {self.gallery.distance}, {state}, {self.source!r})"
-
-    def __enter__(self) -> "Searcher":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -334,12 +323,12 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | 
     """The suggestion and the warning of an answer to a text."""
     if word := _NEGATION.search(query.joined):
         return None, f"Searches do not understand {word[0]!r}: give what should not be seen as --without (without=)"
-    if FUNCTION_WORDS.issuperset(stemmed(query.joined).values()):
+    if wording.FUNCTION_WORDS.issuperset(wording.stemmed(query.joined).values()):
         return None, "These words say nothing of what is shown, so the probabilities mean nothing: name a thing"
     counter = piece_counter(model)
-    known = known_words(model)
-    strange = f"in {script} script" if counter and (script := strange_script(query.joined, counter)) else ""
-    if not strange and (language := other_language(query.joined, gallery.words, known)):
+    known = wording.known_words(model)
+    strange = f"in {script} script" if counter and (script := wording.strange_script(query.joined, counter)) else ""
+    if not strange and (language := wording.other_language(query.joined, gallery.words, known)):
         strange = f"of {language}"
     if strange:
         note = f"The text encoder knows hardly any words {strange}: the results are guesses"
@@ -347,9 +336,9 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | 
         return None, f"{note}. Write the query {way}"
     if any(_is_cut(text, model) for text in query.parts):
         return None, "The model reads only the beginning of this text: shorten it, or give its end as --also (also=)"
-    if counter and all(n == 1 for n in counter(words_of(query.text))):
+    if counter and all(n == 1 for n in counter(wording.words_of(query.text))):
         return None, None  # The model knows all words.
-    return spelling(query.text, gallery.words, known), None
+    return wording.spelling(query.text, gallery.words, known), None
 
 
 _READ = 25

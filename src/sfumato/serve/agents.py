@@ -65,9 +65,8 @@ class Tools:
             raise UserError(f"k must be between 1 and {MOST_RESULTS}, got {k}")
         if image and without:
             raise UserError("without stands beside a text")
-        answer = self._searcher.search(
-            text or _decoded(image), k, where=_listed(where), without=_listed(without), duplicates="fold"
-        )
+        query = text or _decoded(image)
+        answer = self._searcher.search(query, k, where=_listed(where), without=_listed(without), duplicates="fold")
         return answer.to_json() | {"verdict": answer.sentence}
 
     def show(self, id: str) -> list[Any]:

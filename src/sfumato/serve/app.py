@@ -90,9 +90,8 @@ _ItemGallery = Annotated[GalleryName, Parameter(description="gallery of the item
 _Id = Annotated[str, PathParameter(description="id of the item; percent-encoded, but for its slashes")]
 
 
-def create_app(sources: Sources, settings: Settings | None = None) -> FastAPI:
+def create_app(sources: Sources, settings: Settings = Settings()) -> FastAPI:
     """The service as an ASGI application."""
-    settings = settings or Settings()
     service = Service(sources, settings)
     writer = Writer(service)
 

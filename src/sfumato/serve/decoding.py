@@ -46,10 +46,7 @@ Message = tuple[Mapping[str, Any], bytes]
 """A JSON object and bytes."""
 
 _LENGTHS = struct.Struct(">IQ")
-_SHOWN = {
-    "PNG": "image/png", "JPEG": "image/jpeg", "MPO": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif",
-    "AVIF": "image/avif",
-}  # fmt: skip
+_SHOWN = {name: f"image/{name.lower()}" for name in ("PNG", "JPEG", "WEBP", "GIF", "AVIF")} | {"MPO": "image/jpeg"}
 """Formats that browsers show; others are re-encoded."""
 
 _PHOTOGRAPHS = ("JPEG", "MPO", "HEIF", "AVIF", "TIFF")
@@ -106,9 +103,7 @@ def shown(data: bytes, size: int | None, copied: bool = False) -> Message:
         return {"type": _SHOWN[kind]}, _encoded(upright.convert("RGB" if kind == "JPEG" else "RGBA"), kind)
 
 
-TASKS: dict[str, Callable[..., Message]] = {
-    "header": header, "square": square, "rgb": rgb, "stored": stored, "shown": shown,
-}  # fmt: skip
+TASKS: dict[str, Callable[..., Message]] = {task.__name__: task for task in (header, square, rgb, stored, shown)}
 """What the process can do with the bytes of an image file."""
 
 

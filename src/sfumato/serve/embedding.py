@@ -143,9 +143,8 @@ class Embedder:
     def __init__(self, sources: Sources, settings: Settings, metrics: Metrics) -> None:
         self.model, self.settings = sources.model, settings
         self.pixels = Budget(settings.pixel_budget, "images to decode")
-        self._threads = [
-            ThreadPoolExecutor(1, f"embed {side}", set_threads, (settings.threads,)) for side in ("texts", "images")
-        ]
+        names = "embed texts", "embed images"
+        self._threads = [ThreadPoolExecutor(1, name, set_threads, (settings.threads,)) for name in names]
         # Graphs keep the number of threads of the thread that reads them.
         self.vector_sides = self._threads[0].submit(vector_sides, self.model, sources.d).result()
         window, self.asking = settings.batch_window_ms / 1000, Budget(settings.max_requests, "simultaneous searches")

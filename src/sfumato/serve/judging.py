@@ -13,7 +13,7 @@ from sfumato.errors import UserError, counted
 from sfumato.evaluation import judgements
 from sfumato.evaluation.judgements import JudgedFigures, Judgement, JudgementFile, ShownHit, merged, now, qrels_of
 from sfumato.search.answer import Target
-from sfumato.serve.problems import WORD, Model, Refusal, busy, wrong
+from sfumato.serve.problems import WORD, Model, Refusal, busy, example, wrong
 from sfumato.serve.schemas import ItemId, Text
 from sfumato.serve.service import Service
 from sfumato.serve.settings import MOST, ServedGallery
@@ -47,9 +47,7 @@ class NewJudgement(Model):
 class JudgementsRequest(Model):
     """Verdicts of one judge; all of them are kept, or none. Of two on one pair the later counts."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"judgements": [{"query": "a red bird", "id": "birds/red.jpg", "yes": True}]}]}
-    )
+    model_config = example({"judgements": [{"query": "a red bird", "id": "birds/red.jpg", "yes": True}]})
 
     judge: _Name = Field(WEB, description="name of the judge; only verdicts of this name are replaced or taken back")
     judgements: list[NewJudgement] = Field([], max_length=MOST, description="the verdicts")

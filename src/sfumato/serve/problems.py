@@ -24,6 +24,11 @@ class Model(BaseModel):
     )
 
 
+def example(request: dict[str, Any]) -> ConfigDict:
+    """Settings of the schema of a request, with an example of it."""
+    return ConfigDict(json_schema_extra={"examples": [request]})
+
+
 class Invalid(Model):
     """One error in a request."""
 

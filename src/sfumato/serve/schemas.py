@@ -8,7 +8,7 @@ from pydantic import AfterValidator, ConfigDict, FailFast, Field, model_validato
 from sfumato.ids import id_error
 from sfumato.search.answer import SearchOptions
 from sfumato.search.stores.protocol import Filter, parse_where
-from sfumato.serve.problems import NO_NUL, WORD, Model, Refusal
+from sfumato.serve.problems import NO_NUL, WORD, Model, Refusal, example
 from sfumato.serve.settings import MOST, GalleryName, Rights
 
 Modality = Literal["text", "image"]
@@ -32,9 +32,6 @@ Payload = Annotated[
 ]
 
 
-_PICTURE = "path of its image below the address of this service; null if there is none"
-_PAYLOAD = "texts that were stored with the item"
-_OF_ITEM = "total variance of the item, the sum of its variances"
 _MOST_VARIANCE = Field(None, ge=0, description="largest total variance of an item")
 
 
@@ -128,7 +125,7 @@ class SearchFields(Model):
 class SearchRequest(SearchFields):
     """One or several queries, searched together."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"queries": [{"text": "a red bird"}], "max_results": 5}]})
+    model_config = example({"queries": [{"text": "a red bird"}], "max_results": 5})
 
     filter: ItemFilter | None = Field(None, description="which items the search may find; all if null")
     queries: list[Query] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
@@ -147,16 +144,23 @@ class Drawn(Model):
     weight: float = Field(description="one over the probability that it was drawn")
 
 
-class ResultRecord(Model):
-    """One item that a search found."""
+class Item(Model):
+    """An item of a gallery."""
 
     id: str = Field(description="id of the item")
+    total_variance: float = Field(description="total variance of the item, the sum of its variances")
+    payload: dict[str, str] = Field(description="texts that were stored with the item")
+    picture: str | None = Field(
+        description="path of its image below the address of this service; null if there is none"
+    )
+
+
+class ResultRecord(Item):
+    """One item that a search found."""
+
     rank: int = Field(description="1 is the first")
     distance: float = Field(description="to the query, in the distance that the answer names; smaller is closer")
     match_probability: float | None = Field(description="null if the answer is not calibrated")
-    total_variance: float = Field(description=_OF_ITEM)
-    payload: dict[str, str] = Field(description=_PAYLOAD)
-    picture: str | None = Field(description=_PICTURE)
     best_text: str = Field("", description="the item's text with most of the query's words; empty without one")
     to_judge: Drawn | None = Field(
         None,
@@ -250,15 +254,6 @@ class NewItem(Model):
         return self
 
 
-class Item(Model):
-    """An item of a gallery."""
-
-    id: str = Field(description="id of the item")
-    total_variance: float = Field(description=_OF_ITEM)
-    payload: dict[str, str] = Field(description=_PAYLOAD)
-    picture: str | None = Field(description=_PICTURE)
-
-
 class ItemList(Model):
     """Some items of a gallery, in the order of their ids (of the UTF-8 bytes)."""
 
@@ -270,9 +265,7 @@ class ItemList(Model):
 class AddRequest(Model):
     """Items to add, or to replace if their ids exist; all are checked before one is stored."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"gallery": "texts", "items": [{"id": "caption-1", "text": "a red bird"}]}]}
-    )
+    model_config = example({"gallery": "texts", "items": [{"id": "caption-1", "text": "a red bird"}]})
 
     gallery: GalleryName = Field("images", description="gallery to add to")
     items: list[NewItem] = Field(min_length=1, max_length=MOST, description="up to the limit of the service")
@@ -290,7 +283,7 @@ class AddResponse(Model):
 class DeleteRequest(Model):
     """Items to remove."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"gallery": "images", "ids": ["birds/red.jpg"]}]})
+    model_config = example({"gallery": "images", "ids": ["birds/red.jpg"]})
 
     gallery: GalleryName = Field("images", description="gallery to remove from")
     ids: list[ItemId] = Field(min_length=1, max_length=MOST, description="ids of the items; unknown ones are skipped")

@@ -194,10 +194,8 @@ class Service:
 
 
 def _as_items(served: ServedGallery, items: GalleryRecords) -> list[Item]:
-    return [
-        Item(id=i, total_variance=u, payload=handed_out(payload), picture=image_path(served, i, payload))
-        for i, u, payload in zip(items.ids, items.embeddings.total_variance.tolist(), items.payloads, strict=True)
-    ]
+    rows = zip(items.ids, items.embeddings.total_variance.tolist(), items.payloads, strict=True)
+    return [Item(id=i, total_variance=u, payload=handed_out(p), picture=image_path(served, i, p)) for i, u, p in rows]
 
 
 def _id_of(cursor: str) -> str:

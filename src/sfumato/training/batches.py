@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sfumato.data import transforms
 from sfumato.data.pairs import EqualTexts, PairBatch, PairSampler, normal_wording
-from sfumato.data.shards import ShardBatch, ShardStream
+from sfumato.data.shards import ShardSample, ShardStream
 from sfumato.data.transforms import MixPlan, plan_mixing
 from sfumato.encoders.encoder_protocol import Inputs, Store
 from sfumato.encoders.processors import MASK_TOKENS, ImageFileStore, TokenProcessor
@@ -179,16 +179,16 @@ class ShardBatches:
             for step, batch in itertools.islice(enumerate(batches), first, None):
                 yield self._batch(batch, epoch, step)
 
-    def _batch(self, batch: ShardBatch, epoch: int, step: int) -> TrainBatch:
+    def _batch(self, batch: Sequence[ShardSample], epoch: int, step: int) -> TrainBatch:
         generator = self.augmentation.generator(epoch, step)
         pictures, kept = self.model.image.processor.read(
-            [partial(bytes, picture) for picture in batch.images],
-            on_error=lambda i, error: self.stream.skip(batch.keys[i], str(error)),
+            [partial(bytes, sample.image) for sample in batch],
+            on_error=lambda i, error: self.stream.skip(batch[i].key, str(error)),
         )
-        words, _ = self.model.text.processor.read([partial(str, text) for text in batch.texts])
+        words, _ = self.model.text.processor.read([partial(str, sample.text) for sample in batch])
         images = self.augmentation.images(pictures, np.arange(len(kept)), generator)
         texts = self.augmentation.texts(words.batch(kept).to("cpu"), generator)
-        contents = [batch.images[i] for i in kept], [self.wording(batch.texts[i]).encode() for i in kept]
+        contents = [batch[i].image for i in kept], [self.wording(batch[i].text).encode() for i in kept]
         keys = torch.stack([_digests(side) for side in contents], 1)
         height, width = images.values.shape[-2:]
 

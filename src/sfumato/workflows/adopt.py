@@ -163,10 +163,9 @@ def _recipe_of_tables(
     image_file, text_file = (_named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
     channels = [open_table(file).table.channels for file in (image_file, text_file)]
     if channels[0] != channels[1]:
-        found = (
-            f"images have {channels[0]} channels and texts {channels[1]}; embeddings of one frozen model have equally"
-        )
-        raise UserError(f"{found} many. To bring two models into one space, train heads: sfumato train embeddings")
+        found = f"images have {channels[0]} channels and texts {channels[1]}"
+        way = "To bring two models into one space, train heads: sfumato train embeddings"
+        raise UserError(f"{found}; embeddings of one frozen model have equally many. {way}")
     data = {"source": "embeddings", "images": image_file, "texts": text_file, "path": _pair_file(pairs, folder)}
     return _recipe(data | {"equal_texts": "separate"}, channels[0], {"kind": "embeddings"}, fractions, seed)
 

@@ -78,10 +78,7 @@ def _write(run: Run, folder: Path, *, license: str, graphs: bool) -> None:
         "name": run.recipe.name,
         "model": _without_local_paths(run.recipe.model, own),
         "encoders": dict(assets.encoders),
-        "distance": run.distance,
-        "logit_scale": run.logit_scale,
-        "logit_bias": run.logit_bias,
-        "calibrated": run.calibrated,
+        **{name: getattr(run, name) for name in ("distance", "logit_scale", "logit_bias", "calibrated")},
         **({} if run.sampled_logits is None else {"sampled_logits": list(run.sampled_logits)}),
     }
     if graphs:

@@ -22,9 +22,9 @@ from sfumato.calibration.fits import N_FOLDS, FitsCalibration, JudgedHits
 from sfumato.calibration.score_lists import ScoreCalibrator
 from sfumato.errors import UserError
 from sfumato.evaluation import judgements
-from sfumato.evaluation.ground_truth import first_twice
 from sfumato.evaluation.hits import HitFigures, hit_figures
 from sfumato.files import write_atomically
+from sfumato.ids import first_twice
 from sfumato.search.answer import Hit
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import FITS
@@ -36,27 +36,22 @@ _DEEP = 1_000
 """Number of hits of a query in which judged items are looked for."""
 
 
-@dataclass(frozen=True, eq=False)
-class Found:
-    """The hits of some queries."""
-
-    shown: list[judgements.ShownHit]
-    hit: dict[tuple[str, str], Hit]  # by query and id
-    target: str
+Hits = dict[tuple[str, str], Hit]
+"""Hits by query and id."""
 
 
-def find_hits(searcher: Searcher, queries: Sequence[str], k: int) -> Found:
-    """Search by texts for what people judge."""
+def find_hits(searcher: Searcher, queries: Sequence[str], k: int) -> tuple[list[judgements.ShownHit], Hits, str]:
+    """Search by texts for what people judge: the hits as shown and as found, and the target of the answers."""
     if searcher.native != "texts":
         raise UserError(f"{searcher.source} holds texts; give an index of images, whose hits a text describes or not")
-    shown, hit, target = list[judgements.ShownHit](), dict[tuple[str, str], Hit](), "fits"
+    shown, hit, target = list[judgements.ShownHit](), Hits(), "fits"
     for answer in searcher.search(list(queries), k):
         target = answer.target
         for one in answer:
             p = one.match_probability if answer.calibrated else None
             shown.append(judgements.ShownHit(answer.query, one.id, one.rank, p))
             hit[answer.query, one.id] = one
-    return Found(shown, hit, target)
+    return shown, hit, target
 
 
 @dataclass(frozen=True)
@@ -75,10 +70,10 @@ def evaluate_index(
     """Measure the first k hits of the judged queries by verdicts."""
     verdicts = judgements.read_verdicts(path)
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
-        found = find_hits(searcher, list(dict.fromkeys(one.query for one in verdicts)), k)
-    own = [one for one in verdicts if one.target == found.target]
-    lost = {one.pair for one in own} - set(found.hit)
-    figures = judgements.judged_figures(found.shown, own, n_resamples=n_resamples)
+        shown, hit, target = find_hits(searcher, list(dict.fromkeys(one.query for one in verdicts)), k)
+    own = [one for one in verdicts if one.target == target]
+    lost = {one.pair for one in own} - set(hit)
+    figures = judgements.judged_figures(shown, own, n_resamples=n_resamples)
     return Judged(k, len({one.judge for one in own}), len(lost), figures)
 
 
@@ -124,22 +119,21 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
     plain.metadata = {name: value for name, value in gallery.metadata.items() if name != FITS}
     packaged = FitsCalibration.packaged()
     queries = list(dict.fromkeys(one.query for one in verdicts))
-    found = find_hits(replace(searcher, gallery=plain), queries, min(gallery.size, _DEEP))
-    known = {one.pair: one for one in found.shown}
-    pairs = [one for one in judgements.pair_verdicts(verdicts) if (one.query, one.id) in known]
+    shown, hit, _ = find_hits(replace(searcher, gallery=plain), queries, min(gallery.size, _DEEP))
+    known = {one.pair: one for one in shown}
+    pairs = [one for one in judgements.pair_verdicts(verdicts) if one.pair in known]
     if not pairs:
-        raise NotRefinedError(
-            f"none of the items that were judged is among the hits of {searcher.source}; give its own verdicts"
-        )
-    hits = _judged_hits(pairs, found, queries)
+        others = f"none of the items that were judged is among the hits of {searcher.source}"
+        raise NotRefinedError(f"{others}; give its own verdicts")
+    hits = _judged_hits(pairs, hit, queries)
     changes = packaged.corrections(hits, seed=seed)
     gallery.keep({FITS: packaged.refined(hits, seed=seed).to_json() if changes else None})
-    rows = [known[one.query, one.id] for one in pairs]
+    rows = [known[one.pair] for one in pairs]
     before, after = (
         judgements.judged_figures([replace(h, probability=p) for h, p in zip(rows, own, strict=True)], verdicts)
         for own in (sigmoid(hits.logit).tolist(), sigmoid(_cross_fitted(packaged, hits, seed)).tolist())
     )
-    first = [one for one in found.shown if one.rank <= k]
+    first = [one for one in shown if one.rank <= k]
     return Refined(
         changed=tuple(KINDS[name] for name in changes),
         n=len(pairs),
@@ -151,12 +145,12 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
     )
 
 
-def _judged_hits(pairs: Sequence[judgements.PairVerdict], found: Found, queries: Sequence[str]) -> JudgedHits:
+def _judged_hits(pairs: Sequence[judgements.PairVerdict], found: Hits, queries: Sequence[str]) -> JudgedHits:
     numbers = {query: i for i, query in enumerate(queries)}
     columns = [
         (numbers[one.query], len(word_stems(one.query)), hit.match_probability, item_texts(hit.payload) != [],
          one.yes, one.weight)
-        for one in pairs for hit in [found.hit[one.query, one.id]]
+        for one in pairs for hit in [found[one.pair]]
     ]  # fmt: skip
     query, n_words, p, has_texts, yes, weight = (np.array(values) for values in zip(*columns, strict=True))
     p = np.clip(p, 1e-12, 1 - 1e-12)

@@ -271,9 +271,8 @@ def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence
             ways = "if a folder has moved, say so with --images NEW; --force deletes them"
             raise UserError(f"{len(vanished):,} of {n_own:,} images are excluded, or not in {gone_from}; {ways}")
         if not force and (folder := _emptied([_path_of(known[i], i, sources) for i in vanished], sources)):
-            raise UserError(
-                f"{folder} is empty now, nothing was changed: is a disk not mounted? --force deletes its images"
-            )
+            found = f"{folder} is empty now, nothing was changed"
+            raise UserError(f"{found}: is a disk not mounted? --force deletes its images")
         gone = {known[i][DIGEST]: i for i in vanished if DIGEST in known[i]}
         with collection.filling(_GO_ON):
             for number, (source, items) in enumerate(zip(sources, listed, strict=True)):

@@ -242,9 +242,8 @@ def item_images(gallery: Gallery, run: str | Path) -> Images | None:
         problems = Problems()
         splits = load_splits(load_recipe(Path(run) / RECIPE).data, problems)
         parts = [splits[name] for name in split_names(splits, source["split"]) if name in splits]
-        by_id: dict[str, ImageSource] = {
-            plain_id(i): image for part in parts for i, image in zip(part.image_ids, part.images, strict=True)
-        }
+        pairs = (pair for part in parts for pair in zip(part.image_ids, part.images, strict=True))
+        by_id: dict[str, ImageSource] = {plain_id(i): image for i, image in pairs}
         by_id |= {plain_id(i): image for i, (_, image) in problems.bare.items()}
         if by_id and not any(isinstance(image, EmbeddingRow) for image in by_id.values()):
             found = images.SplitImages(by_id)

@@ -4,6 +4,7 @@ The commands search with the same objects, so that a program and `sfumato search
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -226,9 +227,8 @@ def load_index(folder: str | Path, *, run: str | Path | None = None, store: str 
         raise UserError(f"{folder} is a run, not an index; {ways}")
     gallery = open_gallery(folder, store)
     source = str(run or gallery.metadata.get("run", ""))
-    return Searcher(
-        gallery, str(folder), lambda: load_retrieval_model(gallery, folder, run), lambda: _images(gallery, source)
-    )
+    open_model = functools.partial(load_retrieval_model, gallery, folder, run)
+    return Searcher(gallery, str(folder), open_model, functools.partial(_images, gallery, source))
 
 
 def search_index(
@@ -269,9 +269,8 @@ def _vector_files(model: TwoTowers, texts: Sequence[TextQuery]) -> list[TextQuer
             raise UserError(f"there is no file {path}")
         if not Path(path).is_file():
             found = f"this index is of a model that reads embeddings, which has no encoder for {path!r}"
-            raise UserError(
-                f"{found}: give a .npy file of one vector instead of a text, or search by an item with --id"
-            )
+            ways = "give a .npy file of one vector instead of a text, or search by an item with --id"
+            raise UserError(f"{found}: {ways}")
         if isinstance(processor := tower.processor, EmbeddingProcessor):
             try:
                 processor.prepare(Path(path).read_bytes())

@@ -116,10 +116,8 @@ def _hits(
             return {}, [f"the probabilities of hits are left out: {error}"]
         notes.append(f"the calibration was fitted on {split}: each half has the probabilities of a fit on the other")
     alone = [replace(fold, calibration=without_nearest(fold.calibration)) for fold in folds]
-    measured = {
-        name: measure_hits(some, distance, match, embedded=embedded, seed=seed)
-        for name, some in (("served", folds), ("distance", alone))
-    }
+    both = {"served": folds, "distance": alone}
+    measured = {kind: measure_hits(own, distance, match, embedded=embedded, seed=seed) for kind, own in both.items()}
     if len(chosen) < n:
         notes.append(f"the probabilities of hits are those among {len(chosen)} random images")
     return measured, notes

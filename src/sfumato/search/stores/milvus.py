@@ -273,10 +273,8 @@ class MilvusStore(StoreBase):
                 advance(last - left)
                 since = since if left == last else time.monotonic()
                 waited = time.monotonic() - since
-                if (
-                    waited > _LOADED
-                    and not self._call("describe_index", {"index_name": "vector"})["pending_index_rows"]
-                ):
+                asked = {"index_name": "vector"}
+                if waited > _LOADED and not self._call("describe_index", asked)["pending_index_rows"]:
                     return  # The server builds none for these.
                 if waited > self._seconds("describe_index"):
                     told = f"the server has {left:,} items without an index, as {waited:.0f} seconds before; searches"

@@ -108,9 +108,8 @@ class PgVectorStore(StoreBase):
 
     def __init__(self, url: str, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
         self._psycopg = _driver()
-        self._connections = Connections(
-            self._psycopg, url, _LIMITS | {name: chosen[name] for name in _CONNECTION if name in chosen}
-        )
+        limits = _LIMITS | {name: chosen[name] for name in _CONNECTION if name in chosen}
+        self._connections = Connections(self._psycopg, url, limits)
         self._options = {name: chosen[name] for name in _KEPT if name in chosen}
         self.url, self.dim, self.fingerprint = self._connections.url, dim, fingerprint
         self.index, self.code = self._options.get("index", "none"), _CODES[self._options.get("compress", "none")]
@@ -388,9 +387,8 @@ def _binary_rows(url: str, records: Records) -> Iterator[bytes]:
     vectors = records.vectors.astype(">f4")
     head = struct.pack(">HH", vectors.shape[1], 0)
     rows = []
-    for id, vector, uncertainty, payload in zip(
-        records.ids, vectors, records.uncertainty.tolist(), records.payloads, strict=True
-    ):
+    columns = records.ids, vectors, records.uncertainty.tolist(), records.payloads
+    for id, vector, uncertainty, payload in zip(*columns, strict=True):
         key, document = id.encode(), json.dumps(dict(payload), ensure_ascii=False).encode()
         if len(key) > _LONGEST_ID:
             raise UserError(f"store {url}: an id may have {_LONGEST_ID:,} bytes, got {len(key):,}: {id[:40]!r}...")

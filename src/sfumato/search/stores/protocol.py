@@ -154,9 +154,8 @@ def parse_where(texts: Iterable[str]) -> Filter:
     """
     where, ranges = dict[str, tuple[str, ...]](), dict[str, tuple[str, str]]()
     for text in (unicodedata.normalize("NFC", text) for text in texts):
-        if (found := _CONDITION.fullmatch(text)) is None or not (
-            found[1].strip() and (found[2] == ":" or found[3].strip())
-        ):
+        found = _CONDITION.fullmatch(text)
+        if found is None or not found[1].strip() or not (found[2] == ":" or found[3].strip()):
             raise ValueError(f"where: got {text!r}, expected FIELD=VALUE, e.g. folder=beach or date>=2024-06")
         name, sign, value = found[1].strip(), found[2], found[3].strip()
         if name == "date" and sign != ":":
