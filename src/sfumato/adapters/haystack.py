@@ -26,10 +26,8 @@ class SfumatoRetriever:
     def run(self, query: str) -> dict[str, Any]:
         """The documents, and the verdict of the answer, which may have none."""
         answer = self.searcher.search(query, self.k, min_probability=self.min_probability, where=self.where)
-        found = ((hit, fields_of(hit, answer)) for hit in answer)
-        documents = [
-            Document(id=hit.id, content=text_of(hit), meta=m, score=m["match_probability"]) for hit, m in found
-        ]
+        rows = ((hit, fields_of(hit, answer)) for hit in answer)
+        documents = [Document(id=hit.id, content=text_of(hit), meta=m, score=m["match_probability"]) for hit, m in rows]
         kind = None if answer.verdict is None else answer.verdict.kind
         return {"documents": documents, "verdict": answer.sentence, "verdict_kind": kind}
 

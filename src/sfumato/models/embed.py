@@ -44,14 +44,14 @@ class PreparedSplit:
 
 
 def prepare_split(
-    model: TwoTowers, data: PairData, problems: Problems, name: str, process_group: ProcessGroup | None = None
+    model: TwoTowers, data: PairData, problems: Problems, name: str, process_group: ProcessGroup = ALONE
 ) -> PreparedSplit:
     """Read every image and text of a split for the model's towers; items that cannot be used are left out and reported.
 
     With several processes each one first computes the frozen features of its part; all then read them from the cache.
     """
     items = [source if isinstance(source, EmbeddingRow) else source.read_bytes for source in data.images]
-    if process_group is not None and process_group.size > 1:
+    if process_group.size > 1:
         for processor, source in ((model.image.processor, items), (model.text.processor, _text_items(data))):
             if isinstance(processor, FrozenProcessor):
                 processor.read([source[i] for i in process_group.part(len(source))], on_error=lambda i, error: None)
@@ -69,7 +69,7 @@ def prepare_split(
 
 
 def load_split(
-    model: TwoTowers, config: DataConfig, name: str, problems: Problems | None = None, group: ProcessGroup | None = None
+    model: TwoTowers, config: DataConfig, name: str, problems: Problems | None = None, group: ProcessGroup = ALONE
 ) -> PreparedSplit:
     """A split of some data, ready for a model; problems are recorded, and printed on standard error."""
     problems = Problems() if problems is None else problems
