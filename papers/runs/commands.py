@@ -139,7 +139,7 @@ def strategies(
     chosen = choose_strategies(names)
     truths, opened = benchmark.read(on.split), on.open("evaluate it on")
     by_probability = any(one.distance == MATCH_PROBABILITY for one in chosen)
-    embedded = embed_for_evaluation(opened.model, opened.data, opened.split, ground_truths=truths)
+    embedded = embed_for_evaluation(opened.model, opened.data, opened.split, truths=truths)
     results = evaluate_strategies(
         embedded, chosen, engine=engine, candidates=candidates, evaluation=EvaluationOptions(samples),
         match_probability=opened.model.ranking_distance(MATCH_PROBABILITY) if by_probability else None,

@@ -363,7 +363,7 @@ def embed_item(
         own = None if scan or annotated else Path(config.path)
         truths = read_ground_truths("coco", annotations=own, instances=instances, split=split)
         split, ground_truths = "testall" if scan else split, truths
-    return embed_for_evaluation(run, config, split, ground_truths=ground_truths)
+    return embed_for_evaluation(run, config, split, truths=ground_truths)
 
 
 def _scan_without_ids(data: DataConfig, split: str) -> bool:

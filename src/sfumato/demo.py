@@ -14,12 +14,11 @@ from sfumato.charts import FAINT, FAMILIES, FIRST, SECOND, Chart, data_url, rend
 from sfumato.data.emoji import emoji_names
 from sfumato.data.pairs import PairData
 from sfumato.errors import as_typed, counted
-from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval, table_rows
+from sfumato.evaluation.protocols import evaluate_retrieval, table_rows
 from sfumato.files import write_atomically
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import has_words
 from sfumato.metrics.bootstrap import balanced_spearman, spearman
-from sfumato.models.embed import embed_split, evaluate_run, load_split
+from sfumato.models.embed import Sides, embed_split, evaluate_run, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
 from sfumato.reports.evaluation import print_evaluation
@@ -72,10 +71,8 @@ def run_demo(out: Path, overrides: list[str]) -> dict[str, Any]:
     print("\n4. Evaluating on the concepts of that style that chose nothing")
     evaluation, _ = evaluate_run(run, "test")
     print_evaluation(evaluation, "test split")
-    relevance, kinds = style.data.relevance(), style.data.text_kinds
-    whole = evaluate_retrieval(images, texts, relevance, distance=index.distance, text_kinds=kinds)
-    page = _page(run, index, answers, pictures, style.data, images, texts, whole, seconds)
-    write_atomically(out / "index.html", page)
+    values = _page_values(run, index, answers, pictures, style.data, (images, texts))
+    write_atomically(out / "index.html", render_page("demo.html.j2", values | {"seconds": round(seconds)}))
     print(f"\n5. Open {out / 'index.html'} in a browser")
     figures = {"seconds": round(time.monotonic() - started, 1), "test": evaluation.to_json(), "searches": results}
     return {"page": str(out / "index.html"), "run": str(out / "run"), "index": str(out / "index"), **figures}
@@ -95,28 +92,22 @@ def draw_examples(data: PairData, n: int = N_SHOWN, seed: int = SEED) -> tuple[l
     return pairs, generator.permutation(len(data.image_ids))[:n].tolist()
 
 
-def _page(
-    run: Run,
-    index: GaussianIndex,
-    answers: list[Answer],
-    described: list[int],
-    data: PairData,
-    images: GaussianEmbedding,
-    texts: GaussianEmbedding,
-    evaluation: Evaluation,
-    seconds: float,
-) -> str:
-    """The self-contained HTML page."""
+def _page_values(
+    run: Run, index: GaussianIndex, answers: list[Answer], described: list[int], data: PairData, sides: Sides
+) -> dict[str, Any]:
+    """What the page shows."""
+    (images, texts), relevance = sides, data.relevance()
+    evaluation = evaluate_retrieval(*sides, relevance, distance=index.distance, text_kinds=data.text_kinds)
     sources = dict(zip(data.image_ids, data.images, strict=True))
     pictures = {i: data_url(s.read_bytes()) for i, s in sources.items()}
     cards = [_card(answer, data, pictures) for answer in answers]
     expected = np.array(index.expected_matches(texts))
-    counts, variance = data.relevance().transpose().counts, texts.total_variance.numpy()
+    counts, variance = relevance.transpose().counts, texts.total_variance.numpy()
     of_texts = build_index(run, GalleryPart(texts, data.text_ids, data.texts))
     nearest = of_texts.search(images[np.array(described)], 8)
     place = {i: t for t, i in enumerate(data.text_ids)}
     metric_names = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
-    values = {
+    return {
         "version": __version__,
         "n_images": len(index),
         "n_texts": texts.n,
@@ -131,10 +122,8 @@ def _page(
         "distance": index.distance,
         "chart": _expected_chart(data, expected, counts),
         "table": [{"name": name, "cells": [percent(m[n]) for n in metric_names]} for name, m in table_rows(evaluation)],
-        "seconds": round(seconds),
         "threads": n_threads(),
     }
-    return render_page("demo.html.j2", values)
 
 
 def _card(answer: Answer, data: PairData, pictures: dict[str, str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from sfumato.distances.distance import seeded_samples
 from sfumato.errors import UserError
 from sfumato.evaluation import embedded_input
 from sfumato.evaluation.benchmarks import per_query_table
-from sfumato.evaluation.embedded_input import measure, measure_files, measure_lists, measure_scores, read_embedded_set
+from sfumato.evaluation.embedded_input import Files, measure, measure_files, measure_scores, read_embedded_set
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.protocols import EmbeddedSet
 from sfumato.models.embed import embed_for_evaluation
@@ -219,18 +220,19 @@ def ground_truths(folder):
 
 
 def test_rows_without_ids_are_in_the_order_of_the_truth_and_our_files_have_log_variances(folder, ground_truths):
-    plain = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
+    plain = read_embedded_set(Files(f"{folder}/i.npy", f"{folder}/t.npy"), ground_truths)
     assert plain.text_ids == ground_truths[0].text_ids and plain.uncertainty() is None
     assert plain.images.dtype == plain.texts.dtype == np.float64  # float64 images and float32 texts meet in float64.
-    files = f"{folder}/i.npy", f"{folder}/shuffled.npy", ground_truths
-    shuffled, wrong = read_embedded_set(*files, text_ids=folder / "shuffled.txt"), read_embedded_set(*files)
+    files = Files(f"{folder}/i.npy", f"{folder}/shuffled.npy")
+    named, wrong = replace(files, text_ids=folder / "shuffled.txt"), read_embedded_set(files, ground_truths)
+    shuffled = read_embedded_set(named, ground_truths)
     assert measure(plain).figures == measure(shuffled).figures != measure(wrong).figures
     ids = plain.image_ids, plain.text_ids
     assert measure(plain).figures == evaluate_benchmarks(plain.images, plain.texts, *ids, ground_truths, distance="csd")
     np.save(folder / "half.npy", np.float16(np.load(folder / "i.npy")))
-    found = read_embedded_set(f"{folder}/half.npy", f"{folder}/t.npy", ground_truths)
+    found = read_embedded_set(Files(f"{folder}/half.npy", f"{folder}/t.npy"), ground_truths)
     assert found.images.dtype == np.float32, "half precision is widened"
-    found = read_embedded_set(f"{folder}/i.npy", f"{folder}/ours.safetensors", ground_truths)
+    found = read_embedded_set(Files(f"{folder}/i.npy", f"{folder}/ours.safetensors"), ground_truths)
     assert found.text_ids != plain.text_ids and measure(found).figures != measure(plain).figures
     assert measure(found, "squared_l2").figures == measure(plain).figures
     expected = dict(zip(plain.text_ids, np.exp(np.load(folder / "t_log_var.npy")).sum(1), strict=True))
@@ -240,49 +242,50 @@ def test_rows_without_ids_are_in_the_order_of_the_truth_and_our_files_have_log_v
 
 def test_lists_are_measured_as_they_are(folder, capsys):
     ground_truths = read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@1", "r_precision"])
-    embedded = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
+    embedded = read_embedded_set(Files(f"{folder}/i.npy", f"{folder}/t.npy"), ground_truths)
     distance = torch.cdist(embedded.images.tensors().mean, embedded.texts.tensors().mean)
     images, texts = ground_truths[0].image_ids, ground_truths[0].text_ids
     i2t = {images[i]: [texts[j] for j in row[:3]] for i, row in enumerate(distance.argsort(1).tolist())}
     t2i = {texts[j]: [images[i] for i in row[:2]] for j, row in enumerate(distance.T.argsort(1).tolist())}
     (folder / "lists.json").write_text(json.dumps({"i2t": i2t, "t2i": t2i}))
-    found = measure_lists(folder / "lists.json", ground_truths)
+    found = embedded_input.measure_lists(folder / "lists.json", Files(), ground_truths)
     assert found.figures == evaluate_ranked_lists(i2t, t2i, images, texts, ground_truths)
     assert found.figures == measure(embedded, "squared_l2").figures and found.score == "lists"
     single = per_query_table(found.ranks)
     assert np.isnan(single["recall@10"]).all() and not np.isnan(single["r_precision"]).any()
     mixed = read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@1", "recall@5", "r_precision"])
-    assert measure_lists(folder / "lists.json", mixed).figures == found.figures
+    assert embedded_input.measure_lists(folder / "lists.json", Files(), mixed).figures == found.figures
     assert "without recall@5: truth, i2t: the list of" in capsys.readouterr().err
     (folder / "one.json").write_text(json.dumps({"t2i": t2i}))
-    one = measure_lists(folder / "one.json", mixed)
+    one = embedded_input.measure_lists(folder / "one.json", Files(), mixed)
     assert one.figures == {"truth": {"t2i": found.figures["truth"]["t2i"]}}
     print_measured(one, "one direction")
     assert "t2i" in (printed := capsys.readouterr().out) and "i2t" not in printed
     deeper = read_ground_truths(ground_truth=folder / "truth.json", metrics=["recall@5"])
-    raises(ValueError, "recall@5 needs 5", measure_lists, folder / "lists.json", deeper)
+    raises(ValueError, "recall@5 needs 5", embedded_input.measure_lists, folder / "lists.json", Files(), deeper)
 
 
 def test_a_matrix_of_scores_is_the_ranking_by_it(folder, ground_truths, capsys):
-    embedded = read_embedded_set(f"{folder}/i.npy", f"{folder}/t.npy", ground_truths)
+    embedded = read_embedded_set(Files(f"{folder}/i.npy", f"{folder}/t.npy"), ground_truths)
     distance = torch.cdist(embedded.images.tensors().mean, embedded.texts.tensors().mean).square().numpy()
     expected = measure(embedded, "squared_l2").figures
     np.save(folder / "d.npy", distance)
     np.save(folder / "s.npy", np.float32(-distance))
-    of_rows = measure_scores(folder / "d.npy", "distance", ground_truths)
-    assert of_rows.figures == expected == measure_scores(folder / "s.npy", "similarity", ground_truths).figures
+    distances, similarities = Files(scores_are="distance"), Files(scores_are="similarity")
+    of_rows = measure_scores(folder / "d.npy", distances, ground_truths)
+    assert of_rows.figures == expected == measure_scores(folder / "s.npy", similarities, ground_truths).figures
     assert of_rows.to_json()["ids"] == {k: "in the order of the ground truth" for k in ("images", "texts")}
     assert not capsys.readouterr().err
-    assert measure_scores(folder / "d.npy", "similarity", ground_truths).figures != expected
+    assert measure_scores(folder / "d.npy", similarities, ground_truths).figures != expected
     assert "are the scores a distance? --scores-are distance" in capsys.readouterr().err
     order = [ground_truths[0].text_ids.index(line) for line in (folder / "shuffled.txt").read_text().split()]
     np.save(folder / "shuffled.npy", distance[:, order])
-    named = measure_scores(folder / "shuffled.npy", "distance", ground_truths, text_ids=folder / "shuffled.txt")
+    named = measure_scores(folder / "shuffled.npy", replace(distances, text_ids=folder / "shuffled.txt"), ground_truths)
     assert named.figures == expected and named.ids["texts"] == str(folder / "shuffled.txt")
-    assert measure_scores(folder / "shuffled.npy", "distance", ground_truths).figures != expected
+    assert measure_scores(folder / "shuffled.npy", distances, ground_truths).figures != expected
     # Ties: the earlier item of the gallery is first, so only image 0, text 0 and text 1 are found at once.
     np.save(folder / "ties.npy", np.zeros((N, M), np.int8))
-    tied = measure_scores(folder / "ties.npy", "similarity", ground_truths).figures["truth"]
+    tied = measure_scores(folder / "ties.npy", similarities, ground_truths).figures["truth"]
     assert (tied["i2t"]["recall@1"], tied["t2i"]["recall@1"]) == (1 / N, 2 / M)
 
 
@@ -300,13 +303,13 @@ def test_a_matrix_of_scores_is_the_ranking_by_it(folder, ground_truths, capsys):
 )  # fmt: skip
 def test_matrices_that_cannot_be_ranked(folder, ground_truths, scores, kind, message):
     np.save(folder / "scores.npy", scores)
-    raises(UserError, message, measure_scores, folder / "scores.npy", kind, ground_truths)
+    raises(UserError, message, measure_scores, folder / "scores.npy", Files(scores_are=kind), ground_truths)
 
 
 def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
     np.save(folder / "d.npy", np.zeros((N, M)))
     wanted = {"scores": folder / "d.npy", "scores_are": "distance", "ground_truth": folder / "truth.json"}
-    measured, embedded = measure_files(embedded_input.Files(**wanted), None, split="test")
+    measured, embedded = measure_files(Files(**wanted), None, split="test")
     assert embedded is None and measured.score == "distance matrix"
     truth, both = {"ground_truth": folder / "truth.json"}, {"images": "a.npy", "texts": "b.npy"}
     own = {"images": f"{folder}/i.npy", "texts": f"{folder}/t.npy"}
@@ -320,7 +323,7 @@ def test_a_matrix_has_the_options_of_a_ranking_alone(folder):
         *((lists | given, None, nothing) for given in (both, {"images": "x.npy"})),
         (truth | own, "match_probability", "match_probability needs the logits of a model"),
     ):  # fmt: skip
-        raises(UserError, message, measure_files, embedded_input.Files(**files), score, split="test")
+        raises(UserError, message, measure_files, Files(**files), score, split="test")
 
 
 def test_numbers_and_padded_file_names_of_coco_are_one_image():
@@ -348,9 +351,9 @@ def test_mistakes_are_named_and_benchmarks_known_by_name(folder, ground_truths, 
         raises(ValueError if "metrics" in arguments else UserError, message, read_ground_truths, **arguments)
     np.save(folder / "wide.npy", np.zeros((M, D + 1)))
     counts = r"12 image embeddings without ids for a ground truth \(truth\) of 6 images; give --image-ids"
-    raises(UserError, counts, read_embedded_set, f"{folder}/t.npy", f"{folder}/t.npy", ground_truths)
+    raises(UserError, counts, read_embedded_set, Files(f"{folder}/t.npy", f"{folder}/t.npy"), ground_truths)
     sizes = r"i.npy has 3 dimensions, .*wide.npy has 4"
-    raises(ValueError, sizes, read_embedded_set, f"{folder}/i.npy", f"{folder}/wide.npy", ground_truths)
+    raises(ValueError, sizes, read_embedded_set, Files(f"{folder}/i.npy", f"{folder}/wide.npy"), ground_truths)
     found = read_ground_truths("coco", annotations=shared / "data" / "coco5k_text", metrics=["recall@1"])
     names = ["coco_5k", "coco_1k", "cxc", "rpc2", "rpc2_cxc", "cxc_1k", "rpc2_1k", "rpc2_cxc_1k", "eccv"]
     assert [t.name for t in found] == names and {t.metrics for t in found} == {("recall@1",)}

@@ -19,6 +19,7 @@ from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.encoders.processors import TokenProcessor, train_tokenizer
 from sfumato.encoders.scratch import SmallTextEncoder, WordEncoder
 from sfumato.errors import UserError
+from sfumato.evaluation.protocols import Query
 from sfumato.metrics.bootstrap import spearman
 from sfumato.models.build import Tower
 from sfumato.models.process_group import ProcessGroup
@@ -87,10 +88,9 @@ def test_equal_fits_are_equal_and_only_estimators_of_a_gallery_can_teach(monkeyp
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
     message = "known: dispersion, listed_matches, expected_matches, match_entropy,"
     for name in ("total_variance", "best"):
-        raises(UserError, message, teacher_values, VarianceStageConfig(teacher=name), *related(), "t2i")
-    texts, images, relevance = related()
+        raises(UserError, message, teacher_values, VarianceStageConfig(teacher=name), Query("t2i", *related()))
     config = VarianceStageConfig(teacher="top1_mismatch")
-    taught = lambda: teacher_values(config, texts, images, relevance, "t2i", seed=1)
+    taught = lambda: teacher_values(config, Query("t2i", *related()), seed=1)
     whole = taught()
     monkeypatch.setattr(variance_stage, "_N_GALLERY", 50)
     part = taught()
@@ -111,7 +111,7 @@ def related(seed=0, n=120, m=80):
 @pytest.mark.parametrize("teacher", ["listed_matches", "expected_matches", "match_entropy"])
 def test_a_teacher_gives_its_value_over_the_training_gallery_scaled_to_1(teacher):
     texts, images, relevance = related()
-    found = teacher_values(VarianceStageConfig(teacher=teacher), texts, images, relevance, "t2i").numpy()
+    found = teacher_values(VarianceStageConfig(teacher=teacher), Query("t2i", texts, images, relevance)).numpy()
     distance = torch.cdist(texts.mean.double(), images.mean.double()).square()
     scale, bias = fit_logits(distance, torch.from_numpy(relevance.to_dense()))
     logit = bias - scale * distance

@@ -233,7 +233,7 @@ def _evaluate(
     options.check_samples(chosen)
     if flags.per_query or ground_truths:
         data = opened.model, opened.data, opened.split
-        embedded = embed_for_evaluation(*data, ground_truths=ground_truths, process_group=group)
+        embedded = embed_for_evaluation(*data, truths=ground_truths, group=group)
     result: Evaluation | Measured | None = None
     name = f"evaluation-{opened.split}-{chosen.name}"
     if benchmark is None:
@@ -367,7 +367,7 @@ def table(
     from sfumato.workflows.table import METRICS, table_of_runs
 
     keys, columns = parse_names(group), parse_names(metrics) or METRICS
-    rows = table_of_runs(runs, keys, columns, split=split, device="auto")
+    rows = table_of_runs(runs, keys, columns, split=split)
     if as_json:
         return print(json.dumps([row.to_json(keys) for row in rows], ensure_ascii=False))
     if latex:

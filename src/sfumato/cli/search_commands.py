@@ -286,7 +286,7 @@ def search(
 
     also, without = tuple(asked.also or ()), tuple(asked.without or ())
     queries = [TextQuery(text, also, without) for text in asked.query or []], asked.image or [], asked.item or []
-    answers = search_index(folder, *queries, asked.k, asked.options(), run=run, store=store)
+    answers = search_index(folder, queries, asked.k, asked.options(), run=run, store=store)
     results = [answer.to_json() for answer in answers]
     if as_json:
         return print(json.dumps(results, ensure_ascii=False))

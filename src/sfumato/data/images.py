@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -231,11 +231,7 @@ _LIVE, _MOVING = {".heic", ".heif", ".jpg", ".jpeg"}, {".mov", ".mp4"}
 
 
 def image_files(
-    folder: Path,
-    problems: Problems | None = None,
-    *,
-    endings: frozenset[str] = IMAGE_ENDINGS,
-    exclude: Sequence[str] = (),
+    folder: Path, problems: Problems | None = None, endings: Set[str] = IMAGE_ENDINGS, exclude: Sequence[str] = ()
 ) -> list[str]:
     """Paths of the images below a folder, relative to it with "/", sorted part by part.
 
@@ -247,7 +243,7 @@ def image_files(
 
 
 def _below(
-    folder: Path, below: str, problems: Problems | None, endings: frozenset[str], exclude: Sequence[str], why: str = ""
+    folder: Path, below: str, problems: Problems | None, endings: Set[str], exclude: Sequence[str], why: str = ""
 ) -> Iterator[str]:
     """The images below a part of a folder; where it is not wanted for a reason, they are counted alone."""
     names: list[str] = []

@@ -144,12 +144,7 @@ def _takeout_names(stem: str, ending: str) -> Iterator[str]:
 
 
 def file_fields(
-    root: Path,
-    relative_path: str,
-    data: bytes,
-    beside: Sequence[str],
-    remark: Callable[[Path, str], None],
-    shared: int = 0,
+    root: Path, file: str, data: bytes, beside: Sequence[str], remark: Callable[[Path, str], None], shared: int = 0
 ) -> dict[str, str]:
     """The payload of an image file: its metadata, the texts beside it, the words of its name, and its folder.
 
@@ -158,7 +153,7 @@ def file_fields(
     :func:`~sfumato.data.image_decoding.still_bytes` gives them, ``beside`` its :func:`sidecars`. What is wrong with one
     of these is remarked, and stops nothing.
     """
-    below, found = PurePosixPath(relative_path), list[tuple[str, str]]()
+    below, found = PurePosixPath(file), list[tuple[str, str]]()
     for name in beside:
         path = root / below.parent / name
         try:
@@ -176,8 +171,8 @@ def file_fields(
     parts = PurePosixPath(folder).parts[shared:]
     folders = [part for part in parts if part.casefold().rstrip("0123456789") not in _STORAGE]
     words = " ".join(_words([*folders, _DATED.sub(" ", unicodedata.normalize("NFC", below.stem))]))
-    file = " ".join(_CHUNK.findall(below.name)) if re.search(r"\d{3}", below.stem) else ""
-    return _fields(found) | _kept({"name": words, "file": file, "folder": "" if folder == "." else folder})
+    numbered = " ".join(_CHUNK.findall(below.name)) if re.search(r"\d{3}", below.stem) else ""
+    return _fields(found) | _kept({"name": words, "file": numbered, "folder": "" if folder == "." else folder})
 
 
 def _is_caption(text: str) -> bool:

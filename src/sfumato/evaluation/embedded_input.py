@@ -125,22 +125,33 @@ def _read_cub(captions: Path, classes: Path | None, split: str) -> GroundTruth:
     return benchmark_ground_truths.cub_captions(captions, classes=classes)
 
 
-def read_embedded_set(
-    images: str,
-    texts: str,
-    truths: Sequence[GroundTruth],
-    *,
-    image_ids: Path | None = None,
-    text_ids: Path | None = None,
-) -> protocols.EmbeddedSet:
+@dataclass(frozen=True)
+class Files:
+    """The options of the command line for an evaluation without a model."""
+
+    images: str | None = None
+    texts: str | None = None
+    image_ids: Path | None = None
+    text_ids: Path | None = None
+    ranked: Path | None = None  # a file of ranked lists instead, see :func:`measure_lists`
+    ground_truth: Path | None = None
+    benchmark: str | None = None
+    annotations: tuple[Path, ...] = ()  # see :func:`told_apart`
+    metrics: str | None = None  # names of metrics with commas between them
+    scores: Path | None = None  # a matrix of scores instead, see :func:`measure_scores`
+    scores_are: str | None = None  # a name in SCORES_ARE
+
+
+def read_embedded_set(files: Files, truths: Sequence[GroundTruth]) -> protocols.EmbeddedSet:
     """Read embeddings of any model for these ground truths."""
     sides, ids = [], []
-    for what, path, own in (("image", images, image_ids), ("text", texts, text_ids)):
-        embeddings, found = read_embeddings(path, ids=own)
+    for what, path, own in (("image", files.images, files.image_ids), ("text", files.texts, files.text_ids)):
+        embeddings, found = read_embeddings(path or "", ids=own)
         sides.append(embeddings.numpy())
         ids.append(_ids_of_ground_truths(truths, what, embeddings.n) if found is None else tuple(found))
     if sides[0].d != sides[1].d:
-        raise ValueError(f"{images} has {sides[0].d} dimensions, {texts} has {sides[1].d}; the numbers must be equal")
+        found = f"{files.images} has {sides[0].d} dimensions, {files.texts} has {sides[1].d}"
+        raise ValueError(f"{found}; the numbers must be equal")
     dtype = np.promote_types(*(accumulation_dtype(e.dtype) for e in sides))
     first, second = (e.to(dtype) for e in sides)
     return protocols.EmbeddedSet(first, second, ids[0], ids[1], tuple(truths))
@@ -214,9 +225,7 @@ def _recall_by_uncertainty(ranks: BenchmarkRanks, values: dict[str, dict[str, fl
     return found
 
 
-def measure_lists(
-    path: Path, ground_truths: Sequence[GroundTruth], *, image_ids: Path | None = None, text_ids: Path | None = None
-) -> Measured:
+def measure_lists(path: Path, files: Files, ground_truths: Sequence[GroundTruth]) -> Measured:
     """Evaluate ranked lists from a JSON file {"i2t": {image: [texts]}, "t2i": {text: [images]}}, best first.
 
     Metrics that lists of these lengths do not determine are left out with a note. One direction may be missing.
@@ -229,7 +238,7 @@ def measure_lists(
     for direction, lists in loaded.items():
         if not isinstance(lists, dict) or not all(isinstance(items, list) for items in lists.values()):
             raise UserError(f"{path}: {direction} is not an object of lists; {form}")
-    ids = _ids(ground_truths, image_ids, text_ids)
+    ids = _ids(files, ground_truths)
     return _measured("lists", protocols.Lists(loaded.get("i2t"), loaded.get("t2i")), ids, ground_truths)
 
 
@@ -259,10 +268,10 @@ def _determined(ranks: BenchmarkRanks) -> BenchmarkRanks:
 _BothIds = tuple[tuple[str, ...], tuple[str, ...]]
 
 
-def _ids(ground_truths: Sequence[GroundTruth], image_ids: Path | None, text_ids: Path | None) -> _BothIds:
+def _ids(files: Files, ground_truths: Sequence[GroundTruth]) -> _BothIds:
     """The ids of images and texts, from files or as all ground truths have them."""
-    images = _ids_of_ground_truths(ground_truths, "image") if image_ids is None else tuple(read_ids(image_ids))
-    return images, _ids_of_ground_truths(ground_truths, "text") if text_ids is None else tuple(read_ids(text_ids))
+    images = tuple(read_ids(files.image_ids)) if files.image_ids else _ids_of_ground_truths(ground_truths, "image")
+    return images, tuple(read_ids(files.text_ids)) if files.text_ids else _ids_of_ground_truths(ground_truths, "text")
 
 
 def _measured(score: str, source: Source, ids: _BothIds, ground_truths: Sequence[GroundTruth]) -> Measured:
@@ -271,15 +280,9 @@ def _measured(score: str, source: Source, ids: _BothIds, ground_truths: Sequence
     return Measured(score, len(ids[0]), len(ids[1]), figures(ranks), ranks)
 
 
-def measure_scores(
-    path: Path,
-    scores_are: str | None,
-    ground_truths: Sequence[GroundTruth],
-    *,
-    image_ids: Path | None = None,
-    text_ids: Path | None = None,
-) -> Measured:
+def measure_scores(path: Path, files: Files, ground_truths: Sequence[GroundTruth]) -> Measured:
     """Evaluate a matrix of scores, images by texts, which is read from the disk block by block."""
+    scores_are = files.scores_are
     if scores_are not in SCORES_ARE:
         given = "nothing" if scores_are is None else repr(scores_are)
         kinds = "similarity (larger is closer) or --scores-are distance (smaller is closer)"
@@ -291,11 +294,11 @@ def measure_scores(
     if not isinstance(scores, np.ndarray) or scores.ndim != 2 or scores.dtype.kind not in "fiu":
         what = f"shape {scores.shape} and type {scores.dtype}" if isinstance(scores, np.ndarray) else "several arrays"
         raise UserError(f"{path} has {what}; expected a matrix of numbers, images by texts")
-    images, texts = ids = _ids(ground_truths, image_ids, text_ids)
+    images, texts = ids = _ids(files, ground_truths)
     if scores.shape != (len(images), len(texts)):
         turned = scores.shape == (len(texts), len(images))
-        of_truth = "those of the ground truth"
-        there = f"{len(images)} images ({image_ids or of_truth}) and {len(texts)} texts ({text_ids or of_truth})"
+        of = [path or "those of the ground truth" for path in (files.image_ids, files.text_ids)]
+        there = f"{len(images)} images ({of[0]}) and {len(texts)} texts ({of[1]})"
         found = f"{path} is {scores.shape[0]} by {scores.shape[1]}, but there are {there}"
         way = ". The matrix is texts by images: write it transposed, np.save(FILE, scores.T)" if turned else ""
         raise UserError(f"{found}; expected {len(images)} by {len(texts)}, images by texts{way}")
@@ -305,7 +308,8 @@ def measure_scores(
         other = next(kind for kind in SCORES_ARE if kind != scores_are)
         found = f"matches stand at {place:.0%} of the ranking on average, where a random order has 50%"
         say(f"note: {found}: are the scores a {other}? --scores-are {other} ranks the other way round")
-    return replace(measured, ids={"images": str(image_ids or _OF_TRUTH), "texts": str(text_ids or _OF_TRUTH)})
+    own = {"images": files.image_ids, "texts": files.text_ids}
+    return replace(measured, ids={side: str(path or "in the order of the ground truth") for side, path in own.items()})
 
 
 _BACKWARDS = 0.6
@@ -321,8 +325,6 @@ def _mean_place(ranks: BenchmarkRanks) -> float:
 SCORES_ARE: dict[str, Better] = {"similarity": "larger", "distance": "smaller"}
 """What a matrix of scores may be, and which of its scores are better."""
 
-_OF_TRUTH = "in the order of the ground truth"
-
 
 def check_finite(path: Path, scores: np.ndarray) -> None:
     """Raise an error for NaN in a matrix; infinities have a rank."""
@@ -331,23 +333,6 @@ def check_finite(path: Path, scores: np.ndarray) -> None:
         if (wrong := np.isnan(scores[start : start + rows])).any():
             row, column = np.argwhere(wrong)[0].tolist()
             raise UserError(f"{path}: the score of image {start + row} and text {column} is NaN; it has no rank")
-
-
-@dataclass(frozen=True)
-class Files:
-    """The options of the command line for an evaluation without a model."""
-
-    images: str | None = None
-    texts: str | None = None
-    image_ids: Path | None = None
-    text_ids: Path | None = None
-    ranked: Path | None = None  # a file of ranked lists instead, see :func:`measure_lists`
-    ground_truth: Path | None = None
-    benchmark: str | None = None
-    annotations: tuple[Path, ...] = ()  # see :func:`told_apart`
-    metrics: str | None = None  # names of metrics with commas between them
-    scores: Path | None = None  # a matrix of scores instead, see :func:`measure_scores`
-    scores_are: str | None = None  # a name in SCORES_ARE
 
 
 def _check_files(files: Files, score: str | None) -> None:
@@ -378,10 +363,9 @@ def measure_files(files: Files, score: str | None, *, split: str) -> tuple[Measu
     metrics = [name.strip() for name in files.metrics.split(",")] if files.metrics else []
     given = {"ground_truth": files.ground_truth, **told_apart(files.benchmark, files.annotations)}
     ground_truths = read_ground_truths(files.benchmark, split=split, metrics=metrics, **given)
-    ids = {"image_ids": files.image_ids, "text_ids": files.text_ids}
     if files.ranked is not None:
-        return measure_lists(files.ranked, ground_truths, **ids), None
+        return measure_lists(files.ranked, files, ground_truths), None
     if files.scores is not None:
-        return measure_scores(files.scores, files.scores_are, ground_truths, **ids), None
-    embedded = read_embedded_set(files.images or "", files.texts or "", ground_truths, **ids)
+        return measure_scores(files.scores, files, ground_truths), None
+    embedded = read_embedded_set(files, ground_truths)
     return measure(embedded, score or "csd"), embedded

@@ -1,13 +1,12 @@
 """Scores of pairs: how much farther a listed pair is apart than its neighbours, and which unlisted pairs are close."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sfumato.arrays import as_numpy, like, namespace, sigmoid, smallest
+from sfumato.arrays import Array, as_numpy, like, namespace, sigmoid, smallest
 from sfumato.distances import get_distance
-from sfumato.distances.distance import Distance
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks
@@ -113,9 +112,10 @@ def audit_pairs(
     images, texts = images.detach(), texts.detach()
     image, text = relevance.query_of_item, relevance.indices
     by_text = np.lexsort((image, text))
-    of_images = _side(images, texts, relevance, get_distance(distance), memory_mb, progress)
-    t2i = get_distance(distance).for_direction("t2i")
-    found = _side(texts, images, relevance.transpose(), t2i, memory_mb, progress)
+    i2t = get_distance(distance)
+    of_images = _side(distance_blocks(images, texts, i2t, memory_mb=memory_mb), relevance, progress)
+    blocks = distance_blocks(texts, images, i2t.for_direction("t2i"), memory_mb=memory_mb)
+    found = _side(blocks, relevance.transpose(), progress)
     back = np.empty_like(by_text)
     back[by_text] = np.arange(len(by_text))
     of_texts = _Side(found.distance[back], found.rank[back], found.near, found.near_distance)
@@ -170,18 +170,11 @@ def wrong_probability(log_odds: np.ndarray, fraction: float) -> np.ndarray:
     return sigmoid(-(np.asarray(log_odds, np.float64) + prior))
 
 
-def _side(
-    queries: GaussianEmbedding,
-    gallery: GaussianEmbedding,
-    ground_truth: Relevance,
-    distance: Distance,
-    memory_mb: float,
-    progress: Progress | None,
-) -> _Side:
-    k = min(NEIGHBOURS, gallery.n)
+def _side(blocks: Iterable[tuple[int, Array]], relevance: Relevance, progress: Progress | None) -> _Side:
+    k = min(NEIGHBOURS, relevance.n_gallery)
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-    for start, block in distance_blocks(queries, gallery, distance, memory_mb=memory_mb):
-        own = ground_truth.select_queries(np.arange(start, start + len(block)))
+    for start, block in blocks:
+        own = relevance.select_queries(np.arange(start, start + len(block)))
         at = tuple(like(i, block) for i in (own.query_of_item, own.indices))
         listed = as_numpy(block[at]).astype(np.float64)
         rank = _among_unlisted(relevant_ranks(block, own), own)

@@ -296,6 +296,7 @@ class Embeddings:
     images: GaussianEmbedding  # (n, d) embeddings
     texts: GaussianEmbedding  # (m, d) embeddings
     distance: str | Distance = "csd"
+    ranker: Ranker | None = None  # called for every gallery; None ranks by distances that are computed once
     memory_mb: float = 64.0  # size of a block of distances, in MiB
 
     def shape(self) -> tuple[int, ...]:
@@ -306,6 +307,10 @@ class Embeddings:
         """See :meth:`Source.fill`."""
         queries, gallery = (self.images, self.texts) if plan.direction == "i2t" else (self.texts, self.images)
         oriented = get_distance(self.distance).for_direction(plan.direction)
+        if self.ranker is not None:
+            for group in plan.groups:
+                group.ranks = self.ranker(queries[group.rows], gallery[group.gallery], group.relevance, oriented)
+            return
         for start, block in distance_blocks(queries.detach(), gallery.detach(), oriented, memory_mb=self.memory_mb):
             plan.count(start, block)
             del block  # Else it stays in memory until the next one is made.

@@ -77,6 +77,7 @@ class _Split:
     texts: GaussianEmbedding
     data: PairData
     distance: str
+    reference: Mapping[Direction, logits.ReferenceQueries]
 
     def of(self, direction: Direction, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(distance, match) of a few of the chosen queries at a time to all items."""
@@ -88,12 +89,7 @@ class _Split:
             yield as_numpy(block), match
 
     def queries(
-        self,
-        images: np.ndarray,
-        texts: np.ndarray,
-        population: logits.Population,
-        reference: Mapping[Direction, logits.ReferenceQueries],
-        seed: int,
+        self, images: np.ndarray, texts: np.ndarray, population: logits.Population, seed: int
     ) -> dict[Direction, _HeldOut]:
         """The chosen images and texts as held-out queries, with galleries of several sizes.
 
@@ -113,8 +109,8 @@ class _Split:
         i2t = _HeldOut(lambda: self.of("i2t", images), half[images], of_texts, group[images])
         t2i = _HeldOut(lambda: self.of("t2i", texts), half[own_image], of_images, group[own_image])
         return {
-            "i2t": i2t.seen_by(reference.get("i2t"), self.images[images], self.texts),
-            "t2i": t2i.seen_by(reference.get("t2i"), self.texts[texts], self.images),
+            "i2t": i2t.seen_by(self.reference.get("i2t"), self.images[images], self.texts),
+            "t2i": t2i.seen_by(self.reference.get("t2i"), self.texts[texts], self.images),
         }
 
 
@@ -139,14 +135,14 @@ def calibrate_split(
     the scores of each half are those of logits that were fitted on the other. The same galleries give the shift of
     the nearest distance with the size of the gallery.
     """
-    whole = _Split(embedded[0].numpy(), embedded[1].numpy(), data, distance)
+    seen_by = _reference_queries(reference, distance, seed)
+    whole = _Split(embedded[0].numpy(), embedded[1].numpy(), data, distance, seen_by)
     images, texts = queries_of(data, of_images)
     pairs = whole.of("i2t", _sample(images, max(1, max_pairs // whole.texts.n), seed))
     d, match = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     base = logits.PairLogits.of_pairs(d, match)
-    seen_by = _reference_queries(reference, distance, seed)
     asking = (_sample(images, max_queries, seed), _sample(texts, max_queries, seed))
-    queries = whole.queries(*asking, population, seen_by, seed)
+    queries = whole.queries(*asking, population, seed)
     growths = {"i2t": 0.0, "t2i": None}
     scores = {d: QueryScores.from_blocks(of.blocks, growth=growths[d], group=of.group) for d, of in queries.items()}
     found = {direction: DirectionCalibration(base, scores[direction]) for direction in queries}

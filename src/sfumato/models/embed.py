@@ -290,26 +290,21 @@ def embed_table(model: Model, paths: str) -> NamedItems:
 
 
 def embed_for_evaluation(
-    model: Model,
-    data: DataConfig,
-    split: str,
-    *,
-    ground_truths: Sequence[GroundTruth] = (),
-    process_group: ProcessGroup = ALONE,
+    model: Model, data: DataConfig, split: str, *, truths: Sequence[GroundTruth] = (), group: ProcessGroup = ALONE
 ) -> EmbeddedSet:
     """Embed a split of any data; its ground truth is named after the split."""
-    if ground_truths:
+    if truths:
         data = data.model_copy(update={"equal_texts": "separate"})
-    prepared = load_split(model.model, data, split, group=process_group)
+    prepared = load_split(model.model, data, split, group=group)
     own, kinds = ground_truth_from_data(prepared.data, name=split), prepared.data.text_kinds
-    chosen = tuple(ground_truths) or (own,)
-    if ground_truths and data.source == "scan":  # Its captions have no ids.
+    chosen = tuple(truths) or (own,)
+    if truths and data.source == "scan":  # Its captions have no ids.
         named = ids_by_order(own, chosen[0])
-        if named is not own and process_group.main:
+        if named is not own and group.main:
             say(f"note: the captions of SCAN's files have no ids; they take those of {chosen[0].name}, in their order")
         own = named
     plan_ranks(chosen, own.image_ids, own.text_ids)
-    images, texts = embed_split(model.model, prepared, process_group)
+    images, texts = embed_split(model.model, prepared, group)
     return EmbeddedSet(images, texts, own.image_ids, own.text_ids, chosen, tuple(kinds) if kinds else None)
 
 

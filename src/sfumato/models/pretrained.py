@@ -76,8 +76,8 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
     """
     pooled = {"global_average_pool": False, "attentional_pool": False, "pool_type": "tok", "final_ln_after_pool": False}
     appended = {"embed_cls": True, "embed_unc": True, "no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
-    section = ConfigSection(config, "vision_cfg", where, pooled, needed={"embed_unc": True})
-    text_section = ConfigSection(config, "text_cfg", where, needed=appended)
+    section = ConfigSection(config, "vision_cfg", where, pooled | {"embed_unc": True}, needed=["embed_unc"])
+    text_section = ConfigSection(config, "text_cfg", where, appended, needed=appended)
     vision, text, dim = section.image_sizes(), text_section.text_sizes(), embedding_size(config, where)
     if text.width != dim:
         raise UserError(f"{where}: text_cfg.width {text.width} is not embed_dim {dim}; no released code runs it")

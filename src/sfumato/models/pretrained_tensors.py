@@ -8,7 +8,7 @@ import struct
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -263,24 +263,17 @@ class Sizes:
 class ConfigSection:
     """A section of a config.json: numbers with their defaults, and switches that have one supported value.
 
-    fixed: supported values of switches that may be left out; needed: of those that must be there.
+    fixed: the supported values of switches; needed: those that must be there.
     """
 
     def __init__(
-        self,
-        config: Mapping[str, Any],
-        name: str,
-        where: str,
-        fixed: Mapping[str, Any] | None = None,
-        *,
-        needed: Mapping[str, Any] | None = None,
+        self, config: Mapping[str, Any], name: str, where: str, fixed: Mapping[str, Any], needed: Collection[str] = ()
     ) -> None:
         self.given: dict[str, Any] = config[name]
         self.quick_gelu = bool(config.get("quick_gelu"))
         self.name = f"{where}: config.json: {name}"
-        switches = {key: (value, self.given.get(key, value)) for key, value in (fixed or {}).items()}
-        switches |= {key: (value, self.given.get(key)) for key, value in (needed or {}).items()}
-        for key, (expected, came) in switches.items():
+        for key, expected in fixed.items():
+            came = self.given.get(key, None if key in needed else expected)
             if came != expected:
                 raise UserError(f"{self.name}.{key} is {came!r}; only models with {expected!r} can be loaded")
 

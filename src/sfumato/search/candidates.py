@@ -255,45 +255,39 @@ _USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
 """Mean and standard deviation of the logits that `small` gives to random pairs of Flickr8k's validation split."""
 
 
+@dataclass(eq=False)
 class TextSearch:
-    """Queries by text, and the sample of the gallery that says which words are rare and how far items usually are.
+    """Queries by text, and the sample of the gallery that says which words are rare and how far items usually are."""
 
-    own: the texts of the sample; scorer: None of a model that is not calibrated; n, size: numbers of items that may be
-    found, and of all; model: its name; filter: of what may be found, while lists are those of the whole gallery.
-    """
+    forms: Sequence[TextQuery]
+    fits: FitsCalibration
+    scorer: Scorer | None  # None of a model that is not calibrated
+    sample: SampledItems
+    own: ItemTexts  # the texts of the sample
+    n: int  # number of items that may be found
+    size: int  # number of all items
+    model: str  # name of the model
+    filter: Filter | None  # of what may be found, while lists are those of the whole gallery
 
-    def __init__(
-        self,
-        forms: Sequence[TextQuery],
-        fits: FitsCalibration,
-        scorer: Scorer | None,
-        sample: SampledItems,
-        own: ItemTexts,
-        n: int,
-        size: int,
-        model: str,
-        filter: Filter | None,
-    ) -> None:
-        self.forms, self.fits, self.scorer, self.sample, self.own = forms, fits, scorer, sample, own
-        self.n, self.size, self._filter = n, size, filter
-        self._passing = self._accepted(sample.uncertainty, sample.payloads)
-        texts = [form.joined for form in forms]
+    def __post_init__(self) -> None:
+        self._passing = self._accepted(self.sample.uncertainty, self.sample.payloads)
+        texts = [form.joined for form in self.forms]
         self.vectors = sentence_vectors(texts)  # (q, 384)
-        self.logits = [fits.of(len(word_stems(text))) for text in texts]
-        self.prior = fits.query_prior(self.vectors)  # (q,)
-        self.near = fits.nearness(self.vectors) if model == fitted.MODEL else None  # (q,)
+        self.logits = [self.fits.of(len(word_stems(text))) for text in texts]
+        self.prior = self.fits.query_prior(self.vectors)  # (q,)
+        self.near = self.fits.nearness(self.vectors) if self.model == fitted.MODEL else None  # (q,)
         n_words = np.array([len(words_of(text)) for text in texts])
         like_captions = np.flatnonzero(n_words >= fitted.FEWEST_WORDS)
         counts = multiplicity(self.vectors[like_captions], n_words[like_captions]).tolist()
         self.multiplicity = dict(zip(like_captions.tolist(), counts, strict=True))  # by query
-        self._has = own.has_texts[self._passing]  # of those of the sample that may be found
+        self._has = self.own.has_texts[self._passing]  # of those of the sample that may be found
 
     def _accepted(self, uncertainty: np.ndarray, payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
         """Positions of the items that the filter accepts."""
-        if self._filter is None:
+        if self.filter is None:
             return np.arange(len(payloads))
         rows = zip(payloads, uncertainty.tolist(), strict=True)
-        return np.array([j for j, row in enumerate(rows) if self._filter.accepts(*row)], np.int64)
+        return np.array([j for j, row in enumerate(rows) if self.filter.accepts(*row)], np.int64)
 
     def _image_logit(self, distance: np.ndarray, usual: np.ndarray) -> np.ndarray:
         """(q, c) logits of pairs; of a model that is not calibrated, with the mean and spread that `small` has."""
@@ -346,7 +340,7 @@ class TextSearch:
         total = expected(passing, self._passing, self.n)
         # The best may fit, and then something does.
         nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(fits[:n_list].max()))
-        if self._filter is not None:  # All that fit in the gallery may be among what the filter takes away.
+        if self.filter is not None:  # All that fit in the gallery may be among what the filter takes away.
             everything = expected(np.arange(len(fits)), np.arange(len(rest)), self.size)
             gone = max(0.0, 1 - total / max(everything, 1e-12)) ** max(1.0, everything / max(1e-12, 1 - nothing))
             nothing = min(nothing + (1 - nothing) * gone, 1 - float(fits[passing].max()))

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -175,19 +176,19 @@ def trim_memory() -> None:
         trim(0)
 
 
+@dataclass(eq=False)
 class Guard:
     """The ASGI middleware; it is pure ASGI, so that it sees every byte."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: Settings,
-        metrics: Metrics,
-        route: Callable[[str, str], str],
-        leaving: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.app, self.settings, self.metrics, self.route, self.leaving = app, settings, metrics, route, leaving
-        self.bodies, self._slots = Bodies(settings), Budget(settings.max_requests, "simultaneous requests")
+    app: ASGIApp
+    settings: Settings
+    metrics: Metrics
+    route: Callable[[str, str], str]
+    leaving: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.settings)
+        self._slots = Budget(self.settings.max_requests, "simultaneous requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the ASGI specification."""

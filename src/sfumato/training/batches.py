@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -155,20 +156,15 @@ class IndexedBatches:
         return TrainBatch(images, texts, lambda _: labels, plans[self.process_group.rank] if plans else None)
 
 
+@dataclass(frozen=True, eq=False)
 class ShardBatches:
     """Batches of a stream of shards, in the order in which they are read; pairs with an equal image or text match."""
 
-    def __init__(
-        self,
-        stream: ShardStream,
-        model: DualEncoder,
-        augmentation: Augmentation,
-        process_group: ProcessGroup,
-        *,
-        equal_texts: EqualTexts = "merged",
-    ) -> None:
-        self.stream, self.model, self.augmentation, self.process_group = stream, model, augmentation, process_group
-        self.wording = normal_wording if equal_texts == "merged" else str
+    stream: ShardStream
+    model: DualEncoder
+    augmentation: Augmentation
+    process_group: ProcessGroup
+    equal_texts: EqualTexts = "merged"
 
     def __len__(self) -> int:
         return len(self.stream)
@@ -188,7 +184,8 @@ class ShardBatches:
         words, _ = self.model.text.processor.read([partial(str, sample.text) for sample in batch])
         images = self.augmentation.images(pictures, np.arange(len(kept)), generator)
         texts = self.augmentation.texts(words.batch(kept).to("cpu"), generator)
-        contents = [batch[i].image for i in kept], [self.wording(batch[i].text).encode() for i in kept]
+        wording = normal_wording if self.equal_texts == "merged" else str
+        contents = [batch[i].image for i in kept], [wording(batch[i].text).encode() for i in kept]
         keys = torch.stack([_digests(side) for side in contents], 1)
         height, width = images.values.shape[-2:]
 

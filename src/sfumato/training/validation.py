@@ -8,6 +8,7 @@ becomes one number of the query itself, also for queries that the training never
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,9 @@ from sfumato.distances.distance import Distance
 from sfumato.encoders.encoder_protocol import Store
 from sfumato.errors import UserError, progress_bar, say
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
-from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
+from sfumato.evaluation.protocols import EmbeddedSplit, Evaluation, Query, evaluate_retrieval
 from sfumato.files import CALIBRATION, MODEL, write_atomically
-from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, check_finite
-from sfumato.ids import Direction
+from sfumato.gaussian import accumulation_dtype, check_finite
 from sfumato.metrics.bootstrap import spearman
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.build import DualEncoder, Tower, load_state, save_state
@@ -271,15 +271,12 @@ def teach_variances(
     seed: int,
 ) -> None:
     """Fit the log variances of each side to what the teacher says of its training items. logits (scale, bias)."""
-    image, text = (tower.embed(store) for tower, store in zip((model.image, model.text), stores, strict=True))
-    relevance = data.relevance()
-    sides: dict[str, tuple[Tower, Store, GaussianEmbedding, GaussianEmbedding, Relevance, Direction]] = {
-        "images": (model.image, stores[0], image, text, relevance, "i2t"),
-        "texts": (model.text, stores[1], text, image, relevance.transpose(), "t2i"),
-    }
-    for name, (tower, store, items, partners, matches, direction) in sides.items():
-        taught = teacher_values(config, items, partners, matches, direction, logits=logits, seed=seed)
-        index = np.flatnonzero(matches.counts > 0)
+    towers = model.image, model.text
+    split = EmbeddedSplit(*(tower.embed(store) for tower, store in zip(towers, stores, strict=True)), data.relevance())
+    queries = split.query("i2t"), split.query("t2i")
+    for name, tower, store, query in zip(("images", "texts"), towers, stores, queries, strict=True):
+        taught = teacher_values(config, query, logits=logits, seed=seed)
+        index = np.flatnonzero(query.relevance.counts > 0)
         if float(taught[index].max() - taught[index].min()) < _SAME:
             say(f"variances of {name} stay as they are: {config.teacher} is the same for all, as with a single match")
             continue
@@ -288,22 +285,14 @@ def teach_variances(
 
 
 def teacher_values(
-    config: VarianceStageConfig,
-    items: GaussianEmbedding,
-    partners: GaussianEmbedding,
-    matches: Relevance,
-    direction: Direction,
-    *,
-    logits: tuple[float, float] | None = None,
-    seed: int = 0,
+    config: VarianceStageConfig, query: Query, *, logits: tuple[float, float] | None = None, seed: int = 0
 ) -> Tensor:
-    """What the teacher says of every item, as a total variance in [0, 1].
+    """What the teacher says of every query, as a total variance in [0, 1].
 
     The dispersion is what it is. Of the number of listed or expected matches it is the logarithm. All others than the
-    dispersion are scaled so that 0 and 1 are their quantiles .01 and .99, and cut there.
-
-    items (n, d), partners (m, d) -> (n,).
+    dispersion are scaled so that 0 and 1 are their quantiles .01 and .99, and cut there. Returns (n,).
     """
+    items, partners, matches = query.queries, query.gallery, query.relevance
     if config.teacher == "dispersion":
         item, partner = (torch.from_numpy(index) for index in (matches.query_of_item, matches.indices))
         return match_dispersion(partners.mean, item, partner, items.n)[0]
@@ -318,11 +307,12 @@ def teacher_values(
         # Over a random gallery of partners; logits that are not given are fitted on some items with it.
         random = np.random.default_rng([seed, items.n])
         chosen = np.sort(random.permutation(partners.n)[:_N_GALLERY])
-        gallery, known_matches = partners[torch.from_numpy(chosen)], matches.select_gallery(chosen)
+        gallery = partners[torch.from_numpy(chosen)]
+        sampled = replace(query, gallery=gallery, relevance=matches.select_gallery(chosen))
         calibrating = np.sort(random.permutation(items.n)[:_N_CALIBRATING])
         try:
-            scale, bias = logits or _logits(items, gallery, known_matches, calibrating, direction)
-            matching, own = Matching("squared_l2", scale, bias, direction), {estimator.name: estimator}
+            scale, bias = logits or _logits(sampled, calibrating)
+            matching, own = Matching("squared_l2", scale, bias, query.direction), {estimator.name: estimator}
             values = estimate_uncertainty(items, gallery, matching, estimators=own, seed=seed)[estimator.name]
         except ValueError as error:
             raise UserError(f"variance_stage.teacher={config.teacher!r} cannot be computed: {error}") from error
@@ -332,13 +322,12 @@ def teacher_values(
     return torch.from_numpy(np.clip(scaled, 0, 1)).float()
 
 
-def _logits(
-    items: GaussianEmbedding, gallery: GaussianEmbedding, matches: Relevance, chosen: np.ndarray, direction: Direction
-) -> tuple[float, float]:
-    """Match logits of the pairs of some items with the gallery."""
-    distance = Matching("squared_l2", direction=direction).oriented_distance
-    found = torch.cat([block for _, block in distance_blocks(items[torch.from_numpy(chosen)], gallery, distance)])
-    return fit_logits(found, torch.from_numpy(matches.select_queries(chosen).to_dense()))
+def _logits(query: Query, chosen: np.ndarray) -> tuple[float, float]:
+    """Match logits of the pairs of some queries with the gallery."""
+    distance = Matching("squared_l2", direction=query.direction).oriented_distance
+    blocks = distance_blocks(query.queries[torch.from_numpy(chosen)], query.gallery, distance)
+    found = torch.cat([block for _, block in blocks])
+    return fit_logits(found, torch.from_numpy(query.relevance.select_queries(chosen).to_dense()))
 
 
 def fit_variance_stage(

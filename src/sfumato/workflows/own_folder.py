@@ -86,22 +86,20 @@ class _Read:
     moved: str = ""  # the id that it had before
 
 
+@dataclass(eq=False)
 class Filling:
     """Puts items of a source into a collection, which is made for the first embeddings if there is none."""
 
-    def __init__(
-        self,
-        model: Model,
-        source: Source,
-        number: int,
-        collection: "GaussianCollection | NewCollection",
-        known: Mapping[str, Mapping[str, str]],
-        done: Filled,
-    ) -> None:
-        self.source, self.number, self.known, self.done = source, number, known, done
-        self._collection = collection
-        self._prepare, self._encode = embedding_steps(model.model.image, "images")
-        self._waiting: list[tuple[Item, _Read, GaussianEmbedding]] = []
+    model: Model
+    source: Source
+    number: int  # of the source among those of the collection
+    collection: GaussianCollection | NewCollection
+    known: Mapping[str, Mapping[str, str]]  # the payloads of items that are there
+    done: Filled
+    waiting: list[tuple[Item, _Read, GaussianEmbedding]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._prepare, self._encode = embedding_steps(self.model.model.image, "images")
 
     def fill(self, items: Sequence[Item], gone: dict[str, str]) -> None:
         """Embed the items that are new or changed; ``gone`` has the ids of vanished ones by the digest of the file."""
@@ -164,11 +162,11 @@ class Filling:
         self.done.problems.add(location, reason or type(error).__name__)
 
     def _move(self, item: Item, found: _Read) -> None:
-        assert isinstance(self._collection, GaussianCollection), "something was there before"
+        assert isinstance(self.collection, GaussianCollection), "something was there before"
         if self.known.get(item.id) == found.payload:
             self.done.unchanged += 1
             return
-        self._collection.rename(found.moved, item.id, found.payload)
+        self.collection.rename(found.moved, item.id, found.payload)
         self.done.changed += found.moved == item.id
         self.done.moved += found.moved != item.id
 
@@ -176,24 +174,24 @@ class Filling:
         """Embed a batch, and store enough of them at a time."""
         values = [((item, found), found.prepared) for item, found in batch]
         kept, embeddings = encode_each(self._encode, values, lambda one, error: self._leave_out(one[0], error))
-        self._waiting += [(item, found, row) for (item, found), row in zip(kept, embeddings, strict=True)]
-        if len(self._waiting) >= _STORED:
+        self.waiting += [(item, found, row) for (item, found), row in zip(kept, embeddings, strict=True)]
+        if len(self.waiting) >= _STORED:
             self._store()
 
     def _store(self) -> None:
-        if not self._waiting:
+        if not self.waiting:
             return
-        items, found, embeddings = zip(*self._waiting, strict=True)
+        items, found, embeddings = zip(*self.waiting, strict=True)
         payloads, ids = [one.payload for one in found], [item.id for item in items]
         joined = GaussianEmbedding.cat(embeddings)
-        if not isinstance(self._collection, GaussianCollection):
-            self._collection = self._collection(joined, ids)
-        self._collection.upsert(joined, ids, payloads=payloads)
+        if not isinstance(self.collection, GaussianCollection):
+            self.collection = self.collection(joined, ids)
+        self.collection.upsert(joined, ids, payloads=payloads)
         n_changed = sum(item.id in self.known for item in items)
         self.done.changed += n_changed
         self.done.new += len(items) - n_changed
         self.done.with_texts += sum(bool(item_texts(payload)) for payload in payloads)
-        self._waiting = []
+        self.waiting = []
 
 
 def index_data(

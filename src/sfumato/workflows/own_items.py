@@ -29,6 +29,9 @@ from sfumato.models.embed import load_splits, split_names
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.gallery import Gallery
 
+NamesOf = Callable[[Path], Mapping[str, str]]
+"""The names in a folder, see :func:`names_in`."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -138,7 +141,7 @@ def list_items(source: Source, endings: frozenset[str], problems: Problems) -> l
     return wanted
 
 
-def _listed(source: Source, problems: Problems, names_of: Callable[[Path], Mapping[str, str]]) -> list[Item]:
+def _listed(source: Source, problems: Problems, names_of: NamesOf) -> list[Item]:
     """The images of a source that is no folder."""
     if source.kind == "manifest":
         return list(_manifest_items(source, problems, names_of))
@@ -170,12 +173,7 @@ def some_items(source: Source, endings: frozenset[str], problems: Problems) -> l
 
 
 def _file_item(
-    source: Source,
-    id: str,
-    name: str,
-    given: Mapping[str, str],
-    names_of: Callable[[Path], Mapping[str, str]],
-    shared: int = 0,
+    source: Source, id: str, name: str, given: Mapping[str, str], names_of: NamesOf, shared: int = 0
 ) -> Item:
     path = Path(source.root, name)
     beside = sidecars(path.name, names_of(path.parent))
@@ -195,9 +193,7 @@ def _stat_of(path: Path, *beside: str) -> str:
     return " ".join(parts)
 
 
-def _manifest_items(
-    source: Source, problems: Problems, names_of: Callable[[Path], Mapping[str, str]]
-) -> Iterator[Item]:
+def _manifest_items(source: Source, problems: Problems, names_of: NamesOf) -> Iterator[Item]:
     """The rows of a manifest; rows of one image are joined, and columns that are texts become fields."""
     rows: dict[str, tuple[str, list[str], dict[str, str]]] = {}
     ids: dict[tuple[str, str], str] = {}  # that of each image, different from those of others

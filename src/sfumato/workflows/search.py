@@ -231,18 +231,15 @@ def load_index(folder: str | Path, *, run: str | Path | None = None, store: str 
     return Searcher(gallery, str(folder), open_model, functools.partial(_images, gallery, source))
 
 
+Queries = tuple[Sequence[TextQuery], Sequence[Path], Sequence[str]]
+"""Texts and images to search for, and ids of the index's own items."""
+
+
 def search_index(
-    folder: Path,
-    texts: Sequence[TextQuery],
-    images: Sequence[Path],
-    ids: Sequence[str],
-    k: int,
-    options: SearchOptions,
-    *,
-    run: str | Path | None = None,
-    store: str | None = None,
+    folder: Path, queries: Queries, k: int, options: SearchOptions, *, run: str | None, store: str | None
 ) -> list[Answer]:
     """Search a saved index by texts and images with the model that it was built with, or by its own items."""
+    texts, images, ids = queries
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         foreign = images if searcher.native == "texts" else texts
         options.check(searcher.gallery.scorer.direction, [not foreign and not ids])

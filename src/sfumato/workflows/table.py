@@ -84,27 +84,22 @@ class Row:
 
 
 def table_of_runs(
-    folders: Iterable[str | Path],
-    keys: Sequence[str] = (),
-    metrics: Sequence[str] = METRICS,
-    *,
-    split: str = "test",
-    device: Any = "cpu",
+    folders: Iterable[str | Path], keys: Sequence[str] = (), metrics: Sequence[str] = METRICS, *, split: str = "test"
 ) -> list[Row]:
     """The rows of a table: runs grouped by keys of their recipes, and their figures. Evaluates those that were not."""
     rows = []
     for label, members in group_runs(read_runs(folders), keys).items():
-        figures = [figures_of(figures_file(run, split, device=device), metrics) for run in members]
+        figures = [figures_of(figures_file(run, split), metrics) for run in members]
         rows.append(Row(label, tuple(str(run.folder) for run in members), over_seeds(figures)))
     return rows
 
 
-def figures_file(run: SavedRun, split: str, *, device: Any = "cpu") -> Path:
+def figures_file(run: SavedRun, split: str) -> Path:
     """The file with the figures of a run, made if it is missing or older than the weights."""
     path = run.folder / f"evaluation-{split}-{run.distance}.json"
     if not path.is_file() or path.stat().st_mtime_ns < (run.folder / MODEL).stat().st_mtime_ns:
         say(f"evaluating {run.folder} on {split}")
-        return evaluate_run(load_run(run.folder, device=device), split)[1]
+        return evaluate_run(load_run(run.folder, device="auto"), split)[1]
     return path
 
 

@@ -5,11 +5,10 @@ The benchmark uses no labels at test time for its estimates: the match logits ar
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 
-from sfumato.calibration.logits import Population
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS
@@ -130,19 +129,11 @@ def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> 
     return {"caption_distance": trust.caption_distance(texts, relevance)} | words
 
 
-def cross_fitted(
-    embedded: Sides,
-    data: PairData,
-    distance: str,
-    *,
-    split: str,
-    population: Population = "planted",
-    reference: Sides | None = None,
-    seed: int = 0,
-) -> Sequence[Fold]:
+def cross_fitted(embedded: Sides, data: PairData, distance: str, *, seed: int = 0, **options: Any) -> Sequence[Fold]:
     """Calibrate on the queries of each half of the images of a split, in the gallery of all.
 
-    Groups of images are not divided. A text with images in both halves is in neither.
+    Groups of images are not divided. A text with images in both halves is in neither. The options are
+    those of :func:`calibrate_split`.
     """
     group = np.unique(data.groups, return_inverse=True)[1]
     first = (np.random.default_rng(seed).permutation(int(group.max()) + 1) % 2 == 0)[group]
@@ -150,6 +141,5 @@ def cross_fitted(
     queries = [queries_of(data, half) for half in halves]
     if not all(len(texts) for _, texts in queries):
         raise ValueError("the split cannot be halved: all texts of one half have images in the other too")
-    fit = partial(calibrate_split, split=split, population=population, reference=reference, seed=seed)
-    fitted = (fit(embedded, data, distance, of_images=half) for half in halves)
+    fitted = (calibrate_split(embedded, data, distance, of_images=half, seed=seed, **options) for half in halves)
     return [Fold(calibration, *other) for calibration, other in zip(fitted, reversed(queries), strict=True)]
