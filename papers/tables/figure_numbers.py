@@ -71,7 +71,7 @@ class Scene:
         """Evaluate a run on the split of the figure, by a distance or its own."""
         run = self.load(folder)
         embedded = embed_item(run, self.item, self.data, annotated=False, instances=self.instances)
-        return measure(embedded, run.ranking_distance(distance), options=options)
+        return measure(embedded, run.ranking_distance(distance), options=options or EvaluationOptions())
 
     def study(self, folder: Path, name: str, options: AnalysisOptions) -> dict[str, Any]:
         """A study of `python -m papers analyse` on a run; its images become those of the figure."""

@@ -150,8 +150,8 @@ def read_embedded_set(files: Files, truths: Sequence[GroundTruth]) -> protocols.
         sides.append(embeddings.numpy())
         ids.append(_ids_of_ground_truths(truths, what, embeddings.n) if found is None else tuple(found))
     if sides[0].d != sides[1].d:
-        found = f"{files.images} has {sides[0].d} dimensions, {files.texts} has {sides[1].d}"
-        raise ValueError(f"{found}; the numbers must be equal")
+        both = f"{files.images} has {sides[0].d} dimensions, {files.texts} has {sides[1].d}"
+        raise ValueError(f"{both}; the numbers must be equal")
     dtype = np.promote_types(*(accumulation_dtype(e.dtype) for e in sides))
     first, second = (e.to(dtype) for e in sides)
     return protocols.EmbeddedSet(first, second, ids[0], ids[1], tuple(truths))

@@ -320,7 +320,7 @@ def evaluate_model(
 ) -> Evaluation:
     """Evaluate any model on a split of any data."""
     chosen = options.sampled(model.ranking_distance(distance))
-    embedded = embedded or embed_for_evaluation(model, data, split, process_group=process_group)
+    embedded = embedded or embed_for_evaluation(model, data, split, group=process_group)
     (ground_truth,) = embedded.ground_truths
     return evaluate_retrieval(
         embedded.images, embedded.texts, ground_truth.i2t, distance=chosen, text_kinds=embedded.text_kinds,

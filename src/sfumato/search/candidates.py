@@ -324,8 +324,8 @@ class TextSearch:
         logits = self.logits[i]
         known = self._evidence(i, items, found.distance[None], usual)
         pair = logits.of_pairs(known)
-        nearest = -np.sort(-pair[:, :n_list], axis=1)[:, : fitted.N_NEAR]
-        listed = list_features(nearest, known.n_words, known.prior)
+        best = -np.sort(-pair[:, :n_list], axis=1)[:, : fitted.N_NEAR]
+        listed = list_features(best, known.n_words, known.prior)
         logit = self._of_hits(i, items, known, pair, listed)
         fits, rest, outside = sigmoid(logit), np.empty(0), np.empty((1, 0), bool)
         if not whole:

@@ -292,7 +292,10 @@ class Gallery(ABC):
         abstained = nothing if options.max_risk is None else scorer.abstains(context, options.max_risk, n)
         most = None if options.max_set is None else options.max_set + 1
         inside = nothing if radius is None else self.within(queries, radius, most=most)
-        sets = [each and self._hits(each.first(options.max_set), context[i]) for i, each in enumerate(inside)]
+        sets = [
+            None if each is None else self._hits(each.first(options.max_set), context[i])
+            for i, each in enumerate(inside)
+        ]
         others = queries[np.array([each.expected is None for each in found], bool)]
         sums, answers = iter(self.expected_matches(others, options.filter)), list[Answer]()
         for i, (one, each) in enumerate(zip(about, found, strict=True)):

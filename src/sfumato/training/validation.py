@@ -272,7 +272,8 @@ def teach_variances(
 ) -> None:
     """Fit the log variances of each side to what the teacher says of its training items. logits (scale, bias)."""
     towers = model.image, model.text
-    split = EmbeddedSplit(*(tower.embed(store) for tower, store in zip(towers, stores, strict=True)), data.relevance())
+    images, texts = (tower.embed(store) for tower, store in zip(towers, stores, strict=True))
+    split = EmbeddedSplit(images, texts, data.relevance())
     queries = split.query("i2t"), split.query("t2i")
     for name, tower, store, query in zip(("images", "texts"), towers, stores, queries, strict=True):
         taught = teacher_values(config, query, logits=logits, seed=seed)
