@@ -16,9 +16,10 @@ from sfumato.data.pairs import PairData
 from sfumato.errors import as_typed, counted
 from sfumato.evaluation.protocols import evaluate_retrieval, table_rows
 from sfumato.files import write_atomically
+from sfumato.gaussian import Sides
 from sfumato.ids import has_words
 from sfumato.metrics.bootstrap import balanced_spearman, spearman
-from sfumato.models.embed import Sides, embed_split, evaluate_run, load_split
+from sfumato.models.embed import embed_split, evaluate_run, load_split
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
 from sfumato.reports.evaluation import print_evaluation
@@ -105,7 +106,6 @@ def _page_values(
     counts, variance = relevance.transpose().counts, texts.total_variance.numpy()
     of_texts = build_index(run, GalleryPart(texts, data.text_ids, data.texts))
     nearest = of_texts.search(images[np.array(described)], 8)
-    place = {i: t for t, i in enumerate(data.text_ids)}
     metric_names = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
     return {
         "version": __version__,
@@ -114,7 +114,7 @@ def _page_values(
         "pairs": [cards[i : i + 2] for i in range(0, len(cards), 2)],
         "many": MANY,
         "seed": SEED,
-        "pictures": [_described(*each, data, place, pictures) for each in zip(nearest, described, strict=True)],
+        "pictures": [_described(*each, data, pictures) for each in zip(nearest, described, strict=True)],
         "expected_spearman": signed(spearman(expected, counts)),
         "expected_balanced": signed(balanced_spearman(expected, counts)),
         "variance_spearman": signed(spearman(variance, counts)),
@@ -149,14 +149,12 @@ def _true_images(data: PairData, text: str) -> set[str]:
     return set() if position is None else {data.image_ids[i] for i, t in data.pairs.tolist() if t == position}
 
 
-def _described(
-    answer: Answer, position: int, data: PairData, place: dict[str, int], pictures: dict[str, str]
-) -> dict[str, Any]:
+def _described(answer: Answer, position: int, data: PairData, pictures: dict[str, str]) -> dict[str, Any]:
     """One image and the texts that are closest to it."""
     true, image_id = set(data.pairs[data.pairs[:, 0] == position, 1].tolist()), data.image_ids[position]
     rows = []
     for hit in answer:
-        t, pct = place[hit.id], probability(hit.match_probability)
+        t, pct = data.text_ids.index(hit.id), probability(hit.match_probability)
         rows.append({"text": data.texts[t], "kind": data.text_kinds[t], "pct": pct, "true": t in true})
     return {"src": pictures[image_id], "label": emoji_names()[image_id.split("/")[0]], "texts": rows}
 

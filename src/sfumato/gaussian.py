@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 EMBEDDINGS_FORMAT = "sfumato-embeddings-1"
 """The format in the metadata of a safetensors file of mean, log_var and ids."""
 
+Sides = tuple["GaussianEmbedding", "GaussianEmbedding"]
+"""Two sides that are compared, as images and texts."""
+
 ScalarUncertainty = Literal["total_variance", "geometric_std", "log_det"]
 """The scalar uncertainties of an embedding: those of Chun 2024, of Chun et al. 2021, and of Pishdad et al."""
 

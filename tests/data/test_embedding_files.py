@@ -326,14 +326,14 @@ def test_pairs_and_splits_are_those_of_a_loop_or_of_a_hash(arrays):
             np.testing.assert_array_equal(row, arrays[1][int(t)])
     np.save("images_ids.npy", np.array([f"photo-{i}" for i in range(EMBEDDING_PAIRS_N)]))
     write_csv("pairs.csv", [(f"photo-{i}", t) for i, t in some_pairs()], ("image", "text"))
-    found = read(pairs="pairs.csv", val_fraction=0.3, test_fraction=0.2)
+    found = read(pairs="pairs.csv", fractions=(0.3, 0.2))
     assert set(found) == {"train", "val", "test"}
     for split, data in found.items():
         assert all(hashed_split(i, 0.3, 0.2) == split for i in data.image_ids)
         assert len(matches(data)[0]) == len(data.pairs)
     assert sum(len(data.pairs) for data in found.values()) == len(some_pairs())
     Path("images_ids.npy").unlink()
-    found = read_embedding_pairs("images.npy", "images.npy", Problems(), val_fraction=0, test_fraction=0)
+    found = read_embedding_pairs("images.npy", "images.npy", Problems(), fractions=(0, 0))
     assert matches(found["train"])[0] == {(str(i), str(i)) for i in range(EMBEDDING_PAIRS_N)}
     raises(UserError, "images.npy has 30 rows and texts.npy has 70; without pairs row i", read)
 
@@ -347,7 +347,7 @@ def test_other_files_of_pairs(arrays, ending):
     else:
         text = json.dumps(rows) if ending == "json" else "\n".join(map(json.dumps, rows))
         Path(f"pairs.{ending}").write_text(text)
-    (data,) = read(pairs=f"pairs.{ending}", val_fraction=0, test_fraction=0).values()
+    (data,) = read(pairs=f"pairs.{ending}", fractions=(0, 0)).values()
     assert matches(data)[0] == {(str(i), str(t)) for i, t in some_pairs()}
     assert data.texts == tuple(f"words of {t}" for t in data.text_ids)
 
@@ -362,7 +362,7 @@ def test_bad_rows_are_named_and_left_out_with_their_pairs(arrays):
     pairs = [(0, "t1"), (3, "t2"), (3, "t7"), (4, "t5"), (4, "t8"), (9, "t6")]
     write_csv("pairs.csv", pairs, ("image", "text"))
     problems = Problems()
-    (data,) = read(problems, pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
+    (data,) = read(problems, pairs="pairs.csv", fractions=(0, 0)).values()
     assert matches(data)[0] == {("0", "t1"), ("4", "t8")} and data.text_ids == ("t1", "t8")
     assert [(p.location, p.reason) for p in problems.items] == [
         ("images.npy[3]", "image '3' holds NaN or infinity"), ("texts.npy[5]", "text 't5' holds zeros alone"),
@@ -389,10 +389,10 @@ def test_lines_that_cannot_be_used_are_reported_and_a_row_outside_is_an_error(ar
 def test_an_unknown_id_is_an_error_and_ids_of_digits_are_ids(arrays):
     Path("images_ids.txt").write_text("\n".join(str(100 + i) for i in range(EMBEDDING_PAIRS_N)))
     write_csv("pairs.csv", [(105, 0), (106, 1)], ("image", "text"))
-    (data,) = read(pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
+    (data,) = read(pairs="pairs.csv", fractions=(0, 0)).values()
     assert data.image_ids == ("105", "106") and [source.row for source in data.images] == [5, 6]
     write_csv("pairs.csv", [(5, 0), (6, 1)], ("image", "text"))  # No id among them: row numbers.
-    (data,) = read(pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
+    (data,) = read(pairs="pairs.csv", fractions=(0, 0)).values()
     assert data.image_ids == ("105", "106")
     write_csv("pairs.csv", [(105, 0), (6, 1)], ("image", "text"))
     raises(UserError, re.escape("pairs.csv:3: image '6' is not an id of images.npy"), read, pairs="pairs.csv")
@@ -435,7 +435,7 @@ def test_equal_wordings_are_merged_but_ids_are_not_wordings(arrays):
     np.save("texts_ids.npy", np.array(["a", "A", *(f"t{k}" for k in range(M - 2))]))
     rows = [(0, "a", ""), (1, "A", ""), (2, "t0", "A dog"), (3, "t1", "a  dog")]
     write_csv("pairs.csv", rows, ("image", "text", "caption"))
-    (data,) = read(pairs="pairs.csv", val_fraction=0, test_fraction=0).values()
+    (data,) = read(pairs="pairs.csv", fractions=(0, 0)).values()
     merged = merge_equal_texts(data)
     assert merged.text_ids == ("a", "A", "t0") and [row.row for row in merged.text_rows] == [0, 1, 2]
     assert matches(merged)[0] == {("0", "a"), ("1", "A"), ("2", "t0"), ("3", "t0")}

@@ -245,10 +245,10 @@ def test_images_and_captions_of_a_class_match_as_in_the_benchmark_and_own_pairs_
     assert (data.image_ids, data.text_ids) == (truth.image_ids, truth.text_ids)
     ours = data.relevance()
     assert ours.indices.tolist() == truth.i2t.indices.tolist() and ours.indptr.tolist() == truth.i2t.indptr.tolist()
-    splits = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[5], BIRDS[0])), val_fraction=0.3, test_fraction=0.3)
+    splits = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[5], BIRDS[0])), fractions=(0.3, 0.3))
     assert set().union(*(data.image_ids for data in splits.values())) == images_of([0, 5])
     assert set(splits) <= {"train", "val", "test"} and len(splits) > 1
-    again = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[0],)), val_fraction=0.3, test_fraction=0.3)
+    again = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[0],)), fractions=(0.3, 0.3))
     for name, data in again.items():
         assert set(data.image_ids) == set(splits[name].image_ids) & images_of([0])
     splits = cub_read(cub, train_pairs="own")

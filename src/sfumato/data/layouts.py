@@ -25,6 +25,11 @@ from sfumato.ids import is_text
 
 TrainPairs = Literal["class", "own"]
 
+Fractions = tuple[float, float]
+"""Of the images for "val" and for "test", where no splits are named."""
+
+_FRACTIONS: Fractions = (0.1, 0.1)
+
 _CAPTIONS = "text_c10"
 """Folder of CLASS/IMAGE.txt, ten captions each."""
 
@@ -49,12 +54,7 @@ class CubOptions(BaseModel):
 
 
 def read_cub(
-    root: str | Path,
-    problems: Problems,
-    options: CubOptions | None = None,
-    *,
-    val_fraction: float = 0.1,
-    test_fraction: float = 0.1,
+    root: str | Path, problems: Problems, options: CubOptions | None = None, fractions: Fractions = _FRACTIONS
 ) -> dict[str, PairData]:
     """Read CUB Captions.
 
@@ -79,7 +79,7 @@ def read_cub(
 
     def split_of(identity: str, name: str) -> str:
         if options.classes:
-            return hashed_split(identity, val_fraction, test_fraction)
+            return hashed_split(identity, *fractions)
         return "seen" if name == "train" and identity in seen else name
 
     found = make_splits(
@@ -236,16 +236,10 @@ _SIDES = ("image", "text")
 
 
 def read_embedding_pairs(
-    images: str,
-    texts: str,
-    problems: Problems,
-    *,
-    pairs: str | Path | None = None,
-    val_fraction: float = 0.1,
-    test_fraction: float = 0.1,
+    images: str, texts: str, problems: Problems, pairs: str | Path | None = None, fractions: Fractions = _FRACTIONS
 ) -> dict[str, PairData]:
     """Read pairs of embeddings; the values of all rows in a pair are checked once, block by block."""
-    check_fractions(val_fraction, test_fraction)
+    check_fractions(*fractions)
     tables = open_table(images), open_table(texts)
     if pairs is None:
         listed = _row_by_row(tables)
@@ -254,7 +248,7 @@ def read_embedding_pairs(
     else:
         tables, listed = _from_rows(path, tables, problems)
     usable = _usable(tables, listed, problems)
-    splits = np.array(_splits(tables[0], listed, (val_fraction, test_fraction), problems))
+    splits = np.array(_splits(tables[0], listed, fractions, problems))
     chosen = {name: listed.pairs[usable & (splits == name)] for name in dict.fromkeys(splits.tolist()) if name}
     found = {name: _data(tables, of_split) for name, of_split in chosen.items() if len(of_split)}
     if not found:
@@ -374,7 +368,7 @@ def _usable(tables: _Tables, listed: _Listed, problems: Problems) -> np.ndarray:
     return usable
 
 
-def _splits(images: NamedTable, listed: _Listed, fractions: tuple[float, float], problems: Problems) -> list[str]:
+def _splits(images: NamedTable, listed: _Listed, fractions: Fractions, problems: Problems) -> list[str]:
     """The split of each pair, "" for a pair that is left out."""
     rows = listed.pairs[:, 0].tolist()
     if not any(listed.splits):

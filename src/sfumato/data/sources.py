@@ -373,7 +373,8 @@ def _shards(config: DataConfig, problems: Problems) -> dict[str, PairData]:
 
 
 def _cub(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    return read_cub(_existing(config), problems, CubOptions.model_validate(config.options), **_fractions(config))
+    fractions = config.val_fraction, config.test_fraction
+    return read_cub(_existing(config), problems, CubOptions.model_validate(config.options), fractions)
 
 
 def _datasets(config: DataConfig, problems: Problems) -> dict[str, PairData]:
@@ -382,8 +383,8 @@ def _datasets(config: DataConfig, problems: Problems) -> dict[str, PairData]:
 
 
 def _embeddings(config: DataConfig, problems: Problems) -> dict[str, PairData]:
-    pairs = _existing(config) if config.path else None
-    return read_embedding_pairs(config.images, config.texts, problems, pairs=pairs, **_fractions(config))
+    pairs, fractions = _existing(config) if config.path else None, (config.val_fraction, config.test_fraction)
+    return read_embedding_pairs(config.images, config.texts, problems, pairs, fractions)
 
 
 def _existing(config: DataConfig) -> Path:

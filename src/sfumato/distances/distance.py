@@ -13,7 +13,7 @@ import numpy as np
 from array_api_compat import device
 
 from sfumato.arrays import Array, is_tensor, like, namespace
-from sfumato.gaussian import GaussianEmbedding, accumulation_dtype, reparametrised
+from sfumato.gaussian import GaussianEmbedding, Sides, accumulation_dtype, reparametrised
 from sfumato.ids import Direction
 
 if TYPE_CHECKING:
@@ -208,9 +208,7 @@ def check_embedding(value: object, who: str, name: str) -> None:
         raise TypeError(f"{who}: {found}; wrap means in GaussianEmbedding.point")
 
 
-def checked(
-    x: GaussianEmbedding, y: GaussianEmbedding, who: str, *, points: Points = "allowed"
-) -> tuple[GaussianEmbedding, GaussianEmbedding]:
+def checked(x: GaussianEmbedding, y: GaussianEmbedding, who: str, *, points: Points = "allowed") -> Sides:
     """The two sides in the dtype of accumulation, after the checks that every distance needs. x (n, d), y (m, d)."""
     check_embedding(x, who, "x")
     check_embedding(y, who, "y")
@@ -229,9 +227,7 @@ def checked(
     return (x, y) if dtype == x.dtype else (x.to(dtype), y.to(dtype))
 
 
-def checked_rows(
-    x: GaussianEmbedding, y: GaussianEmbedding, who: str, *, points: Points = "allowed"
-) -> tuple[GaussianEmbedding, GaussianEmbedding]:
+def checked_rows(x: GaussianEmbedding, y: GaussianEmbedding, who: str, *, points: Points = "allowed") -> Sides:
     """:func:`checked` for the row form, which also needs equally many rows. x, y (n, d)."""
     x, y = checked(x, y, who, points=points)
     if x.n != y.n:

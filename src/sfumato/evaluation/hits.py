@@ -14,7 +14,7 @@ import numpy as np
 from sfumato.arrays import Array, as_numpy, smallest
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.logits import N_NEAREST, no_reference_error
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import Sides
 from sfumato.ids import DIRECTIONS, Direction
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import brier_score, expected_calibration_error, log_loss, simulated_calibration_errors
@@ -78,7 +78,7 @@ def measure_hits(
     distance: Array,
     match: Array,
     *,
-    embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
+    embedded: Sides | None = None,
     sizes: Sequence[int] = (100, 356),
     n_galleries: int = 5,
     population: str = "planted",
@@ -134,7 +134,7 @@ def first_hits(
     match: Array,
     direction: Direction,
     *,
-    embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None = None,
+    embedded: Sides | None = None,
     population: str = "planted",
 ) -> FirstHits:
     """The probabilities of first hits in the whole of a split."""
@@ -183,9 +183,7 @@ _Seen = tuple[np.ndarray, np.ndarray] | None
 """(n,) hub of each item and (m,) isolation of each query, as reference queries see them; None without these."""
 
 
-def _seen_by(
-    calibration: Calibration, embedded: tuple[GaussianEmbedding, GaussianEmbedding] | None, direction: Direction
-) -> _Seen:
+def _seen_by(calibration: Calibration, embedded: Sides | None, direction: Direction) -> _Seen:
     """All queries and items of a direction."""
     if (reference := calibration.of(direction).reference) is None:
         return None

@@ -21,11 +21,11 @@ from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import TwoTowers
 from sfumato.errors import UserError
 from sfumato.files import CALIBRATION
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, Sides
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import auroc
 from sfumato.metrics.reliability import Reliability
-from sfumato.models.embed import Sides, embed_split, load_split, load_splits, prepare_split
+from sfumato.models.embed import embed_split, load_split, load_splits, prepare_split
 from sfumato.models.run import TRAINING_CALIBRATION, Run, load_run
 from sfumato.search.exact import distance_blocks
 

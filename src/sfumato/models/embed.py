@@ -24,14 +24,11 @@ from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
 from sfumato.evaluation.protocols import EmbeddedSet, Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.files import write_json
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, Sides
 from sfumato.ids import NO_TEXT, check_ids, id_error, is_text, plain_id
 from sfumato.models.model import Model
 from sfumato.models.process_group import ALONE, ProcessGroup
 from sfumato.models.run import Run
-
-Sides = tuple[GaussianEmbedding, GaussianEmbedding]
-"""Embedded images and texts."""
 
 
 @dataclass(frozen=True)

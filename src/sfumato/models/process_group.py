@@ -161,9 +161,7 @@ ALONE = alone()
 
 
 @contextmanager
-def join_process_group(
-    choose_device: "Callable[[int], torch.device | str]", timeout_minutes: float
-) -> Iterator[ProcessGroup]:
+def join_process_group(choose_device: "Callable[[int], torch.device | str]", minutes: float) -> Iterator[ProcessGroup]:
     """The processes that torchrun has started, or this one alone without torchrun."""
     device: Any = choose_device(int(os.environ.get("LOCAL_RANK", "0")))
     process_group = alone(device)
@@ -175,7 +173,7 @@ def join_process_group(
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=minutes))
     try:
         yield replace(process_group, rank=dist.get_rank(), size=dist.get_world_size())
     finally:

@@ -257,9 +257,7 @@ def _lift(distance: str) -> Lift:
     return lift
 
 
-def _beside_means(
-    embeddings: GaussianEmbedding, columns: Callable[[GaussianEmbedding], Array], centre: Array | None
-) -> Array:
+def _beside_means(embeddings: GaussianEmbedding, columns: Callable[[GaussianEmbedding], Array], centre: Array) -> Array:
     """(n, e) means about a centre, and columns beside them, in float32."""
     own = embeddings.numpy()
     if centre is not None and centre.shape != (own.d,):

@@ -21,7 +21,7 @@ from sfumato.data.transforms import MixPlan
 from sfumato.encoders.encoder_protocol import Inputs
 from sfumato.encoders.package_weights import number_format
 from sfumato.encoders.scratch import Encoder
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, Sides
 from sfumato.losses.base import LossOutput, MatchLoss, PairBlock, loss_of_block
 from sfumato.losses.tiles import dense_labels
 from sfumato.models.build import DualEncoder
@@ -65,7 +65,7 @@ def forward_backward(
 
     pieces = _pieces(len(images), micro_batch)
     states: list[list[Tensor]] = []
-    encoded: list[_Pair] = []
+    encoded: list[Sides] = []
     with torch.set_grad_enabled(len(pieces) == 1):
         for piece in pieces:
             states.append(_random_state(process_group.device))
@@ -109,22 +109,19 @@ def _divided(output: LossOutput, n: int) -> LossOutput:
     return LossOutput(output.total / n, *shared)
 
 
-_Pair = tuple[GaussianEmbedding, GaussianEmbedding]
-
-
 def _pieces(n: int, micro_batch: int) -> list[slice]:
     size = micro_batch or max(n, 1)
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def _encode(model: DualEncoder, images: Inputs, texts: Inputs, piece: slice, precision: torch.dtype) -> _Pair:
+def _encode(model: DualEncoder, images: Inputs, texts: Inputs, piece: slice, precision: torch.dtype) -> Sides:
     low = precision != torch.float32
     with torch.autocast(images.values.device.type, dtype=precision if low else None, enabled=low):
         image, text = model(images[piece], texts[piece])
     return image, text
 
 
-def _leaves(model: DualEncoder, encoded: Sequence[_Pair], process_group: ProcessGroup, counts: Sequence[int]) -> _Pair:
+def _leaves(model: DualEncoder, encoded: Sequence[Sides], process_group: ProcessGroup, counts: Sequence[int]) -> Sides:
     """The embeddings of the batch, detached from the networks; they collect gradients."""
     leaves = []
     for side, tower in enumerate((model.image, model.text)):
@@ -137,7 +134,7 @@ def _leaves(model: DualEncoder, encoded: Sequence[_Pair], process_group: Process
     return leaves[0], leaves[1]
 
 
-def _share(leaves: _Pair, own: slice, match_i2t: Tensor, match_t2i: Tensor) -> PairBlock:
+def _share(leaves: Sides, own: slice, match_i2t: Tensor, match_t2i: Tensor) -> PairBlock:
     image, text = leaves
     if own == slice(0, image.n):  # A single process has the whole batch: no distance is computed twice.
         return PairBlock(image, text, image, text, match_i2t, match_t2i)
@@ -151,7 +148,7 @@ def _own_gradients(leaf: GaussianEmbedding, own: slice, process_group: ProcessGr
     return gradients[0], gradients[1] if len(gradients) > 1 else None
 
 
-def _measured(output: LossOutput, leaves: _Pair, match_i2t: Tensor, process_group: ProcessGroup) -> dict[str, float]:
+def _measured(output: LossOutput, leaves: Sides, match_i2t: Tensor, process_group: ProcessGroup) -> dict[str, float]:
     """The measured quantities of the whole batch: the sums of the terms and statistics of the processes."""
     parts = {"loss": output.total} | {f"loss/{name}": term for name, term in output.terms.items()} | output.stats
     parts["positives_per_row"] = match_i2t.double().sum() / leaves[0].n

@@ -26,12 +26,12 @@ from sfumato.errors import UserError, progress_bar, say
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.evaluation.protocols import EmbeddedSplit, Evaluation, Query, evaluate_retrieval
 from sfumato.files import CALIBRATION, MODEL, write_atomically
-from sfumato.gaussian import accumulation_dtype, check_finite
+from sfumato.gaussian import Sides, accumulation_dtype, check_finite
 from sfumato.metrics.bootstrap import spearman
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.build import DualEncoder, Tower, load_state, save_state
 from sfumato.models.calibrate import calibrate_split
-from sfumato.models.embed import PreparedSplit, Sides, embed_split, prepare_split
+from sfumato.models.embed import PreparedSplit, embed_split, prepare_split
 from sfumato.models.model import remember_words
 from sfumato.models.process_group import ProcessGroup
 from sfumato.models.run import LOG, TRAINED, TRAINING_CALIBRATION, WORDS, image_digest, read_log

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -22,6 +23,7 @@ from sfumato.calibration.logits import Population
 from sfumato.data.coco import coco_images, json_kind
 from sfumato.data.feature_tables import open_table, resolved_table
 from sfumato.data.images import Problems
+from sfumato.data.layouts import Fractions
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import is_dataset_folder
 from sfumato.distances import get_distance
@@ -30,11 +32,11 @@ from sfumato.errors import UserError, need
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import CALIBRATION, ENCODER, MODEL, RECIPE, is_unused, read_json, write_atomically, write_json
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, Sides
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
-from sfumato.models.embed import Sides, embed_split, load_splits, prepare_split
+from sfumato.models.embed import embed_split, load_splits, prepare_split
 from sfumato.models.model import remember_words
 from sfumato.models.recipe import Recipe, check_recipe, save_recipe
 from sfumato.models.run import ENCODERS, PROBLEMS, WORDS, Run, frozen_towers, load_run, with_whole_paths
@@ -156,7 +158,7 @@ def _recipe_of_tables(
     texts: str | Path | Array,
     pairs: str | Path | Sequence[tuple[int, int]] | None,
     folder: Path,
-    fractions: tuple[float, float],
+    fractions: Fractions,
     seed: int,
 ) -> Recipe:
     """The recipe of embeddings; arrays are written into the folder."""
@@ -170,9 +172,7 @@ def _recipe_of_tables(
     return _recipe(data | {"equal_texts": "separate"}, channels[0], {"kind": "embeddings"}, fractions, seed)
 
 
-def _recipe(
-    data: dict[str, str], channels: int, side: dict[str, Any], fractions: tuple[float, float], seed: int
-) -> Recipe:
+def _recipe(data: dict[str, str], channels: int, side: dict[str, Any], fractions: Fractions, seed: int) -> Recipe:
     """The recipe of a model whose means are its features; fractions (val, test)."""
     divided = data | {"val_fraction": fractions[0], "test_fraction": fractions[1]}
     means = {"dim": channels, "pooling": "average", "identity": True, "variance": False, "image": side, "text": side}
@@ -319,10 +319,8 @@ def _measure(
     retrieval = evaluate_retrieval(*embedded, split.data.relevance(), distance=run.distance)
     d, match = split.pairs(run.distance)
     kinds = {"served": calibration, "distance": without_nearest(calibration)}
-    return retrieval, {
-        name: measure_hits(kind, d, match, embedded=embedded, sizes=(), population=population)
-        for name, kind in kinds.items()
-    }
+    hits = partial(measure_hits, distance=d, match=match, embedded=embedded, sizes=(), population=population)
+    return retrieval, {name: hits(kind) for name, kind in kinds.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,10 +350,12 @@ def _embedded(run: Run, data: PairData, problems: Problems, name: str, most: int
     return _Split(*embed_split(run.model, prepared), prepared.data)
 
 
-def _calibrate(
-    split: _Split, reference: Sides | None, distance: str, how: tuple[Population, int], method: str
-) -> Calibration:
-    """Fit the probabilities of a method; `how` has the population and the largest number of queries."""
+_How = tuple[Population, int]
+"""The population of queries that a calibration is for, and their largest number."""
+
+
+def _calibrate(split: _Split, reference: Sides | None, distance: str, how: _How, method: str) -> Calibration:
+    """Fit the probabilities of a method."""
     (population, most), known = how, reference if method == "reference" else None
     sides = split.images, split.texts
     fitted = calibrate_split(
@@ -364,9 +364,7 @@ def _calibrate(
     return without_nearest(fitted) if method == "distance" else fitted
 
 
-def _compare(
-    split: _Split, reference: Sides | None, distance: str, how: tuple[Population, int], seed: int
-) -> dict[str, Comparison]:
+def _compare(split: _Split, reference: Sides | None, distance: str, how: _How, seed: int) -> dict[str, Comparison]:
     """Fit every method on half of the images, and compare their first hits on the other half."""
     groups = np.unique(split.data.groups, return_inverse=True)[1]
     fitting = (np.random.default_rng(seed).permutation(int(groups.max()) + 1) % 2 == 0)[groups]

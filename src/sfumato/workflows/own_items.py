@@ -129,7 +129,7 @@ def list_items(source: Source, endings: frozenset[str], problems: Problems) -> l
     names_of = functools.cache(names_in)
     if source.kind == "folder":
         names = image_files(Path(source.root), problems, endings=endings, exclude=source.exclude)
-        return [_file_item(source, name, name, {}, names_of) for name in names]
+        return [_file_item(source, name, name, {}, names_of, 0) for name in names]
     found, wanted = _listed(source, problems, names_of), list[Item]()
     for item in found:
         path = item.file or item.id.removeprefix(source.begin)
@@ -172,9 +172,7 @@ def some_items(source: Source, endings: frozenset[str], problems: Problems) -> l
     return items
 
 
-def _file_item(
-    source: Source, id: str, name: str, given: Mapping[str, str], names_of: NamesOf, shared: int = 0
-) -> Item:
+def _file_item(source: Source, id: str, name: str, given: Mapping[str, str], names_of: NamesOf, shared: int) -> Item:
     path = Path(source.root, name)
     beside = sidecars(path.name, names_of(path.parent))
     stat = _stat_of(path, *beside)

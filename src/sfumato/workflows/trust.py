@@ -17,11 +17,11 @@ from sfumato.evaluation import trust
 from sfumato.evaluation.estimators import Matching, usable_estimators
 from sfumato.evaluation.hits import Fold, HitFigures, measure_hits, without_nearest
 from sfumato.evaluation.protocols import EmbeddedSplit
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import GaussianEmbedding, Sides
 from sfumato.ids import DIRECTION_OF, Side
 from sfumato.metrics.relevance import Relevance
 from sfumato.models.calibrate import calibrate_split, embed_reference, queries_of
-from sfumato.models.embed import Sides, embed_split, load_split
+from sfumato.models.embed import embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import Run
 
