@@ -43,7 +43,7 @@ def one_pass(shards, **options):
         found[one.key] = one
 
 
-numbers = lambda batches: [int(text.removeprefix("caption ")) for batch in batches for text in batch.texts]
+numbers = lambda batches: [int(one.text.removeprefix("caption ")) for batch in batches for one in batch]
 
 
 def test_samples_are_what_the_webdataset_library_reads(tmp_path):
@@ -113,11 +113,10 @@ def test_every_process_has_the_same_number_of_full_batches(tmp_path, n_processes
             source = stream(shards, rank=rank, n_processes=n_processes, samples_per_epoch=samples_per_epoch)
             batches = list(source.batches(3))
             assert len(batches) == len(source) == expected
-            assert all(len(b.keys) == len(b.images) == len(b.texts) == 4 for b in batches)
-            for batch in batches:
-                for key, picture, text in zip(batch.keys, batch.images, batch.texts, strict=True):
-                    number = int(text.removeprefix("caption "))
-                    assert key.endswith(f".tar!{number:06d}") and picture == sample(number, 3)[0][1]
+            assert all(len(batch) == 4 for batch in batches)
+            for one in itertools.chain(*batches):
+                number = int(one.text.removeprefix("caption "))
+                assert one.key.endswith(f".tar!{number:06d}") and one.image == sample(number, 3)[0][1]
 
 
 def test_the_buffer_mixes_and_its_size_is_kept(tmp_path, monkeypatch):
@@ -281,17 +280,15 @@ def test_skip_notes_a_sample_once_and_leaves_the_stream_as_it_is(tmp_path):
     problems = Problems()
     source = stream(shards, problems=problems, samples_per_epoch=28)
     before = numbers(source.batches(0))
-    for batch in source.batches(0):
-        for key in batch.keys:
-            if key.endswith("!000003"):
-                source.skip(key, "cannot be decoded")
+    for one in itertools.chain(*source.batches(0)):
+        if one.key.endswith("!000003"):
+            source.skip(one.key, "cannot be decoded")
     assert [(p.location, p.reason) for p in problems.items] == [(f"{shards[0]}!000003", "cannot be decoded")]
     assert numbers(source.batches(0)) == before
     strict = stream(shards, max_problem_fraction=0.001, samples_per_epoch=2800)
     with pytest.raises(UserError, match="items are unusable"):
-        for batch in strict.batches(0):
-            for key in batch.keys:
-                strict.skip(key, "cannot be decoded")
+        for one in itertools.chain(*strict.batches(0)):
+            strict.skip(one.key, "cannot be decoded")
 
 
 def touch(folder, *names):
