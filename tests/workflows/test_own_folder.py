@@ -220,9 +220,9 @@ def test_an_interrupted_filling_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(GaussianCollection, "upsert", dies)
     with pytest.raises(KeyboardInterrupt):
-        own_folder.index_data(model, str(folder), out)
+        own_folder.index_data(model, str(folder), out, "file:")
     assert len(ids(out)) == 2 and is_unfinished(out)
-    n, done = own_folder.index_data(model, str(folder), out)
+    n, done = own_folder.index_data(model, str(folder), out, "file:")
     assert (n, done.new, done.unchanged) == (5, 3, 2) and not is_unfinished(out)
     calls.clear()
     with pytest.raises(KeyboardInterrupt):  # A whole collection stays open to readers.

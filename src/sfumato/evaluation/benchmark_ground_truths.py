@@ -225,7 +225,7 @@ CUB_SPLITS = ("test", "seen", "train", *(f"{part}{k}" for k in (1, 2, 3) for par
 """Names of the splits of :func:`cub_split`."""
 
 
-def cub_split(captions: str | Path, lists: str | Path, split: str = "test") -> GroundTruth:
+def cub_split(captions: Path, lists: Path, split: str = "test") -> GroundTruth:
     """A split of CUB Captions by the public lists of classes and images.
 
     Source: Xian, Schiele and Akata, "Zero-Shot Learning: the Good, the Bad and the Ugly", CVPR 2017, for the classes;
@@ -233,24 +233,18 @@ def cub_split(captions: str | Path, lists: str | Path, split: str = "test") -> G
     """
     if split not in CUB_SPLITS:
         raise UserError(f"CUB has no split {split!r}; known: {', '.join(CUB_SPLITS)}")
-    root = Path(lists)
-    held_out = root / "seen_test_images.txt"
+    held_out = lists / "seen_test_images.txt"
     if split == "test":
-        return cub_captions(captions, classes=root / "testclasses.txt")
+        return cub_captions(captions, classes=lists / "testclasses.txt")
     if split == "seen":
-        return cub_captions(captions, classes=root / "trainvalclasses.txt", only=held_out, name="cub_seen")
+        return cub_captions(captions, classes=lists / "trainvalclasses.txt", only=held_out, name="cub_seen")
     classes = "trainval" if split == "train" else split[:-1]
-    path = root / f"{classes}classes{split.removeprefix('train').removeprefix('val')}.txt"
+    path = lists / f"{classes}classes{split.removeprefix('train').removeprefix('val')}.txt"
     return cub_captions(captions, classes=path, without=held_out, name=f"cub_{split}")
 
 
 def cub_captions(
-    captions: str | Path,
-    *,
-    classes: str | Path,
-    only: Path | None = None,
-    without: Path | None = None,
-    name: str = "cub",
+    root: Path, *, classes: Path, only: Path | None = None, without: Path | None = None, name: str = "cub"
 ) -> GroundTruth:
     """CUB Captions: an image and a text match if they show and describe the same class of birds.
 
@@ -258,10 +252,9 @@ def cub_captions(
     ``classes="trainvalclasses.txt", only="seen_test_images.txt"``, 150 classes; ten images of that list are of unseen
     classes. Training takes the same 150 classes ``without`` those images.
     """
-    root = Path(captions)
     if not root.is_dir():
         raise UserError(f"there is no folder of captions {root}")
-    chosen = sorted(set(read_list(Path(classes))))
+    chosen = sorted(set(read_list(classes)))
     keep = None if only is None else set(read_list(only))
     drop = set() if without is None else set(read_list(without))
     counts: dict[str, int] = {}

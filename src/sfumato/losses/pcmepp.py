@@ -217,7 +217,7 @@ class PCMEPPLoss(base.MatchLoss):
             if not raises and 0 not in axes:
                 continue
             sums_of = _CrossEntropies(labels, axes if raises else ())
-            sums = pair_sums(self.distance, image, text, sums_of, logits=self.logits, max_pairs=block.max_pairs)
+            sums = pair_sums(self.distance, self.logits, (image, text), sums_of, block.max_pairs)
             match += [sums[0]] if 0 in axes else []
             pseudo.append(sums[1])
             raised.append(sums_of.raised)

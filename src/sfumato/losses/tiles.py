@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sfumato.distances.distance import Distance, centred, checked, squared_l2_of_centred
-from sfumato.gaussian import GaussianEmbedding
+from sfumato.gaussian import Sides
 from sfumato.matching import match_logit
 
 CPU_PAIRS = 2**20
@@ -166,23 +166,15 @@ class PairTerms(ABC):
         """The derivative of the weighted sums by the logits; :meth:`of_tiles` comes first. upstream (k,) -> (r, c)."""
 
 
-def pair_sums(
-    distance: Distance,
-    image: GaussianEmbedding,
-    text: GaussianEmbedding,
-    terms: PairTerms,
-    *,
-    logits: MatchingLogits,
-    max_pairs: int,
-) -> Tensor:
+def pair_sums(distance: Distance, logits: MatchingLogits, sides: Sides, terms: PairTerms, max_pairs: int) -> Tensor:
     """Sums over all pairs: in tiles if the distance has vectors, otherwise from the whole matrix.
 
-    image (n, d), text (m, d) -> (k,).
+    sides ((n, d) images, (m, d) texts) -> (k,).
     """
     if distance.lift is None:
-        matrix = distance.matrix(image, text)
+        matrix = distance.matrix(*sides)
         return terms.of_matrix(matrix, logits(matrix), dense_labels(terms.labels).to(matrix.dtype))
-    image, text = checked(image, text, distance.name)
+    image, text = checked(*sides, distance.name)
     (x, x_offset), (y, y_offset) = distance.lift.vectors(image), distance.lift.vectors(text)
     tensors = (*_about_centre(x, y), x_offset, y_offset, logits.logit_scale, logits.logit_bias)
     return _PairSums.apply(terms, max_pairs, *tensors)[0]  # type: ignore[no-untyped-call]

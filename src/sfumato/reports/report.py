@@ -34,6 +34,7 @@ from sfumato.models.embed import embed_split, load_split
 from sfumato.models.model import Model
 from sfumato.models.run import Run
 from sfumato.reports import report_charts, tables
+from sfumato.reports.report_charts import DirectionResult
 from sfumato.reports.tables import DIRECTIONS, MISSING, clipped, percent, print_wrapped, probability, signed
 from sfumato.search.exact import rank_relevant
 from sfumato.workflows.audit import Audit, varied
@@ -77,7 +78,7 @@ def make_report(data: report_charts.ReportData) -> Report:
     return Report(render_page("report.html.j2", values), evaluation, calibration, mistakes)
 
 
-def _evaluate(data: report_charts.ReportData) -> tuple[Evaluation, list[report_charts.DirectionResult]]:
+def _evaluate(data: report_charts.ReportData) -> tuple[Evaluation, list[DirectionResult]]:
     """The evaluation, and both directions with the ranks that it computed."""
     found: dict[str, np.ndarray] = {}
 
@@ -94,7 +95,7 @@ def _evaluate(data: report_charts.ReportData) -> tuple[Evaluation, list[report_c
     return evaluation, [report_charts.direction_result(data, d, found[d]) for d in ids.DIRECTIONS]
 
 
-def _recall(direction: report_charts.DirectionResult) -> dict[str, str]:
+def _recall(direction: DirectionResult) -> dict[str, str]:
     right = direction.first_is_right
     right = right[~np.isnan(right)]
     low, high = wilson_interval(float(right.mean()), len(right))
@@ -102,11 +103,11 @@ def _recall(direction: report_charts.DirectionResult) -> dict[str, str]:
     return {"name": DIRECTIONS[direction.key], "recall": recall, "interval": interval, "n": f"{len(right):,}"}
 
 
+_Figures = Mapping[str, Mapping[str, Any]]
+
+
 def _summary(
-    evaluation: Evaluation,
-    calibration: Mapping[str, Mapping[str, Any]],
-    mistakes: Mapping[str, Mapping[str, int]],
-    directions: Sequence[report_charts.DirectionResult],
+    evaluation: Evaluation, calibration: _Figures, mistakes: _Figures, directions: Sequence[DirectionResult]
 ) -> list[str]:
     """A short summary in sentences, derived from the figures."""
     sentences = []
@@ -135,7 +136,7 @@ def _summary(
     return sentences
 
 
-def _meaning_of_variance(direction: report_charts.DirectionResult, evaluation: Evaluation) -> str:
+def _meaning_of_variance(direction: DirectionResult, evaluation: Evaluation) -> str:
     """The meaning of the correlation of uncertainty and success in words; the threshold is two standard errors."""
     assert evaluation.uncertainty is not None
     correlation = evaluation.uncertainty[direction.key]["spearman"]

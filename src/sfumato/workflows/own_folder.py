@@ -194,9 +194,7 @@ class Filling:
         self.waiting = []
 
 
-def index_data(
-    model: Model, data: str, out: Path, store: str = "file:", exclude: Sequence[str] = ()
-) -> tuple[int, Filled]:
+def index_data(model: Model, data: str, out: Path, store: str, exclude: Sequence[str] = ()) -> tuple[int, Filled]:
     """Make a collection of what a user named, or go on with an interrupted one. Returns (its items, what was done)."""
     if is_collection(out):
         return add_data(model, data, out, exclude)
