@@ -136,9 +136,11 @@ def file_endings(model: TwoTowers) -> frozenset[str]:
     return REGION_ENDINGS if model.image.processor.reads else IMAGE_ENDINGS
 
 
-def embedding_steps(
-    tower: BaseTower, modality: str
-) -> tuple[Callable[[bytes | str], Any], Callable[[list[Any]], GaussianEmbedding]]:
+Encode = Callable[[list[Any]], GaussianEmbedding]
+"""Embeds a batch of prepared items."""
+
+
+def embedding_steps(tower: BaseTower, modality: str) -> tuple[Callable[[bytes | str], Any], Encode]:
     """The two steps that embed items batch by batch; frozen backbones do not use their cache on disk.
 
     Returns (prepare, encode).
@@ -156,9 +158,7 @@ def embedding_steps(
 
 
 def encode_each(
-    encode: Callable[[list[Any]], GaussianEmbedding],
-    batch: Sequence[tuple[T, Any]],
-    report: Callable[[T, Exception], None],
+    encode: Encode, batch: Sequence[tuple[T, Any]], report: Callable[[T, Exception], None]
 ) -> tuple[list[T], list[GaussianEmbedding]]:
     """The items that can be embedded, with (1, d) for each; if a batch fails, each of its items is tried alone.
 

@@ -427,9 +427,7 @@ class GaussianCollection(Gallery, contextlib.AbstractContextManager["GaussianCol
     def _lifted(self, queries: GaussianEmbedding) -> np.ndarray:
         return as_numpy(lift_queries(queries, self.distance, centre=self.centre))
 
-    def _distances(
-        self, queries: GaussianEmbedding, records: protocol.Records, *, products: bool = False
-    ) -> np.ndarray:
+    def _distances(self, queries: GaussianEmbedding, records: protocol.Records, products: bool = False) -> np.ndarray:
         """(n, c) distances, from differences without cancellation, or by matrix products, which are faster."""
         lifted, vectors = self._lifted(queries), records.vectors
         if products:

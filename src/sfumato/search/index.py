@@ -187,13 +187,11 @@ class GaussianIndex(Gallery):
         Returns:
             ((n, k) float32 distances ascending, (n, k) positions in `ids`).
         """
-        distance, position = self._nearest(self.checked(queries, k), k)
+        distance, position = self._nearest(self.checked(queries, k), k, None)
         return like(distance, queries.mean), like(position, queries.mean)
 
     @exact.quiet
-    def _nearest(
-        self, queries: GaussianEmbedding, k: int, chosen: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _nearest(self, queries: GaussianEmbedding, k: int, chosen: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """:meth:`nearest` among all items, or exactly among those at some ascending positions."""
         n = len(self) if chosen is None else len(chosen)
         k = min(k, n)

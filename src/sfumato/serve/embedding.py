@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -147,12 +148,13 @@ class Embedder:
         self._threads = [ThreadPoolExecutor(1, name, set_threads, (settings.threads,)) for name in names]
         # Graphs keep the number of threads of the thread that reads them.
         self.vector_sides = self._threads[0].submit(vector_sides, self.model, sources.d).result()
-        window, self.asking = settings.batch_window_ms / 1000, Budget(settings.max_requests, "simultaneous searches")
-        self.texts: Batcher[Any, GaussianEmbedding] = Batcher(
-            lambda texts: _rows(self.model.embed_texts(texts)), self._threads[0], size=settings.batch_size,
-            window=window, waiting=settings.queue, observe=metrics.batch.labels("text").observe,
+        self.asking = Budget(settings.max_requests, "simultaneous searches")
+        batcher: Callable[..., Batcher[Any, GaussianEmbedding]] = functools.partial(
+            Batcher, size=settings.batch_size, window=settings.batch_window_ms / 1000, waiting=settings.queue,
             company=lambda: self.asking.used > 1,
         )  # fmt: skip
+        observe = metrics.batch.labels("text").observe
+        self.texts = batcher(lambda texts: _rows(self.model.embed_texts(texts)), self._threads[0], observe=observe)
         # The same two steps as at ingestion: decode an image in a process, encode a batch in the thread of images.
         self._prepare, encode = embedding_steps(self.model.image, "images")
         self._task = None if self.model.image.processor.reads else input_task(self.model.image, self._prepare)
@@ -160,11 +162,8 @@ class Embedder:
             settings.workers, seconds=settings.decode_timeout, memory_bytes=settings.decode_memory_mb * 1_000_000
         )
         self.decoding = 0
-        self.images: Batcher[Any, GaussianEmbedding] = Batcher(
-            lambda images: _rows(encode(images)), self._threads[1], size=settings.batch_size,
-            window=window, waiting=settings.queue, observe=metrics.batch.labels("image").observe,
-            company=lambda: self.asking.used > 1,
-        )  # fmt: skip
+        observe = metrics.batch.labels("image").observe
+        self.images = batcher(lambda images: _rows(encode(images)), self._threads[1], observe=observe)
 
     def start(self) -> None:
         """Begin to compute, in a running event loop."""

@@ -26,6 +26,7 @@ from sfumato.data.images import Problems
 from sfumato.data.layouts import Fractions
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import is_dataset_folder
+from sfumato.data.splits import images_of_part
 from sfumato.distances import get_distance
 from sfumato.encoders.frozen import described_by
 from sfumato.errors import UserError, need
@@ -366,9 +367,7 @@ def _calibrate(split: _Split, reference: Sides | None, distance: str, how: _How,
 
 def _compare(split: _Split, reference: Sides | None, distance: str, how: _How, seed: int) -> dict[str, Comparison]:
     """Fit every method on half of the images, and compare their first hits on the other half."""
-    groups = np.unique(split.data.groups, return_inverse=True)[1]
-    fitting = (np.random.default_rng(seed).permutation(int(groups.max()) + 1) % 2 == 0)[groups]
-    half, other = split.part(np.flatnonzero(fitting)), split.part(np.flatnonzero(~fitting))
+    half, other = (split.part(images_of_part(split.data, part, 2, seed=seed)) for part in (0, 1))
     d, match = other.pairs(distance)
     fitted = _calibrate(half, reference, distance, how, "reference")
     methods = {"nearest": without_reference(fitted), "distance": without_nearest(fitted)}

@@ -11,7 +11,7 @@ import numpy as np
 
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
-from sfumato.data.splits import WORDINGS
+from sfumato.data.splits import WORDINGS, images_of_part
 from sfumato.distances import get_distance
 from sfumato.evaluation import trust
 from sfumato.evaluation.estimators import Matching, usable_estimators
@@ -135,9 +135,7 @@ def cross_fitted(embedded: Sides, data: PairData, distance: str, *, seed: int = 
     Groups of images are not divided. A text with images in both halves is in neither. The options are
     those of :func:`calibrate_split`.
     """
-    group = np.unique(data.groups, return_inverse=True)[1]
-    first = (np.random.default_rng(seed).permutation(int(group.max()) + 1) % 2 == 0)[group]
-    halves = [np.flatnonzero(first), np.flatnonzero(~first)]
+    halves = [images_of_part(data, part, 2, seed=seed) for part in (0, 1)]
     queries = [queries_of(data, half) for half in halves]
     if not all(len(texts) for _, texts in queries):
         raise ValueError("the split cannot be halved: all texts of one half have images in the other too")
