@@ -48,9 +48,7 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
         print_wrapped(f"  {line}", indent=4)
     if not evaluation.above_chance:
         print_wrapped(NOT_ABOVE_CHANCE)
-    variance = evaluation.total_variance
-    print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
-    _print_uncertainty(evaluation.uncertainty or {}, evaluation.uncertainty_measure)
+    _print_uncertainty(evaluation.total_variance, evaluation.uncertainty or {}, evaluation.uncertainty_measure)
     if evaluation.multiplicity:
         both = evaluation.multiplicity
         what = f"Spearman of a text's {in_words(evaluation.uncertainty_measure)} with its number of true images"
@@ -58,8 +56,11 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
         print_wrapped(f"{what}: {over}")
 
 
-def _print_uncertainty(directions: Mapping[str, Any], measure: str, prefix: str = "") -> None:
-    """Recall@1 in ten bins of uncertainty, as in figure 3 of PCME++."""
+def _print_uncertainty(
+    variance: Mapping[str, float], directions: Mapping[str, Any], measure: str, prefix: str = ""
+) -> None:
+    """The mean variances, and recall@1 in ten bins of uncertainty, as in figure 3 of PCME++."""
+    print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
     if directions:
         print_wrapped(
             f"recall@1 of ten groups of queries, from the most certain to the least (by {in_words(measure)})."
@@ -91,11 +92,9 @@ def print_measured(measured: Measured, title: str) -> None:
     for line in (*([_RSUM] if sums else []), *([_CSD] if measured.score == "csd" else [])):
         print_wrapped(f"  {line}", indent=4)
     if measured.total_variance is not None:
-        variance = measured.total_variance
-        print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
-    if measured.uncertainty:
-        name = "coco_1k" if "coco_1k" in measured.uncertainty else next(iter(measured.uncertainty))
-        _print_uncertainty(measured.uncertainty[name], measured.uncertainty_measure, f"{name} ")
+        own = measured.uncertainty or {}
+        name = "coco_1k" if "coco_1k" in own else next(iter(own), "")
+        _print_uncertainty(measured.total_variance, own.get(name, {}), measured.uncertainty_measure, f"{name} ")
 
 
 def metric_cell(name: str, value: float | None) -> str:
