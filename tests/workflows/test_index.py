@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from sfumato.evaluation.hits import first_hits, measure_hits
 from sfumato.evaluation.judgements import Judgement, qrels_of, write_judgements
 from sfumato.metrics.reliability import expected_calibration_error
 from sfumato.metrics.retrieval import per_query_metrics
-from sfumato.models.calibrate import calibrate_run
+from sfumato.models.calibrate import calibrate_run, calibrate_split
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_model, load_run
 from sfumato.search.exact import rank_relevant
@@ -221,17 +222,20 @@ def embedded(run, split):
     return found, prepared.data, embed_split(found.model, prepared)
 
 
+fit_wordings = partial(calibrate_split, split="wordings")
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_texts_of_both_halves_cannot_be_halved(run, seed):
     found, data, (images, texts) = embedded(run, "wordings")
     of_one_text = {name: getattr(data, name)[:1] for name in ("text_ids", "texts", "text_kinds", "text_rows")}
     halved = (images, texts), replace(data, pairs=np.array([[0, 0], [images.n - 1, 0]]), **of_one_text), found.distance
-    raises(ValueError, "the split cannot be halved", cross_fitted, *halved, split="wordings", seed=seed)
+    raises(ValueError, "the split cannot be halved", cross_fitted, *halved, fit_wordings, seed)
 
 
 def test_each_half_has_the_fit_on_the_other_and_trust_measures_it(run):
     found, data, (images, texts) = embedded(run, "wordings")
-    folds = cross_fitted((images, texts), data, found.distance, split="wordings", seed=5)
+    folds = cross_fitted((images, texts), data, found.distance, fit_wordings, 5)
     assert sorted(np.concatenate([fold.texts for fold in folds]).tolist()) == list(range(texts.n)), "each query once"
     assert sorted(np.concatenate([fold.images for fold in folds]).tolist()) == list(range(images.n))
     of_text = dict(data.pairs[:, ::-1].tolist())

@@ -3,12 +3,13 @@
 The benchmark uses no labels at test time for its estimates: the match logits are fitted on the validation split.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 
+from sfumato.calibration.calibrator import Calibration
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS, images_of_part
@@ -106,11 +107,9 @@ def _hits(
     if own:
         reference = embed_reference(retrieval_model.model, data) if calibration.tensors() else None
         population = calibration.metadata.get("queries", "planted")
+        fit = partial(calibrate_split, split=split, population=population, reference=reference)
         try:
-            kept = pairs.keep_images(chosen)
-            folds = cross_fitted(
-                embedded, kept, name, split=split, population=population, reference=reference, seed=seed
-            )
+            folds = cross_fitted(embedded, pairs.keep_images(chosen), name, fit, seed)
         except ValueError as error:
             return {}, [f"the probabilities of hits are left out: {error}"]
         notes.append(f"the calibration was fitted on {split}: each half has the probabilities of a fit on the other")
@@ -129,15 +128,14 @@ def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> 
     return {"caption_distance": trust.caption_distance(texts, relevance)} | words
 
 
-def cross_fitted(embedded: Sides, data: PairData, distance: str, *, seed: int = 0, **options: Any) -> Sequence[Fold]:
+def cross_fitted(sides: Sides, data: PairData, distance: str, fit: Callable[..., Calibration], seed: int) -> list[Fold]:
     """Calibrate on the queries of each half of the images of a split, in the gallery of all.
 
-    Groups of images are not divided. A text with images in both halves is in neither. The options are
-    those of :func:`calibrate_split`.
+    Groups of images are not divided. A text with images in both halves is in neither. fit is :func:`calibrate_split`.
     """
     halves = [images_of_part(data, part, 2, seed=seed) for part in (0, 1)]
     queries = [queries_of(data, half) for half in halves]
     if not all(len(texts) for _, texts in queries):
         raise ValueError("the split cannot be halved: all texts of one half have images in the other too")
-    fitted = (calibrate_split(embedded, data, distance, of_images=half, seed=seed, **options) for half in halves)
+    fitted = (fit(sides, data, distance, of_images=half, seed=seed) for half in halves)
     return [Fold(calibration, *other) for calibration, other in zip(fitted, reversed(queries), strict=True)]
