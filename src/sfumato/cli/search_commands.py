@@ -51,6 +51,9 @@ class IndexFlags:
         " for --add and --sync ('' forgets those before). A folder with a file .nomedia is not indexed either.",
         metavar="PATTERN",
     )
+    no_ocr: bool = flag(
+        False, "Do not read the text in photographs, which the extra ocr does if it is installed.", "--no-ocr"
+    )
 
     def check(self, out: Path) -> None:
         """Refuse what does not go together, and a folder that holds something else, before anything is embedded."""
@@ -155,22 +158,25 @@ def index(
 
 def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> None:
     """Fill a collection from a person's files, or bring it in step with them."""
+    from sfumato.data.photographs import reads_text
     from sfumato.search.folder import is_collection
     from sfumato.workflows.index import check_new
     from sfumato.workflows.own_folder import add_data, index_data, move_sources, sync_data
 
-    store, exclude = given.store or "file:", given.exclude or []
+    store, exclude, ocr = given.store or "file:", given.exclude or [], reads_text() and not given.no_ocr
+    if ocr:
+        say("note: text in new photographs is read, .1 s each and more where there is some; --no-ocr leaves it out")
     with writing(out):
         if given.sync:
             if given.images is not None:
                 move_sources(out, [str(given.images)])
-            n, done = sync_data(model, out, force=given.force, exclude=exclude)
+            n, done = sync_data(model, out, force=given.force, exclude=exclude, ocr=ocr)
         elif given.add:
-            n, done = add_data(model, given.data or "", out, exclude)
+            n, done = add_data(model, given.data or "", out, exclude, ocr=ocr)
         else:
             if not is_collection(out):
                 check_new(out, model.distance, store)
-            n, done = index_data(model, given.data or "", out, store, exclude)
+            n, done = index_data(model, given.data or "", out, store, exclude, ocr=ocr)
     result = {"out": str(out), "n": n, "model": model.source, **done.to_json()}
     line = f"{counted(n, 'image')} in the collection, by the model {model.source}: {out} ({done.line})"
     print_result(result, as_json, line + problems_suffix(done.problems))

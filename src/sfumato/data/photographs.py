@@ -2,24 +2,27 @@
 
 From EXIF, IPTC and XMP in the file, and from files beside it: ``photo.txt`` with captions, an XMP sidecar, the JSON of
 Google Takeout. No pixel is decoded. With the extra places, a position (GPS) gives the names of city, state and country.
-Damaged metadata are no metadata.
+Damaged metadata are no metadata. With the extra ocr, lines of text in the pixels are read, too.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
 import re
+import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 from xml.etree import ElementTree
 
 from PIL import ExifTags, Image, ImageFile, IptcImagePlugin
 
-from sfumato.data.image_decoding import opened_image
+from sfumato.data.image_decoding import decode_image, opened_image
 from sfumato.errors import first_line
 from sfumato.files import read_regular
 
@@ -106,6 +109,42 @@ def describe_image(data: bytes) -> dict[str, str]:
         found = [pair for reader in readers for pair in _safe(reader)]
         return _fields((field, text) for field, text in found if field != "captions" or _is_caption(text))
     return {}
+
+
+OCR = "ocr"
+"""Field of the lines of text that are in the pixels."""
+
+_READ, _LOOK, _SURE = 1280, 320, 0.8
+"""Pixels of the sides of the copies in which text is read and looked for, and confidence from which a line counts."""
+
+_READING = threading.Lock()
+
+
+def reads_text() -> bool:
+    """Whether the package that reads text in images is installed."""
+    return find_spec("rapidocr") is not None
+
+
+@functools.cache
+def _reader() -> Any:
+    from rapidocr import RapidOCR
+
+    return RapidOCR(params={"Global.log_level": "critical", "Det.limit_type": "max", "Det.limit_side_len": 960})
+
+
+def lines_in(data: bytes) -> str:
+    """The lines of text in the pixels of an image; "" if a small copy shows none, which is found out fast."""
+    image = Image.fromarray(decode_image(data, None).transpose(1, 2, 0))
+    image.thumbnail((_READ, _READ))
+    small = image.copy()
+    small.thumbnail((_LOOK, _LOOK))
+    with _READING:
+        if _reader()(small, use_det=True, use_cls=False, use_rec=False).boxes is None:
+            return ""
+        found = _reader()(image, use_det=True, use_cls=True, use_rec=True)
+    lines = zip(found.txts or (), found.scores or (), strict=True)
+    sure = [" ".join(line.split())[:LENGTH] for line, score in lines if score >= _SURE and re.search(r"\w{3}", line)]
+    return "\n".join(sure[:LINES])
 
 
 def names_in(folder: Path) -> dict[str, str]:

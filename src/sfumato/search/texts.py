@@ -29,7 +29,7 @@ from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, 
 TEXT_FIELDS = ("captions", "title", "tags")
 """Payload fields that are texts of an item; captions and tags have one a line."""
 
-WORD_FIELDS = (*TEXT_FIELDS, "name", "place")
+WORD_FIELDS = (*TEXT_FIELDS, "name", "place", "ocr")
 """Payload fields whose words are looked up. The words of a file's or folder's name do not say what else it shows."""
 
 FUNCTION_WORDS = frozenset(
@@ -51,8 +51,9 @@ def item_texts(payload: Mapping[str, str]) -> list[str]:
 
 
 def item_words(payload: Mapping[str, str]) -> str:
-    """All words of an item."""
-    return "\n".join(payload.get(name, "") for name in WORD_FIELDS)
+    """All words of an item; of the text in its pixels, which is broken anywhere, as one line."""
+    own = [payload.get(name, "") for name in WORD_FIELDS]
+    return "\n".join((*own[:-1], own[-1].replace("\n", " ")))
 
 
 def words_of(text: str) -> list[str]:
@@ -361,7 +362,7 @@ class ItemTexts:
             has = set(word_stems(text))
             return sum(self.rarity(stem) for stem in own if not saying(stem).isdisjoint(has))
 
-        texts = [*item_texts(payload), payload.get("name", ""), payload.get("place", "")]
+        texts = [*item_texts(payload), *(payload.get(field, "") for field in WORD_FIELDS[len(TEXT_FIELDS) :])]
         return max(texts, key=found)
 
 

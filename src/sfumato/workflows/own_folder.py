@@ -18,7 +18,7 @@ from typing import Any
 
 from sfumato.data.image_decoding import PIXELS, is_cut, n_pixels, needs_extra
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
-from sfumato.data.photographs import UNREADABLE
+from sfumato.data.photographs import OCR, UNREADABLE, lines_in
 from sfumato.encoders.processors import in_threads
 from sfumato.errors import UserError, counted, progress_bar
 from sfumato.files import available_cores
@@ -96,6 +96,7 @@ class Filling:
     collection: GaussianCollection | NewCollection
     known: Mapping[str, Mapping[str, str]]  # the payloads of items that are there
     done: Filled
+    ocr: bool = False  # whether the text in images is read
     waiting: list[tuple[Item, _Read, GaussianEmbedding]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -147,9 +148,10 @@ class Filling:
                 if POINTER in known or known.get(ROOT, payload[ROOT]) != payload[ROOT]:
                     raise ValueError(f"another image has the id {item.id!r}; rename the file")
                 if known.get(DIGEST) == digest:
-                    return _Read(payload, moved=item.id, notes=own.remarks)
+                    return _Read(_with_text(payload, known.get(OCR)), moved=item.id, notes=own.remarks)
             elif before := gone.pop(digest, ""):
-                return _Read(payload, moved=before, notes=own.remarks)
+                return _Read(_with_text(payload, self.known[before].get(OCR)), moved=before, notes=own.remarks)
+            payload = _with_text(payload, lines_in(data) if self.ocr else None)
             return _Read(payload, self._prepare(data), notes=own.remarks)
         except (ValueError, OSError, MemoryError) as error:
             return _Read(error=error)
@@ -194,10 +196,16 @@ class Filling:
         self.waiting = []
 
 
-def index_data(model: Model, data: str, out: Path, store: str, exclude: Sequence[str] = ()) -> tuple[int, Filled]:
+def _with_text(payload: dict[str, str], lines: str | None) -> dict[str, str]:
+    return {**payload, OCR: lines} if lines else payload
+
+
+def index_data(
+    model: Model, data: str, out: Path, store: str, exclude: Sequence[str] = (), *, ocr: bool = False
+) -> tuple[int, Filled]:
     """Make a collection of what a user named, or go on with an interrupted one. Returns (its items, what was done)."""
     if is_collection(out):
-        return add_data(model, data, out, exclude)
+        return add_data(model, data, out, exclude, ocr=ocr)
     source, done, endings = named_source(data).excluding(exclude), Filled(), file_endings(model.model)
     items = some_items(source, endings, done.problems)
     with contextlib.ExitStack() as stack:
@@ -213,7 +221,7 @@ def index_data(model: Model, data: str, out: Path, store: str, exclude: Sequence
             return collection
 
         made: list[GaussianCollection] = []
-        Filling(model, source, 0, create, {}, done).fill(items, {})
+        Filling(model, source, 0, create, {}, done, ocr).fill(items, {})
         if not made:
             raise UserError(f"none of {counted(len(items), 'image')} can be used:\n{done.problems.summary()}")
         _finish(made[0], model, done)
@@ -223,7 +231,9 @@ def index_data(model: Model, data: str, out: Path, store: str, exclude: Sequence
 _GO_ON = "it was interrupted while being filled; run the same command again, and it goes on"
 
 
-def add_data(model: Model, data: str, out: Path, exclude: Sequence[str] = ()) -> tuple[int, Filled]:
+def add_data(
+    model: Model, data: str, out: Path, exclude: Sequence[str] = (), *, ocr: bool = False
+) -> tuple[int, Filled]:
     """Add what a user named to a collection; what is there and unchanged stays."""
     with GaussianCollection.open(out, unfinished=True) as collection:
         filling.check_same(collection, model, "t2i")
@@ -238,12 +248,14 @@ def add_data(model: Model, data: str, out: Path, exclude: Sequence[str] = ()) ->
         with collection.filling(_GO_ON):
             collection.keep({"sources": [one.to_json() for one in sources]})
             known = _look_up(collection, [item.id for item in items])
-            Filling(model, sources[number], number, collection, known, done).fill(items, {})
+            Filling(model, sources[number], number, collection, known, done, ocr).fill(items, {})
             _finish(collection, model, done)
         return len(collection), done
 
 
-def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence[str] = ()) -> tuple[int, Filled]:
+def sync_data(
+    model: Model, out: Path, *, force: bool = False, exclude: Sequence[str] = (), ocr: bool = False
+) -> tuple[int, Filled]:
     """Bring a collection in step with its sources: new, changed, moved and deleted files."""
     done = Filled()
     with GaussianCollection.open(out, unfinished=True) as collection:
@@ -272,7 +284,7 @@ def sync_data(model: Model, out: Path, *, force: bool = False, exclude: Sequence
         gone = {known[i][DIGEST]: i for i in vanished if DIGEST in known[i]}
         with collection.filling(_GO_ON):
             for number, (source, items) in enumerate(zip(sources, listed, strict=True)):
-                Filling(model, source, number, collection, known, done).fill(items, gone)
+                Filling(model, source, number, collection, known, done, ocr).fill(items, gone)
             done.deleted = collection.delete(list(_look_up(collection, vanished)))
             if exclude:
                 collection.keep({"sources": [one.to_json() for one in sources]})
