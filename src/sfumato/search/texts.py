@@ -51,9 +51,9 @@ def item_texts(payload: Mapping[str, str]) -> list[str]:
 
 
 def item_words(payload: Mapping[str, str]) -> str:
-    """All words of an item; of the text in its pixels, which is broken anywhere, as one line."""
-    own = [payload.get(name, "") for name in WORD_FIELDS]
-    return "\n".join((*own[:-1], own[-1].replace("\n", " ")))
+    """All words of an item; the last line is the text in its pixels, whose own lines end anywhere."""
+    *own, written = (payload.get(name, "") for name in WORD_FIELDS)
+    return "\n".join([*own, written.replace("\n", " ")])
 
 
 def words_of(text: str) -> list[str]:
@@ -110,8 +110,7 @@ _LETTERS = 0.6
 
 def known_words(model: TwoTowers) -> frozenset[str]:
     """The words that are whole in the vocabulary of a model's tokenizer; none if it does not show it."""
-    words: frozenset[str] = getattr(getattr(piece_counter(model), "__self__", None), "words", frozenset())
-    return words
+    return frozenset(getattr(getattr(piece_counter(model), "__self__", None), "words", ()))
 
 
 def strange_script(text: str, pieces: Pieces) -> str | None:
@@ -312,12 +311,11 @@ class ItemTexts:
         rarity: Callable[[str], float] | None = None,
     ) -> Evidence:
         """What the texts say for q queries. vectors (q, 384); image (q, n) logits; prior (q,)."""
-        rarity = rarity or self.rarity
         agreement = np.where(self.has_texts, vectors @ self.vectors.T * self.lengths, np.nan)
         stems = [word_stems(query) for query in queries]
         words, missing, together = (np.zeros_like(image) for _ in range(3))
         for i, own in enumerate(stems):
-            weight = {stem: rarity(stem) for stem in own}
+            weight = {stem: (rarity or self.rarity)(stem) for stem in own}
             total = sum(weight.values()) or 1.0
             said = [self._saying(stem) for stem in own]
             for stem, items in zip(own, said, strict=True):
@@ -328,15 +326,16 @@ class ItemTexts:
             both = set.intersection(*said) if said else set[int]()
             near = [j for j in both if len(own) == 1 or are_together(own, self.words[j].splitlines())]
             together[i, near] = 1
-            if numbers := _NUMBER.findall(queries[i]):
+            if len(own) > 1:  # What is written in the pixels is a text that says just this.
+                agreement[i, [j for j in near if is_close(own, self.words[j].rpartition("\n")[2])]] = 1
+            if number := "".join(_NUMBER.findall(queries[i])[-1:]).lstrip("0"):
                 name = word_stems(_ZEROS.sub("", queries[i].rpartition("/")[2]))
-                some = [j for j, file in enumerate(self.files) if numbers[-1].lstrip("0") in file]
-                named = [j for j in some if is_close(name, _ZEROS.sub("", self.files[j]))]
+                there = (j for j, file in enumerate(self.files) if number in file)
+                named = [j for j in there if is_close(name, _ZEROS.sub("", self.files[j]))]
                 agreement[i, named] = words[i, named] = together[i, named] = 1
                 missing[i, named] = 0
         n_words = np.array([max(1.0, len(own)) for own in stems])
-        few = np.broadcast_to(self.few, image.shape)
-        return Evidence(image, agreement, words, together, missing, few, n_words, prior)
+        return Evidence(image, agreement, words, together, missing, np.full_like(image, self.few), n_words, prior)
 
     def without(
         self,
@@ -362,8 +361,8 @@ class ItemTexts:
             has = set(word_stems(text))
             return sum(self.rarity(stem) for stem in own if not saying(stem).isdisjoint(has))
 
-        texts = [*item_texts(payload), *(payload.get(field, "") for field in WORD_FIELDS[len(TEXT_FIELDS) :])]
-        return max(texts, key=found)
+        others = (payload.get(field, "").replace("\n", ", ") for field in ("name", "place", "ocr"))
+        return max([*item_texts(payload), *others], key=found)
 
 
 _MARK = "sfumatostems3"
