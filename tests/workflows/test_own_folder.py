@@ -4,17 +4,19 @@ import json
 import math
 import os
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from support.pictures import write_tar
 from support.scripts import ROOT
 from support.tiny_models import tiny_clip
 from support.words import folded
 
 from sfumato import GaussianCollection, GaussianEmbedding, load, load_index
+from sfumato.data import photographs
 from sfumato.models import run
 from sfumato.models.run import PACKAGED, SMALL
 from sfumato.search.answer import SearchOptions
@@ -298,6 +300,63 @@ def test_manifests_archives_and_folders_are_added_also_to_a_gallery_of_memory(sf
         answer = index.search("meadow", 3)
         assert {hit.id for hit in answer} == {"red.png", "blue.png", "more/green.png"}
         assert all(index.image_of(hit) is not None for hit in answer)
+
+
+def written(path, *lines, ground="white"):
+    image = Image.new("RGB", (640, 480), ground)
+    for row, line in enumerate(lines):
+        ImageDraw.Draw(image).text((60, 90 + 110 * row), line, fill="black", font=ImageFont.load_default(70))
+    image.save(path)
+
+
+class Reader:
+    """In the place of rapidocr: edges from black to white are text."""
+
+    looked = []
+
+    def __init__(self, params):
+        pass
+
+    def __call__(self, image, *, use_det, use_cls, use_rec):
+        assert image.mode == "RGB" and use_det and use_cls == use_rec
+        self.looked.append(image.size)
+        has_text = np.ptp(np.asarray(image)) > 200 and len(image.getcolors(10**6)) > 2
+        lines = {"txts": ("FRESH", "LEM0NS", "LEMONS", "1"), "scores": (0.99, 0.4, 0.9, 0.99)} if use_rec else {}
+        return SimpleNamespace(boxes=[0] if has_text else None, **lines)
+
+
+def test_text_in_photographs_is_read_and_found(sfumato, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidocr", SimpleNamespace(RapidOCR=Reader, __spec__=True))
+    photographs._reader.cache_clear()
+    folder, out = draw(tmp_path / "photos", *COLOURS), tmp_path / "mine"
+    written(folder / "market.png", "FRESH", "LEMONS")
+    found_again(sfumato, folder, out)
+    assert set(Reader.looked) == {(40, 30), (320, 240), (640, 480)}, "what has no text is looked at once"
+    sfumato.json("index", "--data", folder, "--out", tmp_path / "not", "--no-ocr")
+    assert all("ocr" not in own for own in ids(tmp_path / "not").values())
+    photographs._reader.cache_clear()
+
+
+def found_again(sfumato, folder, out):
+    """Search for what is written, also after the file has moved, which reads nothing again."""
+    assert sfumato.json("index", "--data", folder, "--out", out)["n"] == 6
+    assert ids(out)["market.png"]["ocr"] == "FRESH\nLEMONS" and "ocr" not in ids(out)["red.png"]
+    (answer,) = sfumato.json("search", out, "fresh lemons")
+    first = answer["hits"][0]
+    assert first["id"] == "market.png" and first["match_probability"] > 0.8 and first["best_text"] == "FRESH, LEMONS"
+    n_looks = len(Reader.looked)
+    (folder / "market.png").rename(folder / "sign.png")
+    assert sfumato.json("index", "--sync", "--out", out)["moved"] == 1
+    assert ids(out)["sign.png"]["ocr"] == "FRESH\nLEMONS" and len(Reader.looked) == n_looks
+    assert "texts (ocr)" in sfumato.printed("search", out, "fresh lemons", "--why")
+
+
+@pytest.mark.slow
+def test_the_real_reader_reads_text(sfumato, tmp_path):
+    pytest.importorskip("rapidocr", reason="the extra ocr is not installed")
+    folder = draw(tmp_path / "photos", *COLOURS)
+    written(folder / "market.png", "FRESH", "LEMONS")
+    found_again(sfumato, folder, tmp_path / "mine")
 
 
 def test_the_model_of_the_package_is_what_its_card_says():

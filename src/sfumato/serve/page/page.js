@@ -427,11 +427,11 @@ function why(item) {
 
 function aboutItem({ id, payload, ...item }) {
   const row = (label, value, attributes = {}) => (value === undefined || value === "" || value === null ? [] : [h("dt", attributes, label), h("dd", attributes, ...String(value).split("\n").map((line) => h("p", {}, line)))]);
-  const { captions, title, tags, date, place, country, camera, folder, name, file, ...others } = payload;
+  const { captions, title, tags, date, place, country, camera, ocr, folder, name, file, ...others } = payload;
   const expert = { class: "expert" };
   const time = /T(\d\d:\d\d)/.exec(date)?.[1];
   return h("dl", {},
-    row("Title", title), row("Captions", captions), row("Tags", tags?.split("\n").join(", ")), row("Date", date && day(date) + (time ? `, ${time}` : "")), row("Place", place), row("Camera", camera),
+    row("Title", title), row("Captions", captions), row("Tags", tags?.split("\n").join(", ")), row("Date", date && day(date) + (time ? `, ${time}` : "")), row("Place", place), row("Camera", camera), row("Text in it", ocr),
     Object.entries(others).map(([label, value]) => row(label, value)), row(/[/.]/.test(id) ? "Path" : "Id", id),
     row("Rank", item.rank, expert), row("Distance", item.distance && figure(item.distance), expert), row("Total variance", figure(item.total_variance), expert));
 }
