@@ -23,7 +23,7 @@ read = lambda page: (ROOT / "docs" / page).read_text(encoding="utf-8")
 def test_pages_answer_their_question_once_fetch_nothing_are_wrapped_and_state_when_not_to_use_a_thing():
     assert re.search(r"^  font: false", CONFIG, flags=re.MULTILINE)
     assert "http" not in re.sub(r"#.*", "", CONFIG)
-    wanted = (r"^\*\*Answer\.\*\* ", "```bash", r"\b[0-9a-f]{7}\b", r"\b20\d\d-\d\d-\d\d\b")
+    wanted = (r"^\*\*Answer\.\*\* ", "```bash", r"\b[0-9a-f]{7,8}\b", r"\b20\d\d-\d\d-\d\d\b")
     for page in RESULTS:
         text = read(page)
         title = text.splitlines()[0].removeprefix("# ")
