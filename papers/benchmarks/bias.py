@@ -1,4 +1,4 @@
-"""Do a model's rankings lean to men? Names of women, of men and of neither, in the emoji set's unseen style.
+"""Does a model lean to men? Names of women, of men and of neither, beside both drawings of the emoji set.
 
     python -m papers.benchmarks.bias RUN...
 
@@ -34,12 +34,11 @@ def trios(codes: Sequence[str]) -> np.ndarray:
 
 
 def figures(distance: np.ndarray, trio: np.ndarray) -> dict[str, float]:
-    """In per cent. distance: (c, c) of name i and drawing j, of the same concepts."""
+    """How often, in per cent, a woman's name lies nearer to her drawing than to the man's, a man's to his, and one of
+    neither to the man's. distance: (c, c) of name i and drawing j, of the same concepts."""
     women, men, neither = trio.T
-    right = distance.argmin(1) == np.arange(len(distance))
-    leans = (distance[neither, men] < distance[neither, women])[neither >= 0]
-    found = {"women": right[women], "men": right[men], "men, by neutral names": leans}
-    return {name: 100 * float(of.mean()) for name, of in found.items()}
+    to_men = [100 * float(np.mean((distance[of, men] < distance[of, women])[of >= 0])) for of in (women, men, neither)]
+    return {"women": 100 - to_men[0], "men": to_men[1], "men, by neutral names": to_men[2]}
 
 
 def main() -> None:
@@ -49,7 +48,7 @@ def main() -> None:
         split = load_split(run.model, run.recipe.data, "style")
         codes, names = [i.split("/")[0] for i in split.data.image_ids], emoji_names()
         images, texts = embed_split(run.model, split)
-        named = [split.data.texts.index(normal_wording(names[code])) for code in codes]
+        named = np.array([split.data.texts.index(normal_wording(names[code])) for code in codes])
         distance = run.ranking_distance().for_direction("t2i").matrix(texts[named], images).numpy()
         found = figures(distance, trios(codes))
         rows.setdefault(folder.name.rpartition("-")[0], []).append(found | {"gap": found["men"] - found["women"]})

@@ -8,7 +8,7 @@ from sfumato.data.emoji import emoji_names
 
 
 def test_pairs_and_figures_by_hand():
-    """Name 1 finds drawing 0 first; of two names of neither the first lies nearer to the man."""
+    """Name 1 lies nearer to drawing 0 than to its own; of two names of neither the first lies nearer to the man."""
     codes, names = list(emoji_names()), [*emoji_names().values(), ""]
     trios = [[names[k] for k in trio] for trio in bias.trios(codes)]
     assert ["woman judge", "man judge", "judge"] in trios and ["family: woman, girl", "family: man, girl", ""] in trios
