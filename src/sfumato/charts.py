@@ -99,16 +99,14 @@ def laid_out(figure: "Figure") -> Iterator[None]:
         figure.set_canvas(canvas)
 
 
+Points = Sequence[Mapping[str, Any]]
+"""The points of a curve: {"x", "value", "low", "high"}."""
+
+
 def draw_curve(
-    axes: "Axes",
-    points: Sequence[Mapping[str, Any]],
-    colour: str,
-    *,
-    label: str = "",
-    markers: bool = True,
-    line: Any = "-",
+    axes: "Axes", points: Points, colour: str, *, label: str = "", markers: bool = True, line: Any = "-"
 ) -> "list[Line2D]":
-    """Draw {"x", "value", "low", "high"} as a line with intervals where there are any; the markers."""
+    """Draw points as a line with intervals where there are any; the markers."""
     xs, values = [p["x"] for p in points], [p["value"] for p in points]
     axes.plot(xs, values, color=colour, linestyle=line, linewidth=2, label=label or None)
     if known := [(p["x"], p["low"], p["high"]) for p in points if p["low"] is not None]:

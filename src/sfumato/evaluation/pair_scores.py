@@ -116,8 +116,7 @@ def audit_pairs(
     of_images = _side(distance_blocks(images, texts, i2t, memory_mb=memory_mb), relevance, progress)
     blocks = distance_blocks(texts, images, i2t.for_direction("t2i"), memory_mb=memory_mb)
     found = _side(blocks, relevance.transpose(), progress)
-    back = np.empty_like(by_text)
-    back[by_text] = np.arange(len(by_text))
+    back = by_text.argsort()
     of_texts = _Side(found.distance[back], found.rank[back], found.near, found.near_distance)
     reference = (of_images.reference(image) + of_texts.reference(text)) / 2
     listed = ListedScores(

@@ -53,9 +53,7 @@ def _which_bin(probability: np.ndarray, n_bins: int, binning: Binning) -> np.nda
     k = len(probability)
     if binning == "width":
         return np.minimum((probability * n_bins).astype(np.int64), n_bins - 1)
-    rank = np.empty(k, np.int64)
-    rank[probability.argsort(kind="stable")] = np.arange(k)
-    return rank * n_bins // max(1, k)
+    return probability.argsort(kind="stable").argsort() * n_bins // max(1, k)
 
 
 def expected_calibration_error(

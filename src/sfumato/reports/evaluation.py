@@ -48,7 +48,7 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
         print_wrapped(f"  {line}", indent=4)
     if not evaluation.above_chance:
         print_wrapped(NOT_ABOVE_CHANCE)
-    _print_uncertainty(evaluation.total_variance, evaluation.uncertainty or {}, evaluation.uncertainty_measure)
+    _print_uncertainty(evaluation.total_variance, evaluation.uncertainty or {}, evaluation.uncertainty_measure, "")
     if evaluation.multiplicity:
         both = evaluation.multiplicity
         what = f"Spearman of a text's {in_words(evaluation.uncertainty_measure)} with its number of true images"
@@ -56,9 +56,7 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
         print_wrapped(f"{what}: {over}")
 
 
-def _print_uncertainty(
-    variance: Mapping[str, float], directions: Mapping[str, Any], measure: str, prefix: str = ""
-) -> None:
+def _print_uncertainty(variance: Mapping[str, float], directions: Mapping[str, Any], measure: str, prefix: str) -> None:
     """The mean variances, and recall@1 in ten bins of uncertainty, as in figure 3 of PCME++."""
     print(f"mean total variance: images {variance['image']:.4g}, texts {variance['text']:.4g}")
     if directions:

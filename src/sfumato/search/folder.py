@@ -42,9 +42,7 @@ _MISFITS = (
 )  # fmt: skip
 
 
-def write_settings(
-    folder: Path, settings: Mapping[str, Any], centre: np.ndarray, calibration: Calibration | None
-) -> None:
+def write_settings(folder: Path, settings: dict[str, Any], centre: np.ndarray, calibration: Calibration | None) -> None:
     """Write the settings beside what the store has put into the folder. centre (d,)."""
     data = folder / f"data-{secrets.token_hex(8)}"
     data.mkdir(parents=True)

@@ -21,7 +21,7 @@ from sfumato.serve.embedding import Batcher, Embedder
 from sfumato.serve.monitoring import Metrics
 from sfumato.serve.problems import Refusal, wrong
 from sfumato.serve.schemas import Answer, Drawn, Modality, Query, QueryKind, SearchFields
-from sfumato.serve.settings import GalleryName, ServedGallery, Settings, Sources
+from sfumato.serve.settings import GalleryName, ServedGallery, Sources
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +84,9 @@ class _Search:
 class Searches:
     """Answers queries; those of several requests with the same options are searched at once."""
 
-    def __init__(
-        self, sources: Sources, settings: Settings, metrics: Metrics, embedder: Embedder, threads: Threads
-    ) -> None:
-        self.sources, self.settings, self.metrics = sources, settings, metrics
+    def __init__(self, sources: Sources, metrics: Metrics, embedder: Embedder, threads: Threads) -> None:
+        self.sources, self.metrics = sources, metrics
+        self.settings = settings = embedder.settings
         self._embedder, self._threads = embedder, threads
         self.waiting: Batcher[_Search, Answer] = Batcher(
             self._search, threads.pool, size=settings.batch_size, window=0.0, workers=settings.workers,

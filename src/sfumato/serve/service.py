@@ -48,7 +48,7 @@ class Service:
         self.draining = False  # It was asked to stop, and answers what still comes for a while.
         self.threads = Threads(settings.workers, "search", partial(set_threads, settings.threads))
         self.embedder = Embedder(sources, settings, self.metrics)
-        self.searches = Searches(sources, settings, self.metrics, self.embedder, self.threads)
+        self.searches = Searches(sources, self.metrics, self.embedder, self.threads)
         self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
         self._warming: asyncio.Task[None] | None = None
         collections = {name: served.writable for name, served in sources.galleries.items()}

@@ -20,7 +20,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +169,7 @@ def model_card(run: Run, *, license: str = "", own_encoder: bool = False, graphs
     return render_page("model_card.md.j2", values)
 
 
-def _metadata(
-    run: Run, evaluations: Sequence[tuple[str, dict[str, Any]]], license: str, pictures: bool
-) -> dict[str, str]:
+def _metadata(run: Run, evaluations: list[tuple[str, dict[str, Any]]], license: str, pictures: bool) -> dict[str, str]:
     """What the hub reads; every value is written as JSON, which YAML contains."""
     results = [_result(run, split, found) for split, found in evaluations]
     values = {

@@ -64,17 +64,14 @@ class Judged:
     figures: judgements.JudgedFigures
 
 
-def evaluate_index(
-    folder: Path, path: Path, *, k: int = 10, run: str | None = None, store: str | None = None, n_resamples: int = 1000
-) -> Judged:
+def evaluate_index(folder: Path, path: Path, k: int, *, run: str | None = None, store: str | None = None) -> Judged:
     """Measure the first k hits of the judged queries by verdicts."""
     verdicts = judgements.read_verdicts(path)
     with contextlib.closing(load_index(folder, run=run, store=store)) as searcher:
         shown, hit, target = find_hits(searcher, list(dict.fromkeys(one.query for one in verdicts)), k)
     own = [one for one in verdicts if one.target == target]
     lost = {one.pair for one in own} - set(hit)
-    figures = judgements.judged_figures(shown, own, n_resamples=n_resamples)
-    return Judged(k, len({one.judge for one in own}), len(lost), figures)
+    return Judged(k, len({one.judge for one in own}), len(lost), judgements.judged_figures(shown, own))
 
 
 @dataclass(frozen=True)
