@@ -56,8 +56,6 @@ def test_values_bare_words_and_sections_of_another_loss_and_every_mistake_in_fil
         raises(UserError, "not a valid TOML file", load_recipe, tmp_path / "bad.toml")
         with pytest.raises(UserError, match="override .*the value cannot be read"):
             load_recipe(find_recipe("emoji-pcmepp"), [f"train.epochs={value}"])
-    (tmp_path / "bad.toml").write_text('name = "x"\n[model.image]\nsize = 32\n')
-    raises(UserError, "model.image: needs its 'kind'", load_recipe, tmp_path / "bad.toml")
     keys = ["optim.name=adamp", "loss.alpha=0.01", "data.kind_weights={name = 1.0}", "optim.betas=[0.9, 0.98]"]
     recipe = load_recipe(find_recipe("emoji-demo"), keys)
     assert recipe.optim.name == "adamp" and recipe.loss.alpha == 0.01

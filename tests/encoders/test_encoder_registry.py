@@ -128,7 +128,6 @@ def test_sections_and_registrations_that_do_not_fit_are_refused(registered, tmp_
         ("model.image.size=1", r"model.image.size: Input should be greater than or equal to 2 \(got 1\)"),
         ("model.image.width=101", "model.image.width=101 is too much for a toy"),
         ("optim.freeze_image_epochs=1", "model.image with kind='toy' starts from random weights"),
-        ("optim.layer_decay=0.5", "optim.layer_decay needs the blocks of a clip encoder"),
     ):
         raises(UserError, message, load_recipe, recipe, [*toy, override])
     cases = [
