@@ -60,7 +60,6 @@ class GaussianCollection(Gallery, contextlib.AbstractContextManager["GaussianCol
     ) -> None:
         self.folder, self.store, self.texts, self.centre = folder, store, texts, centre
         self.distance: str = settings["distance"]
-        self._d: int = settings["d"]
         self._version = folders.version_of(folder)
         self._set(settings, calibration)
         self.n_exact, self.n_sample = 300, N_WHOLE
@@ -229,11 +228,6 @@ class GaussianCollection(Gallery, contextlib.AbstractContextManager["GaussianCol
     def scorer(self) -> Scorer:
         """Computes probabilities and guarantees from distances."""
         return self._scorer
-
-    @property
-    def d(self) -> int:
-        """Dimensions of the embeddings."""
-        return self._d
 
     def __repr__(self) -> str:
         return f"GaussianCollection({self.contents}, {protocol.without_password(self.store.url)!r})"

@@ -81,9 +81,9 @@ class Gallery(ABC):
         """Computes probabilities and guarantees from distances."""
 
     @property
-    @abstractmethod
     def d(self) -> int:
         """Dimensions of the embeddings."""
+        return len(self.centre)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -155,17 +155,13 @@ class Gallery(ABC):
             return sums
         for start, block in sample.blocks(queries):
             some = queries[start : start + len(block)]
-            found = self._near(some, filter)
+            found = self.closest(some, self.n_exact, filter)
             context = self._context(some, found if filter is None else self.closest(some, scorer.n_nearest))
             distance = candidates.padded(found)
             outside = np.concatenate([sample.without(each.ids) for each in found])
             head = np.where(np.isinf(distance), 0, scorer.match_probability(distance, size, context))
             sums += candidates.estimated_sums(head, scorer.match_probability(block, size, context), outside, n)
         return sums
-
-    def _near(self, queries: GaussianEmbedding, filter: Filter | None) -> list[Candidates]:
-        """About the n_exact closest items of each query."""
-        return self.closest(queries, self.n_exact, filter)
 
     @abstractmethod
     def _sampled(self, n: int, filter: Filter | None) -> SampledItems:
@@ -198,7 +194,7 @@ class Gallery(ABC):
         scorer, model = self.scorer if self.calibrated else None, str(self.metadata.get("run", ""))
         asked = TextSearch(forms, self.fits, scorer, sample, own, n, self.size, model, filter)
         filters = [None] if filter is None else [None, filter]  # The list of a query is that of the whole gallery.
-        near = [[] if sample.whole else self._near(queries, one) for one in filters]
+        near = [[] if sample.whole else self.closest(queries, self.n_exact, one) for one in filters]
         agreeing = [[] if sample.whole else self.texts.closest(asked.vectors, self.n_exact, one) for one in filters]
         found = list[Ranked]()
         for start, block in sample.blocks(queries):

@@ -138,11 +138,6 @@ class GaussianIndex(Gallery):
         bias = self.logit_bias if self.calibration is None else self.calibration.logit_bias
         return Scorer(self.logit_scale, bias, self.calibration, self.direction)
 
-    @property
-    def d(self) -> int:
-        """Dimensions of the embeddings."""
-        return self.embeddings.d
-
     def closest(self, queries: GaussianEmbedding, k: int, filter: Filter | None = None) -> list[Candidates]:
         """See :meth:`Gallery.closest`."""
         found = self._nearest(queries, k, None if filter is None else self._fitting(filter))
