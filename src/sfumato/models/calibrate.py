@@ -53,14 +53,6 @@ class _HeldOut:
             return None
         return np.stack([self.hub[first], self.isolation[queries]], axis=1)
 
-    def seen_by(
-        self, reference: logits.ReferenceQueries | None, queries: GaussianEmbedding, items: GaussianEmbedding
-    ) -> "_HeldOut":
-        """The same with the view of reference queries, if there are any."""
-        if reference is None:
-            return self
-        return replace(self, isolation=reference.isolation(queries), hub=reference.hub(items))
-
     def numbered(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """(positions, distance, match) of a few queries at a time."""
         start = 0
@@ -108,10 +100,12 @@ class _Split:
         of_images = [(np.isin(every_image, part), np.ones(len(texts), bool)) for part in deals]
         i2t = _HeldOut(lambda: self.of("i2t", images), half[images], of_texts, group[images])
         t2i = _HeldOut(lambda: self.of("t2i", texts), half[own_image], of_images, group[own_image])
-        return {
-            "i2t": i2t.seen_by(self.reference.get("i2t"), self.images[images], self.texts),
-            "t2i": t2i.seen_by(self.reference.get("t2i"), self.texts[texts], self.images),
-        }
+        found: dict[Direction, _HeldOut] = {"i2t": i2t, "t2i": t2i}
+        sides = {"i2t": (self.images[images], self.texts), "t2i": (self.texts[texts], self.images)}
+        for direction, reference in self.reference.items():
+            isolation, hub = reference.isolation(sides[direction][0]), reference.hub(sides[direction][1])
+            found[direction] = replace(found[direction], isolation=isolation, hub=hub)
+        return found
 
 
 def calibrate_split(

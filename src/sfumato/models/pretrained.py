@@ -277,9 +277,7 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
     return config
 
 
-def _recognise(
-    config: Mapping[str, Any], where: str
-) -> tuple[Callable[[Mapping[str, Any], Mapping[str, Any], TokenizerFinder, str], Layout], str]:
+def _recognise(config: Mapping[str, Any], where: str) -> tuple[Callable[..., Layout], str]:
     if "sfumato" in config:
         raise UserError(f"{where}: a model that sfumato exported; load it with sfumato.load")
     vision = config.get("vision_cfg")

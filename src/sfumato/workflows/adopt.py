@@ -150,27 +150,15 @@ def adopt(
         ValueError: an argument is out of range.
     """
     with _run_folder(Path(out), (images, texts, pairs)) as folder:
-        recipe = _recipe_of_tables(images, texts, pairs, folder, (val_fraction, test_fraction), seed)
+        files = {name: _named_file(value, folder, name) for name, value in (("images", images), ("texts", texts))}
+        channels = [open_table(file).table.channels for file in files.values()]
+        if channels[0] != channels[1]:
+            found = f"images have {channels[0]} channels and texts {channels[1]}"
+            way = "To bring two models into one space, train heads: sfumato train embeddings"
+            raise UserError(f"{found}; embeddings of one frozen model have equally many. {way}")
+        data = {"source": "embeddings", **files, "path": _pair_file(pairs, folder), "equal_texts": "separate"}
+        recipe = _recipe(data, channels[0], {"kind": "embeddings"}, (val_fraction, test_fraction), seed)
         return adopt_recipe(recipe, folder, method=method, population=population, max_queries=max_queries)
-
-
-def _recipe_of_tables(
-    images: str | Path | Array,
-    texts: str | Path | Array,
-    pairs: str | Path | Sequence[tuple[int, int]] | None,
-    folder: Path,
-    fractions: Fractions,
-    seed: int,
-) -> Recipe:
-    """The recipe of embeddings; arrays are written into the folder."""
-    image_file, text_file = (_named_file(value, folder, name) for value, name in ((images, "images"), (texts, "texts")))
-    channels = [open_table(file).table.channels for file in (image_file, text_file)]
-    if channels[0] != channels[1]:
-        found = f"images have {channels[0]} channels and texts {channels[1]}"
-        way = "To bring two models into one space, train heads: sfumato train embeddings"
-        raise UserError(f"{found}; embeddings of one frozen model have equally many. {way}")
-    data = {"source": "embeddings", "images": image_file, "texts": text_file, "path": _pair_file(pairs, folder)}
-    return _recipe(data | {"equal_texts": "separate"}, channels[0], {"kind": "embeddings"}, fractions, seed)
 
 
 def _recipe(data: dict[str, str], channels: int, side: dict[str, Any], fractions: Fractions, seed: int) -> Recipe:
@@ -276,8 +264,11 @@ def adopt_recipe(
     calibration.save(folder / CALIBRATION)
     retrieval, hits = None, dict[str, list[HitFigures]]()
     if "test" in splits:
-        measuring = _embedded(run, splits["test"], problems, "test", _MOST_MEASURING)
-        retrieval, hits = _measure(run, measuring, calibration, population)
+        split = _embedded(run, splits["test"], problems, "test", _MOST_MEASURING)
+        embedded, (d, match) = (split.images, split.texts), split.pairs(run.distance)
+        retrieval = evaluate_retrieval(*embedded, split.data.relevance(), distance=run.distance)
+        measure = partial(measure_hits, distance=d, match=match, embedded=embedded, sizes=(), population=population)
+        hits = {"served": measure(calibration), "distance": measure(without_nearest(calibration))}
     problems.write(folder / PROBLEMS)
     run = load_run(folder)
     adopted = AdoptedModel(
@@ -310,18 +301,6 @@ def _new_run(recipe: Recipe, folder: Path, splits: Mapping[str, PairData]) -> Ru
     texts = [text for data in splits.values() for text in data.texts]
     remember_words(run.model, texts[:_MOST_WORDED], folder / WORDS)
     return run
-
-
-def _measure(
-    run: Run, split: "_Split", calibration: Calibration, population: str
-) -> tuple[Evaluation, dict[str, list[HitFigures]]]:
-    """The recalls of the frozen model on a split, and the probabilities of hits beside those by the distance alone."""
-    embedded = split.images, split.texts
-    retrieval = evaluate_retrieval(*embedded, split.data.relevance(), distance=run.distance)
-    d, match = split.pairs(run.distance)
-    kinds = {"served": calibration, "distance": without_nearest(calibration)}
-    hits = partial(measure_hits, distance=d, match=match, embedded=embedded, sizes=(), population=population)
-    return retrieval, {name: hits(kind) for name, kind in kinds.items()}
 
 
 @dataclass(frozen=True, eq=False)

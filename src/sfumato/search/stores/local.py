@@ -264,9 +264,19 @@ class LocalStore(StoreBase):
         self, connection: sqlite3.Connection, queries: np.ndarray, k: int, allowed: local_files.Positions | None
     ) -> list[local_files.Positions]:
         """The positions of the k nearest items of each query, by distances from the full vectors."""
+
+        def exact(query: np.ndarray, item: np.ndarray) -> np.ndarray:
+            """(p,) squared distances of pairs, by differences in float64. query (p,), item (p,) positions."""
+            found = np.empty(len(query))
+            for start in range(0, len(query), _PAIRS):
+                part = slice(start, start + _PAIRS)
+                distinct, row = np.unique(item[part], return_inverse=True)
+                vectors = self._vectors(connection, distinct)[row].astype(np.float64)
+                found[part] = ((vectors - queries[query[part]]) ** 2).sum(1)
+            return found
+
         after, indexed = self._find_in_index(connection, queries, k, allowed)
         blocks = functools.partial(self._read_blocks, connection, after, allowed)
-        exact = functools.partial(self._squared_l2, connection, queries)
         compared = Comparison(queries.astype(np.float64), np.zeros(len(queries)), blocks, exact)
         scanned = [item for _, item in compared.closest(k)]
         if indexed is None:
@@ -274,18 +284,6 @@ class LocalStore(StoreBase):
         both = [np.unique(np.concatenate([a[a >= 0], b])) for a, b in zip(indexed, scanned, strict=True)]
         query = np.repeat(np.arange(len(both)), [len(items) for items in both])
         return [item for _, item in compared.ranked(query, np.concatenate(both), k)]
-
-    def _squared_l2(
-        self, connection: sqlite3.Connection, queries: np.ndarray, query: np.ndarray, item: np.ndarray
-    ) -> np.ndarray:
-        """(p,) squared distances of pairs, by differences in float64. query (p,), item (p,) positions."""
-        found = np.empty(len(query))
-        for start in range(0, len(query), _PAIRS):
-            part = slice(start, start + _PAIRS)
-            distinct, row = np.unique(item[part], return_inverse=True)
-            vectors = self._vectors(connection, distinct)[row].astype(np.float64)
-            found[part] = ((vectors - queries[query[part]]) ** 2).sum(1)
-        return found
 
     def _read_blocks(
         self, connection: sqlite3.Connection, after: int, allowed: local_files.Positions | None
