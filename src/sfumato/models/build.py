@@ -121,19 +121,15 @@ def build_model(config: ModelConfig, assets: Assets, augment: AugmentConfig | No
     """Build a model with new weights, or with the weights of its pre-trained encoders."""
     augment = augment or AugmentConfig()
     try:
-        return _dual_encoder(config, assets, augment)
+        # Texts with token ids are augmented before the encoder reads them; only features are dropped here.
+        text_tokens = 0.0 if encoder_entry("text", config.text.kind).tokenizer else augment.text_tokens
+        image = _tower("image", config, assets, augment.image_tokens, config.image.drops_tokens)
+        return DualEncoder(image, _tower("text", config, assets, text_tokens, False))
     except (RuntimeError, TypeError, MemoryError) as error:  # How torch refuses a size, each with its own class.
         if not re.search("allocat|Overflow|dimension", str(error)):
             raise
         sizes = "choose smaller sizes: model.dim, and the widths of its encoders"
         raise UserError(f"the model of this recipe does not fit into memory; {sizes}") from error
-
-
-def _dual_encoder(config: ModelConfig, assets: Assets, augment: AugmentConfig) -> DualEncoder:
-    # Texts with token ids are augmented before the encoder reads them; only features are dropped here.
-    text_tokens = 0.0 if encoder_entry("text", config.text.kind).tokenizer else augment.text_tokens
-    image = _tower("image", config, assets, augment.image_tokens, config.image.drops_tokens)
-    return DualEncoder(image, _tower("text", config, assets, text_tokens, False))
 
 
 def _tower(side: Side, config: ModelConfig, assets: Assets, token_dropout: float, encoder_drops: bool) -> Tower:

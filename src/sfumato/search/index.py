@@ -110,7 +110,11 @@ class GaussianIndex(Gallery):
             logit_scale = calibration.logit_scale
             scorer = Scorer(logit_scale, calibration.logit_bias, calibration, direction)
             logit_bias = calibration.logit_bias + scorer.prior_shift(len(ids))
-        _check_settings(distance, logit_scale, logit_bias)
+        if get_distance(distance).sampled:
+            raise ValueError(f"GaussianIndex: {distance} is sampled at random, so two searches would differ; use csd")
+        if not (logit_scale > 0 and math.isfinite(logit_scale) and math.isfinite(logit_bias)):
+            expected = "logit_scale must be positive and finite and logit_bias finite"
+            raise ValueError(f"GaussianIndex: {expected}, got {logit_scale} and {logit_bias}")
         if get_distance(distance).needs_variance and (embeddings.log_var == -math.inf).any():
             way = "use csd, squared_l2 or wasserstein2"
             raise ValueError(f"GaussianIndex: {distance} needs positive variances, got points; {way}")
@@ -294,14 +298,6 @@ def _check_gallery(embeddings: GaussianEmbedding, ids: tuple[str, ...], payload:
     check_finite(embeddings, "GaussianIndex")
     if not np.isfinite(embeddings.numpy().total_variance.astype(np.float32)).all():
         raise ValueError("GaussianIndex: a total variance overflows float32; the model may have diverged")
-
-
-def _check_settings(distance: str, logit_scale: float, logit_bias: float) -> None:
-    if get_distance(distance).sampled:
-        raise ValueError(f"GaussianIndex: {distance} is sampled at random, so two searches would differ; use csd")
-    if not (logit_scale > 0 and math.isfinite(logit_scale) and math.isfinite(logit_bias)):
-        expected = "logit_scale must be positive and finite and logit_bias finite"
-        raise ValueError(f"GaussianIndex: {expected}, got {logit_scale} and {logit_bias}")
 
 
 def copy_gallery(

@@ -227,23 +227,19 @@ def open_sources(
             say(note)
         if texts is not None:
             opened.append(beside := open_gallery(texts))
-            _check_beside(beside, gallery, texts, run)
+            if kind(beside) != "texts" or kind(gallery) == "texts":
+                first = "a collection of images as the first argument"
+                raise UserError(f"{texts}: give a collection of texts there, and {first}")
+            models = {str(one.metadata.get("run", "")) for one in opened}
+            if len(models) > 1 and run is None:
+                made = f"the galleries were made by different models, {' and '.join(sorted(models))}"
+                raise UserError(f"{made}; if they are the same model in a new location, give the location with --run")
             galleries["texts"] = ServedGallery(beside)
         return Sources(loaded.model, Path(location).name, galleries, loaded.unfamiliar_texts)
     except BaseException:
         for one in opened:
             one.close()
         raise
-
-
-def _check_beside(beside: Gallery, gallery: Gallery, texts: Path, run: str | None) -> None:
-    """Refuse a second gallery that is not of texts, or not by the model of the first."""
-    if kind(beside) != "texts" or kind(gallery) == "texts":
-        raise UserError(f"{texts}: give a collection of texts there, and a collection of images as the first argument")
-    models = {str(one.metadata.get("run", "")) for one in (gallery, beside)}
-    if len(models) > 1 and run is None:
-        made = f"the galleries were made by different models, {' and '.join(sorted(models))}"
-        raise UserError(f"{made}; if they are the same model in a new location, give the location with --run")
 
 
 def kind(gallery: Gallery) -> GalleryName:

@@ -108,17 +108,6 @@ def set_up(recipe: Recipe, folder: Path, process_group: ProcessGroup) -> saving.
     torch.manual_seed(config.seed)
     model = new_or_resumed_model(recipe, folder, splits, process_group)
     loss = build_loss(recipe).to(process_group.device)
-    data = _training_data(recipe, model, splits, problems, process_group)
-    if process_group.main:
-        problems.write(folder / PROBLEMS)
-    _check_data(data, recipe, folder)
-    load_start(config.start, model)
-    return saving.Training(recipe, folder, process_group, Learner(recipe, model, loss, process_group), data)
-
-
-def _training_data(
-    recipe: Recipe, model: DualEncoder, splits: dict[str, PairData], problems: Problems, process_group: ProcessGroup
-) -> saving.TrainingData:
     held_out = WORDINGS if recipe.data.held_out_wordings and WORDINGS in splits else ""
     val_split = "val" if "val" in splits else held_out  # If all images train, their other texts validate.
     if recipe.data.held_out_wordings and not held_out:
@@ -126,7 +115,12 @@ def _training_data(
     val = prepare_split(model, splits[val_split], problems, val_split, process_group) if val_split else None
     wordings = splits[held_out] if held_out and held_out != val_split else None
     batches = training_batches(recipe, model, splits, problems, process_group)
-    return saving.TrainingData(batches, val, val_split, wordings, problems)
+    data = saving.TrainingData(batches, val, val_split, wordings, problems)
+    if process_group.main:
+        problems.write(folder / PROBLEMS)
+    _check_data(data, recipe, folder)
+    load_start(config.start, model)
+    return saving.Training(recipe, folder, process_group, Learner(recipe, model, loss, process_group), data)
 
 
 def _check_data(data: saving.TrainingData, recipe: Recipe, folder: Path) -> None:
