@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support.pictures import encoded, noise
 from support.raising import raises
+from support.tiny_models import assert_alike
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -49,19 +50,12 @@ def both():
     return load_model(SMALL), load_model(SMALL, trainable=True)
 
 
-def close(found, expected):
-    for name in ("mean", "log_var"):
-        ours, theirs = getattr(found, name), getattr(expected, name).numpy()
-        assert isinstance(ours, np.ndarray) and ours.dtype == np.float32
-        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
-
-
 def test_images_and_texts_are_embedded_as_by_torch(both):
     images = [image.read_bytes() for image in load_emoji()["val"].images[:5]]
     texts = ["a dog", "", "a red car in a street full of people " * 20, "Grüße 日本語 🦊", "?"]
-    close(both[0].embed_images(images), both[1].embed_images(images))
-    close(both[0].embed_texts(texts), both[1].embed_texts(texts))
-    close(both[0].embed_texts(texts * 60), both[1].embed_texts(texts * 60))
+    assert_alike(both[0].embed_images(images), both[1].embed_images(images))
+    assert_alike(both[0].embed_texts(texts), both[1].embed_texts(texts))
+    assert_alike(both[0].embed_texts(texts * 60), both[1].embed_texts(texts * 60))
     assert model_digest(both[0].model) == model_digest(both[1].model), "galleries of either are valid"
     found, expected = (one.probability(texts, images) for one in both)
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected))
@@ -75,7 +69,7 @@ def test_a_head_averages_the_tokens_that_are_there(both, side):
     mask = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 1, 1]], bool)
     for given in (Inputs(values, mask), Inputs(values)):
         with torch.no_grad():
-            close(graph.batch(given), module.batch(given))
+            assert_alike(graph.batch(given), module.batch(given))
     assert (graph.dim, graph.variances) == (module.dim, True)
     assert (graph.normalize, graph.has_offset) == (module.normalize, module.has_offset)
 

@@ -25,6 +25,13 @@ COLOURS = {
 """A colour for each word: what the words mean in :func:`two_colours`."""
 
 
+def assert_alike(found, expected):
+    for name in ("mean", "log_var"):
+        ours, theirs = getattr(found, name), getattr(expected, name).numpy()
+        assert isinstance(ours, np.ndarray) and ours.dtype == np.float32
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=0)
+
+
 def tiny_clip(folder, kind="clip"):
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     torch.manual_seed(0)

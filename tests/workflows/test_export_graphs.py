@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from support.raising import raises
-from support.tiny_models import made_by_hand, tiny_architecture, tiny_clip
+from support.tiny_models import assert_alike, made_by_hand, tiny_architecture, tiny_clip
 
 from sfumato import adopt
 from sfumato.data.image_decoding import encode_png
@@ -39,13 +39,6 @@ CASES = {
 def joint(folder, kind):
     tiny_clip(folder, kind)
     return [{"kind": "frozen", "backbone": str(folder), "projected": True}] * 2
-
-
-def assert_alike(found, expected):
-    for name in ("mean", "log_var"):
-        ours, theirs = getattr(found, name), getattr(expected, name).numpy()
-        assert isinstance(ours, np.ndarray) and ours.dtype == np.float32
-        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("case", CASES)
