@@ -195,8 +195,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.pop("sha256", None) != _digest_of(manifest):
         raise ValueError(f"{file}: damaged or edited, its checksum does not fit; build it again")
     files, settings = manifest.get("files"), manifest.get("about")
-    inside = files.values() if isinstance(files, dict) else [files]
-    if not all(isinstance(one, dict) for one in (settings, *inside)):
+    if not (
+        isinstance(files, dict) and isinstance(settings, dict) and all(isinstance(one, dict) for one in files.values())
+    ):
         raise ValueError(f"{file}: damaged, files and about must be objects; build it again")
     if not all(is_plain_name(name) for name in files) or not _DATA.fullmatch(str(manifest.get("data"))):
         raise ValueError(f"{file}: names files outside its data folder; build it again")
