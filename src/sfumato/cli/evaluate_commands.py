@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from sfumato.evaluation.ground_truth import GroundTruth
     from sfumato.evaluation.protocols import Evaluation, EvaluationOptions
     from sfumato.gaussian import ScalarUncertainty
-    from sfumato.models.process_group import ProcessGroup
 
 
 evaluate = typer.Typer(
@@ -102,10 +101,12 @@ def run(*, on: OnData, benchmark: BenchmarkFlags, measured: MeasureFlags, as_jso
     truths to the split by the ids of images and texts, and writes benchmark-NAME-SPLIT-DISTANCE.json instead. Started
     by torchrun, several processes share the work. `sfumato evaluate table RUN...` has means over seeds.
     """
+    from sfumato.evaluation.embedded_input import measure
+    from sfumato.models.embed import embed_for_evaluation, evaluate_model, write_figures
     from sfumato.models.process_group import join_process_group
     from sfumato.models.run import choose_device
 
-    truths, options = benchmark.read(on.split), measured.options()
+    truths, options, beside = benchmark.read(on.split), measured.options(), dict[str, Any]()
     several = "WORLD_SIZE" in os.environ  # A single process chooses when the model turns out to need torch.
     device_of = partial(choose_device, "auto") if several else lambda _: "auto"
     with join_process_group(device_of, TIMEOUT_MINUTES) as group:
@@ -113,9 +114,26 @@ def run(*, on: OnData, benchmark: BenchmarkFlags, measured: MeasureFlags, as_jso
         split = opened.split
         opened = replace(opened, split=_split_of_fold(opened, split))
         check_results(opened)
-        result, path, beside = _evaluate(opened, benchmark.benchmark, truths, measured, options, group)
-    if group.main and result is not None:
-        _print_figures(result, f"{on.model} on {split}", as_json, beside, path)
+        chosen, embedded = opened.model.ranking_distance(measured.distance), None
+        options.check_samples(chosen)
+        data = opened.model, opened.data, opened.split
+        if measured.per_query or truths:
+            embedded = embed_for_evaluation(*data, truths=truths, group=group)
+        result: Evaluation | Measured | None = None
+        name = f"evaluation-{opened.split}-{chosen.name}"
+        if benchmark.benchmark is None:
+            result = evaluate_model(*data, measured.distance, process_group=group, embedded=embedded, options=options)
+        if not group.main:
+            return
+        if embedded is not None:
+            figures = measure(embedded, chosen, options=options)
+            if benchmark.benchmark is not None:
+                result, name = figures, f"benchmark-{benchmark.benchmark}-{opened.split}-{figures.score}"
+            if measured.per_query is not None:
+                beside = _write_per_query(figures, embedded, measured.per_query)
+        assert result is not None
+        path = None if opened.own_run is None else write_figures(opened.own_run, name, result.to_json())
+    _print_figures(result, f"{on.model} on {split}", as_json, beside, path)
 
 
 @command(evaluate)
@@ -215,44 +233,6 @@ def check_results(opened: ModelOnData) -> None:
     """Check, before the work, that the results of a run can be written into its folder."""
     if opened.own_run is not None:
         common.check_out_folder(opened.own_run.folder, option="results in")
-
-
-def _evaluate(
-    opened: ModelOnData,
-    benchmark: str | None,
-    ground_truths: "tuple[GroundTruth, ...]",
-    flags: MeasureFlags,
-    options: "EvaluationOptions",
-    group: "ProcessGroup",
-) -> "tuple[Evaluation | Measured | None, Path | None, dict[str, Any]]":
-    """The figures, the file that they are written to, and the file of single queries as a part of the JSON."""
-    from sfumato.evaluation.embedded_input import measure
-    from sfumato.models.embed import embed_for_evaluation, evaluate_model, write_figures
-
-    chosen, embedded = opened.model.ranking_distance(flags.distance), None
-    options.check_samples(chosen)
-    if flags.per_query or ground_truths:
-        data = opened.model, opened.data, opened.split
-        embedded = embed_for_evaluation(*data, truths=ground_truths, group=group)
-    result: Evaluation | Measured | None = None
-    name = f"evaluation-{opened.split}-{chosen.name}"
-    if benchmark is None:
-        result = evaluate_model(
-            opened.model, opened.data, opened.split, flags.distance, process_group=group, embedded=embedded,
-            options=options,
-        )  # fmt: skip
-    if not group.main:
-        return result, None, {}
-    beside: dict[str, Any] = {}
-    if embedded is not None:
-        measured = measure(embedded, chosen, options=options)
-        if benchmark is not None:
-            result, name = measured, f"benchmark-{benchmark}-{opened.split}-{measured.score}"
-        if flags.per_query is not None:
-            beside = _write_per_query(measured, embedded, flags.per_query)
-    assert result is not None
-    path = None if opened.own_run is None else write_figures(opened.own_run, name, result.to_json())
-    return result, path, beside
 
 
 @command()
