@@ -180,7 +180,20 @@ def calibration_panels(
     calibrated = data.calibration is not None
     learnt = data.learnt_logits or (None if calibrated else data.logits)
     figures, panels = dict[str, dict[str, Any]](), []
-    for key, (name, distance, fitted, match) in _judged_pairs(data, directions).items():
+    # All pairs, or a random part of very many, by their distance; and first results, with the probability of the hit.
+    n, m = data.images.n, data.texts.n
+    chosen = np.sort(np.random.default_rng(0).permutation(n)[: max(1, _PAIRS // max(m, 1))])
+    blocks = distance_blocks(data.images[chosen], data.texts, data.distance)
+    distance = np.concatenate([as_numpy(block) for _, block in blocks]).ravel()
+    match = data.relevance.select_queries(chosen).to_dense().ravel()
+    probability = data.scorer("t2i").match_probability(distance, n)
+    sets = {"pairs": ("every pair of an image and a text", distance, probability, match)}
+    for direction in directions:
+        right = direction.first_is_right
+        has = ~np.isnan(right)
+        first, p = direction.distances[has, 0], direction.probabilities[has, 0]
+        sets[direction.key] = (f"first results, {DIRECTIONS[direction.key]}", first, p, right[has])
+    for key, (name, distance, fitted, match) in sets.items():
         figures[key] = {"n": len(match), "matches": float(match.mean())}
         versions = {} if learnt is None else {"before": match_probability(distance.astype(np.float64), *learnt)}
         versions |= {"after": fitted.astype(np.float64)} if calibrated else {}
@@ -197,26 +210,6 @@ def calibration_panels(
             rows += [[version, percent(b["probability"]), percent(b["observed"]), f"{b['count']:,}"] for b in curve]
         panels.append({"key": key, "name": name, "chart": _reliability_chart(curves, name).svg(), "rows": rows})
     return figures, panels
-
-
-def _judged_pairs(
-    data: ReportData, directions: Sequence[DirectionResult]
-) -> dict[str, tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
-    """(name, distances, probabilities, whether they match) of all pairs, or of a random part of very many, and of first
-    results. A pair has the probability of its distance; a first result that beside the hit of a search."""
-    n, m = data.images.n, data.texts.n
-    chosen = np.sort(np.random.default_rng(0).permutation(n)[: max(1, _PAIRS // max(m, 1))])
-    blocks = distance_blocks(data.images[chosen], data.texts, data.distance)
-    distance = np.concatenate([as_numpy(block) for _, block in blocks]).ravel()
-    probability = data.scorer("t2i").match_probability(distance, n)
-    match = data.relevance.select_queries(chosen).to_dense().ravel()
-    sets = {"pairs": ("every pair of an image and a text", distance, probability, match)}
-    for direction in directions:
-        right = direction.first_is_right
-        has = ~np.isnan(right)
-        first, p = direction.distances[has, 0], direction.probabilities[has, 0]
-        sets[direction.key] = (f"first results, {DIRECTIONS[direction.key]}", first, p, right[has])
-    return sets
 
 
 def _reliability_chart(curves: Mapping[str, list[dict[str, Any]]], name: str) -> Chart:

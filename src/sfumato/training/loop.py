@@ -32,7 +32,7 @@ from sfumato.models.recipe import Recipe
 from sfumato.models.run import ENCODERS, NOISE, PROBLEMS, choose_device, load_assets, load_model, save_assets
 from sfumato.training import saving, validation
 from sfumato.training.batches import Augmentation, Batches, IndexedBatches, ShardBatches, epoch_seed, steps
-from sfumato.training.step import Learner, learning_rate_factor
+from sfumato.training.step import Learner, averaged, learning_rate_factor
 
 _VOCABULARY_TEXTS = 100_000
 
@@ -79,7 +79,7 @@ def fit(recipe: Recipe, folder: str | Path, *, on_epoch: saving.OnEpoch | None =
                 learner.end_epoch(epoch)
                 line = {"epoch": epoch, **done.means(), **learner.logits()}
                 if val is not None and config.validates(epoch):
-                    with learner.averaged():
+                    with averaged(learner.model, learner.average):
                         chosen = learner.loss.distance, config.select, group
                         evaluation, score = validation.validate(embed_split(learner.model, val, group), val, *chosen)
                         validation.keep_weights(training, epoch, score)
@@ -379,8 +379,8 @@ def _check_extends(folder: Path, saved: Recipe, recipe: Recipe) -> None:
     if now < before:
         reason = f"train.epochs is {before} there and {now} here, and a run can only be extended"
     elif saved.train.swa_epochs:
-        averaged = f"its weights are averaged over the last epochs (train.swa_epochs={saved.train.swa_epochs})"
-        reason = f"{averaged}, which the further ones would be missing from"
+        mean = f"its weights are averaged over the last epochs (train.swa_epochs={saved.train.swa_epochs})"
+        reason = f"{mean}, which the further ones would be missing from"
     elif not (folder / LAST).exists():
         reason = f"{LAST} is missing, which holds the state of its training"
     else:

@@ -10,7 +10,7 @@ Paper: Gao et al., "Scaling deep contrastive learning batch size under memory li
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -411,10 +411,6 @@ class Learner:
         """Add the weights after one of the last epochs to their mean, if the recipe asks for it."""
         if self.average is not None and epoch >= self.config.epochs - self.config.swa_epochs:
             self.average.update(self.model)
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Use the averaged weights within a ``with`` block, if there are any."""
-        return averaged(self.model, self.average)
 
     def logits(self) -> dict[str, float]:
         """The match logits of the loss, if it has any."""

@@ -38,7 +38,7 @@ from sfumato.models.run import LOG, TRAINED, TRAINING_CALIBRATION, WORDS, image_
 from sfumato.models.sections import VarianceStageConfig
 from sfumato.search.exact import distance_blocks
 from sfumato.training.saving import Training
-from sfumato.training.step import DivergedError, clip_gradients
+from sfumato.training.step import DivergedError, averaged, clip_gradients
 
 
 def validate(
@@ -140,7 +140,7 @@ def _keep_last_weights(training: Training) -> None:
     kept = "the last weights are kept, and match probabilities are not calibrated"
     ways = "raise data.val_fraction; with shards, give data.val_path; with cub, data.options.fold"
     say(f"no validation split: {kept}. For a validation split, {ways}")
-    with training.learner.averaged():
+    with averaged(training.learner.model, training.learner.average):
         if training.process_group.main:
             about = {"epoch": training.recipe.train.epochs - 1}
             save_state(training.folder / MODEL, training.learner.weights, None, about)
