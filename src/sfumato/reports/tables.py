@@ -311,7 +311,7 @@ def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool, why
         if why and hit.get("why"):
             best = hit.get("best_text")
             fields = [f for f in WORD_FIELDS if best and best in hit.get(f, "").replace("\n", ", ")]
-            kind = f"texts ({fields[0]})" if fields else "texts"
+            kind = f"texts ({fields[0] if fields else 'date'})" if best else "texts"
             named = {kind if name == "texts" and value else name: value for name, value in hit["why"].items()}
             parts = ", ".join(f"{name} {value:+.2f}" for name, value in named.items())
             print(f"           {parts} = {sum(hit['why'].values()):+.2f}")

@@ -29,7 +29,7 @@ from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, 
 TEXT_FIELDS = ("captions", "title", "tags")
 """Payload fields that are texts of an item; captions and tags have one a line."""
 
-WORD_FIELDS = (*TEXT_FIELDS, "name", "place", "ocr")
+WORD_FIELDS = (*TEXT_FIELDS, "name", "place", "_when", "ocr")
 """Payload fields whose words are looked up. The words of a file's or folder's name do not say what else it shows."""
 
 FUNCTION_WORDS = frozenset(
@@ -361,7 +361,7 @@ class ItemTexts:
             has = set(word_stems(text))
             return sum(self.rarity(stem) for stem in own if not saying(stem).isdisjoint(has))
 
-        others = (payload.get(field, "").replace("\n", ", ") for field in ("name", "place", "ocr"))
+        others = (payload.get(field, "").replace("\n", ", ") for field in WORD_FIELDS[3:])
         return max([*item_texts(payload), *others], key=found)
 
 
