@@ -19,8 +19,9 @@ from sfumato import GaussianCollection, GaussianEmbedding, load, load_index
 from sfumato.data import photographs
 from sfumato.models import run
 from sfumato.models.run import PACKAGED, SMALL
-from sfumato.search.answer import SearchOptions
+from sfumato.search.answer import SearchOptions, TextQuery
 from sfumato.search.folder import is_unfinished
+from sfumato.search.searcher import with_facts
 from sfumato.search.stores.protocol import parse_where
 from sfumato.workflows import own_folder
 from sfumato.workflows.index import calibrate_by_captions
@@ -300,6 +301,44 @@ def test_manifests_archives_and_folders_are_added_also_to_a_gallery_of_memory(sf
         answer = index.search("meadow", 3)
         assert {hit.id for hit in answer} == {"red.png", "blue.png", "more/green.png"}
         assert all(index.image_of(hit) is not None for hit in answer)
+
+
+def test_words_of_time_and_place_say_which_photographs_are_meant(sfumato, tmp_path):
+    folder = draw(tmp_path / "photos", "red", "green", "blue", "yellow")
+    places = {"red": "Rome, Italy", "green": "New York, United States", "blue": "Rome, Italy", "yellow": ""}
+    dates = {"red": "2021-07-04", "green": "2022-12-25", "blue": "2022", "yellow": ""}
+    for name, facts in (("with", True), ("no", False)):
+        rows = [
+            {"image": str(folder / f"{c}.png"), "captions": "a dog on a lawn"}
+            | ({"place": places[c], "date": dates[c]} if facts else {})
+            for c in places
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sfumato.json("index", "--data", tmp_path / f"{name}.jsonl", "--out", tmp_path / name)
+
+    def found(query, out="with"):
+        (answer,) = sfumato.json("search", tmp_path / out, query, "-k", 4)
+        assert answer["query"] == query
+        for hit in answer["hits"]:
+            p = hit["match_probability"]
+            assert sum(hit["why"].values()) == pytest.approx(math.log(p / (1 - p)), abs=1e-6)
+        return {hit["name"]: hit["match_probability"] for hit in answer["hits"]}
+
+    plain = found("dog")
+    assert plain == found("dog", "no"), "what names no time or place is not changed"
+    meant = {
+        "dog in Rome": {"red", "blue"}, "dog in Rome 2021": {"red"}, "a dog in summer 2021": {"red"},
+        "dog in the summer": {"red"}, "Dog, New York 2022": {"green"}, "dog 2022": {"green", "blue"},
+        "dog at Christmas in New York": {"green"}, "dog on Sunday": {"red", "green"},
+    }  # fmt: skip
+    for query, names in meant.items():
+        p = found(query)
+        assert {name for name in p if p[name] > 0.05} == names, query
+    with load_index(tmp_path / "with") as index:
+        for query in ("dog in 2020", "dog in York", "dog rome", "in Rome", "photo from Rome 2021", "rome without dog"):
+            assert with_facts(one := TextQuery(query), index.gallery, SearchOptions()) is one
+        for options in (SearchOptions(target="listed"), SearchOptions(max_risk=0.1)):
+            assert with_facts(one := TextQuery("dog in Rome"), index.gallery, options) is one
 
 
 def written(path, *lines, ground="white"):

@@ -107,6 +107,8 @@ class TextQuery:
     text: str
     also: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()  # stems of words of time and place that stood in the text
+    typed: str = ""  # the text with these
 
     def __post_init__(self) -> None:
         for text in (self.text, *self.also, *self.without):
@@ -117,7 +119,7 @@ class TextQuery:
     def name(self) -> str:
         """The query in words."""
         unwanted = f" without {' and '.join(self.without)}" if self.without else ""
-        return " and ".join((self.text, *self.also)) + unwanted
+        return " and ".join((self.typed or self.text, *self.also)) + unwanted
 
     @property
     def joined(self) -> str:

@@ -20,7 +20,7 @@ from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
-from sfumato.search.texts import ItemTexts, TextStore, word_stems, words_of
+from sfumato.search.texts import ItemTexts, TextStore, says, word_stems, words_of
 
 _COUNTED_SECONDS = 5.0
 """Other processes may write. To count a million items anew for every query would take longer than to search them."""
@@ -251,6 +251,9 @@ class Ranked:
 REFERENCE_SIZE = 1_000
 """Size of the gallery that the logits of pairs are for where texts are beside them."""
 
+_ELSEWHERE = 0.05
+"""Part of its probability that an item of another time or place keeps: words may mean a thing, and files may err."""
+
 _USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
 """Mean and standard deviation of the logits that `small` gives to random pairs of Flickr8k's validation split."""
 
@@ -308,7 +311,16 @@ class TextSearch:
     def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: np.ndarray, listed: np.ndarray) -> np.ndarray:
         """(c,) logits of items as hits."""
         found = self.logits[i].of_hits(pair, known.has_texts, listed, self._nearness(i))[0]
+        found = self._of_facts(self.forms[i].facts, items, found)
         return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
+
+    def _of_facts(self, facts: Sequence[str], items: ItemTexts, logit: np.ndarray) -> np.ndarray:
+        """(c,) logits where the probability of items of another time or place is a part of theirs. logit (c,)."""
+        if not facts:
+            return logit
+        here = np.array([says(stems, facts) for stems in items.stems])
+        log_p = math.log(_ELSEWHERE) - np.logaddexp(0, -logit)
+        return np.where(here, logit, log_p - np.log1p(-np.exp(log_p)))
 
     def ranked(
         self, i: int, usual: np.ndarray, found: Candidates, items: ItemTexts, k: int, n_list: int, *, by_distance: bool
@@ -350,6 +362,8 @@ class TextSearch:
         top = hits_of(found.take(order), sigmoid(logit)[order], best_text)
         if not self.forms[i].without:
             parts = logits.why(known.items(order), listed, self._nearness(i))
+            if self.forms[i].facts:
+                parts["time and place"] = logit[None, order] - sum(parts.values())
             values = [dict(zip(parts, row, strict=True)) for row in np.stack([*parts.values()], 2)[0].tolist()]
             top = tuple(replace(hit, why=of_hit) for hit, of_hit in zip(top, values, strict=True))
         has = self._has if len(self._has) else items.has_texts[passing]

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, Union, overload
@@ -221,6 +221,7 @@ class Searcher(contextlib.AbstractContextManager["Searcher"]):
             embedded, names = queries, [str(i) for i in range(queries.n)]
         elif kind == "texts" and all(isinstance(query, str | TextQuery) for query in queries):
             texts = [query if isinstance(query, TextQuery) else TextQuery(query) for query in queries]
+            texts = [with_facts(one, self.gallery, options) for one in texts]
             embedded = combined(texts, self.model.embed_texts([part for one in texts for part in one.parts]))
             return self.gallery.search(embedded, k, options, self.about(texts), image_of=self.image_of)
         elif kind == "texts":
@@ -339,6 +340,35 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | 
     if counter and all(n == 1 for n in counter(wording.words_of(query.text))):
         return None, None  # The model knows all words.
     return wording.spelling(query.text, gallery.words, known), None
+
+
+_BEFORE = frozenset(("in", "at", "on", "of", "from", "near", "during"))
+_YEAR = re.compile(r"(?:19|20)\d\d")
+_LONGEST_PLACE = 4
+
+
+def with_facts(query: TextQuery, gallery: Gallery, options: SearchOptions) -> TextQuery:
+    """A query with its words of time and place apart, if items of the gallery have them and other words are left.
+
+    Such a word is a year, or stands after "in" or the like, or beside a year.
+    """
+    if gallery.texts is None or options.target != "fits" or options.is_guaranteed:
+        return query
+    words = re.findall(r"[^\W_]+", query.text)
+    low, known = [word.casefold() for word in words], gallery.facts()
+    years = [one in known and bool(_YEAR.fullmatch(one)) for one in (*low, "")]
+    facts, gone = list[str](), set[int]()
+    for i in range(len(low)):
+        before = i - 1 - (low[i - 1 : i] == ["the"])
+        opened = before >= 0 and (low[before] in _BEFORE or before in gone)
+        n = next((n for n in range(_LONGEST_PLACE, 0, -1) if " ".join(low[i : i + n]) in known), 0)
+        if n and i not in gone and (opened or years[i] or years[i + 1]):
+            gone.update(range(before if opened else i, i + n))
+            facts += wording.word_stems(" ".join(low[i : i + n]))
+    left = [word for i, word in enumerate(words) if i not in gone]
+    if not facts or wording.FUNCTION_WORDS.issuperset(map(str.casefold, left)):
+        return query
+    return replace(query, text=" ".join(left), facts=tuple(facts), typed=query.text)
 
 
 _READ = 25

@@ -3,7 +3,7 @@
 import base64
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 import numpy as np
@@ -14,7 +14,7 @@ from sfumato.evaluation.judgements import ShownHit, sample_hits
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import NATIVE, GuaranteeError, Hit, QueryInfo, SearchOptions, TextQuery, check_native
 from sfumato.search.answer import Answer as Found
-from sfumato.search.searcher import combined
+from sfumato.search.searcher import combined, with_facts
 from sfumato.serve import schemas
 from sfumato.serve.decoding import Threads
 from sfumato.serve.embedding import Batcher, Embedder
@@ -107,6 +107,8 @@ class Searches:
         options = wanted.of_search(self._max_set(len(asked), k))
         if not options.max_risk is options.coverage is options.min_probability is None:
             await self._threads.run(_refuse_guarantees, served, asked, options)
+        if served.gallery.texts is not None:
+            asked = await self._threads.run(_with_facts, served, asked, options)
         how = wanted.gallery, k, options
         with self._embedder.asking.taken(1):
             rows = await self._embedded(asked, served)
@@ -193,6 +195,11 @@ class Searches:
         whole = options.min_probability is None and options.filter is None
         if answer.calibrated and answer.hits and by_probability and whole:
             self.metrics.first_hits.labels(gallery, answer.target).observe(answer.hits[0].match_probability)
+
+
+def _with_facts(served: ServedGallery, asked: Sequence[Asked], options: SearchOptions) -> list[Asked]:
+    texts = (one.text and with_facts(one.text, served.gallery, options) for one in asked)
+    return [replace(one, text=text) for one, text in zip(asked, texts, strict=True)]
 
 
 def _refuse_guarantees(served: ServedGallery, asked: Sequence[Asked], options: SearchOptions) -> None:
