@@ -96,6 +96,12 @@ class SampledItems:
         """Positions by id."""
         return {i: j for j, i in enumerate(self.ids)}
 
+    @functools.cached_property
+    def facts(self) -> frozenset[str]:
+        """Their places and the words of their dates, in lower case."""
+        own = ((*p.get("place", "").split(","), *p.get("_when", "").split()) for p in self.payloads)
+        return frozenset(one.strip().casefold() for some in own for one in some) - {""}
+
 
 def padded(found: Sequence[Candidates]) -> np.ndarray:
     """(n, c) distances of candidates, infinite where a query has fewer."""

@@ -45,7 +45,7 @@ FITS = "fits"
 SAME = 0.09
 """Largest squared distance of two images that are nearly the same, as a fraction of the usual one."""
 
-_WORDS: "WeakKeyDictionary[Gallery, tuple[int, Counter[str], frozenset[str]]]" = WeakKeyDictionary()
+_WORDS: "WeakKeyDictionary[Gallery, tuple[int, Counter[str]]]" = WeakKeyDictionary()
 
 
 FEWEST_CAPTIONED = 100
@@ -228,21 +228,16 @@ class Gallery(ABC):
 
     def words(self) -> Counter[str]:
         """The words of the items' texts, with their numbers, or of a sample's of a large gallery."""
-        return self._vocabulary()[1]
-
-    def facts(self) -> frozenset[str]:
-        """The places of the items and the words of their dates, in lower case, or of a sample's."""
-        return self._vocabulary()[2]
-
-    def _vocabulary(self) -> tuple[int, Counter[str], frozenset[str]]:
         size, before = self.size, _WORDS.get(self)
         if before is None or before[0] != size:
             known = self.sample(5000).payloads
             texts = (text for p in known for text in (item_words(p), p.get("label", ""), p.get("text", "")))
-            facts = {one for p in known for one in (*p.get("place", "").split(","), *p.get("_when", "").split())}
-            words = Counter(word for text in texts for word in words_of(text))
-            _WORDS[self] = before = size, words, frozenset(one.strip().casefold() for one in facts)
-        return before
+            _WORDS[self] = before = size, Counter(word for text in texts for word in words_of(text))
+        return before[1]
+
+    def facts(self) -> frozenset[str]:
+        """The places of the items and the words of their dates, in lower case, or of a sample's."""
+        return self._sampled(self.size, None).facts
 
     @abstractmethod
     def ids_after(self, after: str, n: int) -> list[str]:

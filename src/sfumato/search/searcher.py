@@ -355,7 +355,10 @@ def with_facts(query: TextQuery, gallery: Gallery, options: SearchOptions) -> Te
     if gallery.texts is None or options.target != "fits" or options.is_guaranteed:
         return query
     words = re.findall(r"[^\W_]+", query.text)
-    low, known = [word.casefold() for word in words], gallery.facts()
+    low = [word.casefold() for word in words]
+    if _BEFORE.isdisjoint(low) and not any(map(_YEAR.fullmatch, low)):
+        return query
+    known = gallery.facts()
     years = [one in known and bool(_YEAR.fullmatch(one)) for one in (*low, "")]
     facts, gone = list[str](), set[int]()
     for i in range(len(low)):
