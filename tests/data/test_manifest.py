@@ -10,7 +10,8 @@ from PIL import Image
 from support.raising import raises
 
 from sfumato.data.images import Problems
-from sfumato.data.manifest import manifest_items, read_image_folder, read_manifest
+from sfumato.data.layouts import read_cub
+from sfumato.data.manifest import manifest_items, read_image_folder, read_manifest, splits_of_items
 from sfumato.errors import UserError
 
 
@@ -178,6 +179,8 @@ def test_split_names_and_drawn_shares_by_id_of_which_adding_rows_moves_none(pict
     for val, test in ((0.5, 0.5), (-0.1, 0.1), (0.1, float("nan"))):
         for path in (write_jsonl(pictures / "m.jsonl", ROWS), pictures):
             raises(ValueError, message, read, path, val_fraction=val, test_fraction=test)
+        raises(ValueError, message, splits_of_items, [], path, Problems(), val, test)
+        raises(ValueError, message, read_cub, path, Problems(), fractions=(val, test))
 
 
 def test_manifests_and_folders_that_cannot_be_used(pictures, tmp_path_factory):

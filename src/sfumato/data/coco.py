@@ -18,7 +18,7 @@ from typing import IO, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sfumato.data.images import FileImage, ImageSource, LazyImage, Problems
-from sfumato.data.manifest import check_fractions, splits_of_items
+from sfumato.data.manifest import splits_of_items
 from sfumato.data.pairs import PairData, SourceItem, make_splits
 from sfumato.errors import UserError
 from sfumato.files import read_json
@@ -203,7 +203,6 @@ def read_coco_captions(
         UserError: a file is missing, the JSON is not of this layout, or nothing in it is usable.
         ValueError: the fractions are negative or leave nothing to train on.
     """
-    check_fractions(val_fraction, test_fraction)
     path = Path(path)
     files = _caption_files(path, year) if path.is_dir() else {"": path}
     root = coco_images(next(iter(files.values()))) if images is None else Path(images)

@@ -61,6 +61,7 @@ def read_cub(
     Papers: Reed et al., CVPR 2016 (the captions); Xian et al., CVPR 2017 (the classes); Chun et al., CVPR 2021 (the
     benchmark).
     """
+    check_fractions(*fractions)
     root, options = Path(root), options or CubOptions()
     for folder in (root / "images", root / _CAPTIONS):
         if not folder.is_dir():

@@ -65,7 +65,6 @@ def read_manifest(
         UserError: the file is missing, of an unknown kind, lacks a column, or holds nothing usable.
         ValueError: the fractions are negative or leave nothing to train on.
     """
-    check_fractions(val_fraction, test_fraction)
     path = Path(path)
     root = Path(image_root) if image_root is not None else path.parent
     items = (item for item, _ in manifest_items(path, root, problems))
@@ -284,6 +283,7 @@ def splits_of_items(
 
     Images without a caption are kept with the problems, which counts those with one: an index takes both.
     """
+    check_fractions(val_fraction, test_fraction)
     items = list(items)
     named = any(item.split for item in items)
     chosen: dict[str, SourceItem] = {}
@@ -342,7 +342,6 @@ def read_image_folder(
         UserError: the folder is missing or holds nothing usable.
         ValueError: the fractions are negative or leave nothing to train on.
     """
-    check_fractions(val_fraction, test_fraction)
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
