@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import results_table
 import terminal_picture
 from support.raising import raises
 
@@ -38,6 +39,8 @@ def test_pages_answer_their_question_once_fetch_nothing_are_wrapped_and_state_wh
     parts = [line for line in section.splitlines() if "](" in line and line.startswith("|")]
     parts.append(section.partition("Variances do not")[2])
     assert len(parts) > 5
+    again = "write it anew: python scripts/results_table.py"
+    assert results_table.TABLE.read_text("utf-8") == results_table.table(), again
     for part in parts:
         [page] = re.findall(r"\]\(((?:docs/results|papers/docs)/[\w-]+\.md)\)", part)
         shown, text = re.findall(r"(?<![\w.])\d*\.\d+(?: ± \d*\.\d+)?", part), read(f"../{page}")
