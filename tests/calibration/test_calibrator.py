@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.raising import raises
 
-from sfumato import DISTANCES, GaussianEmbedding, QueryScores, csd_matrix
+from sfumato import DISTANCES, GaussianEmbedding, QueryScores
 from sfumato.calibration import logits, query_scores
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.logits import ConditionalLogits, PairLogits, fit_logits
@@ -353,7 +353,6 @@ def test_logits_come_back_from_json_and_too_little_and_mistakes_are_refused(fit)
         ("known", reference, gaussians(20, 4), "match_distance", "t2i"),
     ):  # fmt: skip
         raises(ValueError, message, function, *given)
-    assert logits.ConditionalLogits.from_json(json.loads(json.dumps(fit.to_json()))) == fit
     for change in ({"slope": -1.0}, {"weights": [1.0]}, {"population": "some"}, {"intercept": math.nan}):
         raises(ValueError, "damaged; calibrate again", logits.ConditionalLogits.from_json, fit.to_json() | change)
 
@@ -416,9 +415,6 @@ def test_there_and_back_and_damaged_files_are_named(tmp_path):
     queries, first = gaussians(4, 6), gaussians(4, 7)
     features = made.t2i.reference.features(queries, first)
     assert torch.equal(found.t2i.reference.features(queries, first), features)
-    distance = csd_matrix(queries, gaussians(12, 8)).sort(1).values
-    ask = lambda each: each.t2i.hit_probability(distance, distance, n_gallery=30, reference=features)
-    assert torch.equal(ask(found), ask(made))
     beside, whole = path.with_suffix(".safetensors"), path.read_text()
     path.write_text(whole.replace('"first": {"slope": ', '"first": {"slope": -'))
     raises(ValueError, r"calibration\.json", Calibration.load, path)

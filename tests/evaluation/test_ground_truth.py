@@ -1,14 +1,12 @@
 import csv
 import json
-import os
 import sys
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from evaluation.test_benchmarks import evaluate_score_matrix
+from support.fixtures import SHARED
 from support.raising import raises
 
 from sfumato import GaussianEmbedding, GroundTruth, Relevance, load_emoji, read_ground_truth, read_ground_truths
@@ -20,12 +18,11 @@ from sfumato.evaluation.embedded_input import measure, told_apart
 from sfumato.evaluation.ground_truth import ground_truth_from_data, ground_truth_from_pairs, in_folds, in_folds_of
 from sfumato.evaluation.protocols import EmbeddedSet
 
-SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[2].parent / "shared")) / "data"
 listed = lambda images, pairs: json.dumps({"images": images, "texts": ["x"], "pairs": pairs})
 
 
 def shared(*parts):
-    path = SHARED.joinpath(*parts)
+    path = SHARED.joinpath("data", *parts)
     if not path.exists():
         pytest.skip(f"no {path}; set SFUMATO_SHARED to the folder that holds data/")
     return path
@@ -76,13 +73,8 @@ def test_pairs_make_both_directions_and_folds_are_consecutive_images():
         GroundTruth("t", images, texts, one, other, folds=((np.array([0]), np.array([3])),))
 
 
-@cache
-def of_package():
-    return eccv_caption(shared("coco5k_text"))
-
-
 def test_eccv_caption_has_the_published_numbers():
-    ground_truths = of_package()
+    ground_truths = eccv_caption(shared("coco5k_text"))
     names = ["coco_5k", "coco_1k", "cxc", "rpc2", "rpc2_cxc", "cxc_1k", "rpc2_1k", "rpc2_cxc_1k", "eccv"]
     assert list(ground_truths) == names
     expected = {
@@ -105,7 +97,7 @@ def test_eccv_caption_has_the_published_numbers():
     listed = json.loads(shared("coco5k_text", "cxc_image_to_caption.json").read_text())
     assert matches(ground_truths["cxc"])[0] == {image: set(map(str, texts)) for image, texts in listed.items()}
     assert [ground_truths[name].name for name in ("cxc", "eccv", "rpc2")] == ["cxc", "eccv", "rpc2"]
-    cxc, own, rated = of_package()["cxc"], of_package()["coco_5k"], {}
+    cxc, own, rated = ground_truths["cxc"], ground_truths["coco_5k"], {}
     with shared("coco5k_text", "cxc_sits_test.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             rated[coco_image_id(row["image"]), row["caption"].rpartition(":")[2]] = float(row["agg_score"])
@@ -113,7 +105,7 @@ def test_eccv_caption_has_the_published_numbers():
     assert positives == {pair for pair, score in rated.items() if score >= 3} and len(positives) == 35_585
     assert len(pairs - positives) == 29 and max(rated[pair] for pair in pairs - positives) == 2.99
     # The paper: 10,614 pairs more, "added to the original 25,000".
-    union = {(i, t) for i, texts in matches(of_package()["rpc2"])[0].items() for t in texts}
+    union = {(i, t) for i, texts in matches(ground_truths["rpc2"])[0].items() for t in texts}
     assert union == positives | pairs and len(union) == 25_000 + 10_614
 
 

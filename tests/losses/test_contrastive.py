@@ -349,14 +349,10 @@ def test_parity_sampled_match_probability(kind, factor):
     assert ((draws.mean(0) - tensors[f"mc/{kind}/mean"]) / error).abs().max() < 6
 
 
-def noise(n=4, m=6, s=3, d=5):
-    generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(k, s, d, generator=generator, dtype=torch.float64) for k in (n, m))
-
-
 @pytest.mark.parametrize("isotropic", [False, True])
 def test_every_term_is_its_loop(isotropic):
-    pair, eps = batch(), noise()
+    pair, generator = batch(), torch.Generator().manual_seed(1)
+    eps = tuple(torch.randn(k, 3, 5, generator=generator, dtype=torch.float64) for k in (4, 6))
     if isotropic:
         pair = [GaussianEmbedding(e.mean, e.log_var[:, :1].expand_as(e.log_var)) for e in pair]
     image, text = (samples(e, z).tolist() for e, z in zip(pair, eps, strict=True))
@@ -456,11 +452,6 @@ def test_uniformity_in_float32_is_the_loop_in_float64(total_variance, max_pairs)
         relatively_equal(ours.grad.double(), theirs.grad, 1e-4)
 
 
-def parity():
-    about, tensors = fixture("pcme_mc_loss")
-    return about["cases"], tensors
-
-
 def relatively_equal(actual, expected, rtol):
     """Compares a gradient as a whole: no element is excused because it is small."""
     assert float((actual - expected).norm() / expected.norm()) < rtol
@@ -483,9 +474,9 @@ def run(tensors, case, name):
 
 def test_parity_of_values_and_gradients():
     """Released sums over pairs and both directions; their bottleneck reads the head ln s as ln s^2."""
-    cases, tensors = parity()
+    about, tensors = fixture("pcme_mc_loss")
     checked = 0
-    for name, case in cases.items():
+    for name, case in about["cases"].items():
         if case.get("prob_distance") != "non_squared_l2" or case["pdist_fn"] != "iterative" or case["group"] == "soft":
             continue  # Squared distances, 1e-6 under the root, labels that scale the logit.
         total, leaf = run(tensors, case, name)
@@ -504,9 +495,9 @@ def test_parity_of_values_and_gradients():
 @pytest.mark.parametrize("name", ["plain", "vib", "vib_uniform", "coco15"])
 def test_parity_of_the_original_in_all_terms_with_converted_weights(name):
     """Over the number of pairs; samples are noise around their mean: the head has the bottleneck's gradient alone."""
-    cases, tensors = parity()
-    name = f"pcme_case/{name}"
-    case, group = cases[name], f"inputs/{cases[name]['group']}"
+    about, tensors = fixture("pcme_mc_loss")
+    case = about["cases"][name := f"pcme_case/{name}"]
+    group = f"inputs/{case['group']}"
     leaf = {}
     for (ours, theirs), part in itertools.product((("image", "img"), ("caption", "txt")), ("samples", "head")):
         leaf[f"{ours}_{part}"] = tensors[f"{group}/{theirs}_{part}"].double().requires_grad_()

@@ -99,11 +99,6 @@ def test_candidates_in_their_true_order(name, direction):
         assert torch.isposinf(found[i][len(own) :]).all()
 
 
-def of_five(n, seed, dtype=np.float32, offset=0.0):
-    mean, noise = np.random.default_rng(seed).standard_normal((2, n, 5))
-    return GaussianEmbedding(mean + offset, 2 * noise).to(dtype)
-
-
 def test_rank_relevant_by_loops_with_ties_of_nothing_and_of_bad_input():
     queries, gallery = gaussians(2, 3, 0), gaussians(4, 3, 1)
     none = queries[:0]
@@ -116,7 +111,7 @@ def test_rank_relevant_by_loops_with_ties_of_nothing_and_of_bad_input():
     assert near.closest_candidates(queries, gallery, np.empty((2, 0), int))[0].shape == (2, 0)
     found, order = near.closest_candidates(queries, none, np.full((2, 3), -1))
     assert np.isposinf(found).all() and (order == -1).all()
-    x = of_five(2, 0)
+    x = gaussians(2, 5, 0)
     for function in (near.lift_gallery, near.lift_queries, near.query_constant):
         raises(ValueError, "'elk' is not a Euclidean distance .* a GaussianIndex", function, x, "elk")
     raises(ValueError, r"shape \(5,\), got \(4,\)", near.lift_gallery, x, centre=np.zeros(4))
@@ -292,23 +287,18 @@ def test_several_threads_find_the_same_each_on_one_core_and_leave_the_number_of_
     assert found == ([1] * 5, 3)
 
 
-def bounds(screen, queries):
-    compared = screen.comparison(queries)
-    pairs = compared.pairs(np.full(queries.n, np.inf), None)
-    true = true_distances(queries, screen.gallery, screen.distance) - compared.constant[:, None]
-    assert len(pairs) == queries.n * screen.n
-    return pairs.lower, pairs.upper, true[pairs.query, pairs.item]
-
-
 @of_dtypes
 @with_each_distance([kind for kind in KINDS if not kind.startswith("squares")])
 def test_bounds_hold_the_observed_errors(kind, distance, dtype):
     gallery, queries = items(kind, 1500, 1, d=64), items(kind, 9, 2, d=64)
-    lower, upper, true = bounds(screen_of(gallery, distance, dtype), queries)
-    assert (lower <= true).all() and (true <= upper).all()
+    screen = screen_of(gallery, distance, dtype)
+    compared = screen.comparison(queries)
+    pairs = compared.pairs(np.full(queries.n, np.inf), None)
+    true = (true_distances(queries, gallery, screen.distance) - compared.constant[:, None])[pairs.query, pairs.item]
+    assert len(pairs) == queries.n * screen.n and (pairs.lower <= true).all() and (true <= pairs.upper).all()
     # Not vacuous: relative to the lengths of the factors they are as narrow as the dtype lets them be.
     scale = true + (gallery.mean.astype(np.float64) ** 2).sum(1).max() + 1
-    assert np.median((upper - lower) / scale) < (0.1 if dtype != np.float32 else 1e-3)
+    assert np.median((pairs.upper - pairs.lower) / scale) < (0.1 if dtype != np.float32 else 1e-3)
 
 
 @pytest.mark.parametrize("distance", ["csd", "kl"])

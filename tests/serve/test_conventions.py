@@ -62,8 +62,6 @@ def test_items_are_listed_page_by_page(client, sources):
 def test_items_are_created_and_replaced_and_a_list_misses_none_meanwhile(writable):
     first = add(writable, "a/new one?.png")
     assert first.status_code == 201 and first.json()["created"] == 1
-    assert first.headers["location"] == "/v1/items/a/new%20one%3F.png"
-    assert writable.get(first.headers["location"]).json()["id"] == "a/new one?.png"
     again = add(writable, "a/new one?.png")
     assert again.status_code == 200 and again.json()["created"] == 0 and "location" not in again.headers
     some = add(writable, "a/new one?.png", "b")
@@ -190,11 +188,6 @@ READS = [
 ]  # fmt: skip
 
 
-def as_reader(client):
-    client.headers = {"X-API-Key": READER}
-    return client
-
-
 asked = lambda client, requests: [client.request(method, path, **body) for method, path, body in requests]
 
 
@@ -212,7 +205,7 @@ def test_who_may_read_and_who_may_write(collection, caplog):
     caplog.set_level(logging.DEBUG)
     with served(open_sources(collection), keys=(KEY,), reading_keys=(READER,)) as client:
         assert told(client) == ("write", True)
-        as_reader(client)
+        client.headers = {"X-API-Key": READER}
         assert told(client) == ("read", False)
         assert [one.status_code for one in asked(client, READS)] == [200] * len(READS)
         assert all("This key permits" in problem(one, 403)["detail"] for one in asked(client, WRITES))

@@ -110,17 +110,6 @@ CLIMBS = (
 )
 
 
-def climbing(tmp_path):
-    folder = tmp_path / "pictures"
-    (folder / "inside").mkdir(parents=True)
-    (folder / "000.png").write_bytes(serving.picture())
-    (tmp_path / "secret.png").write_bytes(serving.picture("black"))
-    (folder / "link.png").symlink_to(tmp_path / "secret.png")
-    (folder / "linked").symlink_to(tmp_path)
-    (folder / "ring").symlink_to(folder / "ring")
-    return folder
-
-
 def test_no_path_leads_out_of_the_service(client):
     for route, path in itertools.product(("/v1/pictures/", "/v1/items/", "/page/"), CLIMBS):
         with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=10) as connection:
@@ -130,7 +119,13 @@ def test_no_path_leads_out_of_the_service(client):
 
 
 def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_path, sources):
-    pictures = FolderImages(climbing(tmp_path))
+    folder = tmp_path / "pictures"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "000.png").write_bytes(serving.picture())
+    (tmp_path / "secret.png").write_bytes(serving.picture("black"))
+    for link, target in (("link.png", tmp_path / "secret.png"), ("linked", tmp_path), ("ring", folder / "ring")):
+        (folder / link).symlink_to(target)
+    pictures = FolderImages(folder)
     assert pictures.read("000.png", {}) == serving.picture()
     for id in (
         *("../secret.png", "link.png", "linked/secret.png", str(tmp_path / "secret.png"), "inside/../../secret.png"),
@@ -147,7 +142,7 @@ def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_
     for wrong in ("../../secret.png", "/etc/passwd", "", name + "/..", name.upper(), "\0"):
         assert uploaded.read("x", {POINTER: wrong}) is None
     assert {p.parent.parent for p in tmp_path.rglob("*") if p.is_file() and len(p.name) == 32} == {tmp_path / "uploads"}
-    folder, gallery = tmp_path / "pictures", sources.galleries["images"].gallery
+    gallery = sources.galleries["images"].gallery
     (folder / "not-an-item.png").write_bytes(serving.picture())
     small = replace(sources, galleries={"images": ServedGallery(gallery, FolderImages(folder))})
     private = PngImagePlugin.PngInfo()

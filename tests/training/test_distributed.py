@@ -11,20 +11,18 @@ from support.pictures import write_tar
 from support.processes import command, process_group
 from support.toy import assert_same_runs, fit_until, log_of, make_toy
 from torch.nn import functional
+from training.test_step import batch as pairs
+from training.test_step import build
 
 from sfumato import LOSSES, Problems, fit, get_distance, load_recipe, register_loss
 from sfumato.data.shards import ShardSample
-from sfumato.encoders.encoder_protocol import Inputs
-from sfumato.encoders.feature_rows import FeatureInput
-from sfumato.encoders.heads import GaussianHead, HeadOptions
 from sfumato.losses.pcme import PCMEOptions
 from sfumato.losses.pcmepp import PCMEPPOptions
-from sfumato.models.build import DualEncoder, Tower
 from sfumato.models.embed import load_splits
 from sfumato.models.process_group import PeerLostError, ProcessGroup, _answered, alone, join_process_group
 from sfumato.models.run import load_run
 from sfumato.training.batches import Augmentation, ShardBatches
-from sfumato.training.step import TrainBatch, forward_backward
+from sfumato.training.step import forward_backward
 
 
 def succeed(size, function, *arguments):
@@ -191,22 +189,6 @@ def test_what_a_stream_leaves_out_is_listed_with_the_run(toy, tmp_path):
     assert_same_runs(tmp_path / "run", tmp_path / "parts")
 
 
-def tiny_model(*, variance: bool = True) -> DualEncoder:
-    torch.manual_seed(0)
-    options = HeadOptions(variance=variance, init_total_variance=0.5)
-    return DualEncoder(*(Tower(None, FeatureInput(6, 0.0), GaussianHead(6, 8, options)) for _ in "it")).double()
-
-
-def tiny_batch(n: int, process_group: ProcessGroup, step: int) -> TrainBatch:
-    generator = torch.Generator().manual_seed(step)
-    image, text = (torch.randn(n, t, 6, generator=generator, dtype=torch.float64) for t in (4, 5))
-    match = torch.eye(n)
-    match[0, n - 1] = 1
-    match[n // 2, 0] = 0.6
-    own = process_group.part(n)
-    return TrainBatch(Inputs(image[own]), Inputs(text[own]), lambda _: (match[own], match.T[own]))
-
-
 def plain_loss(image, text, match, options):
     distance = get_distance(options.distance).matrix(image, text)
     logit = options.logit_bias - options.logit_scale * distance
@@ -221,11 +203,11 @@ def gradients_of_losses(out: Path, sizes: list[int]) -> None:
         for loss_name, entry in LOSSES.items():
             # PCME with its uniformity, whose sum within a logarithm crosses all processes.
             options = (PCMEOptions(uniformity_weight=0.5),) if loss_name == "pcme" else ()
-            model, loss = tiny_model(), entry(*options).double()
+            model, loss = build(), entry(*options).double()
             for step, n in enumerate(sizes):
                 model.zero_grad()
                 loss.zero_grad()
-                case, batch = f"{loss_name}/{step}", tiny_batch(n, process_group, step)
+                case, batch = f"{loss_name}/{step}", pairs(n, process_group, step)
                 measured[case] = forward_backward(model, loss, batch, process_group, epoch=5)
                 for name, parameter in [*model.named_parameters(), *loss.named_parameters()]:
                     if parameter.grad is not None:
