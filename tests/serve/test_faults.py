@@ -111,7 +111,8 @@ CLIMBS = (
 
 
 def test_no_path_leads_out_of_the_service(client):
-    for route, path in itertools.product(("/v1/pictures/", "/v1/items/", "/page/"), CLIMBS):
+    climbs = itertools.product(("/v1/pictures/", "/v1/items/", "/page/"), CLIMBS, ("", "?original=true"))
+    for route, path in ((route, path + asked) for route, path, asked in climbs):
         with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=10) as connection:
             connection.sendall(f"GET {route}{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             answer = b"".join(iter(lambda: connection.recv(65_536), b""))
@@ -140,7 +141,7 @@ def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_
     name = uploaded.write("../../x", serving.picture())
     assert uploaded.read("../../x", {POINTER: name}) == serving.picture() and uploaded.read("../../x", {}) is None
     for wrong in ("../../secret.png", "/etc/passwd", "", name + "/..", name.upper(), "\0"):
-        assert uploaded.read("x", {POINTER: wrong}) is None
+        assert uploaded.read("x", {POINTER: wrong}) is uploaded.path("x", {POINTER: wrong}) is None
     assert {p.parent.parent for p in tmp_path.rglob("*") if p.is_file() and len(p.name) == 32} == {tmp_path / "uploads"}
     gallery = sources.galleries["images"].gallery
     (folder / "not-an-item.png").write_bytes(serving.picture())
@@ -149,11 +150,17 @@ def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_
     private.add_text("Description", "where I live")
     Image.new("RGB", (9, 9)).save(folder / "000.png", pnginfo=private)
     with serving.served(small, no_metadata=True) as client:
-        assert b"where I live" not in client.get("/v1/pictures/000.png").content
+        for asked in ("", "?original=true"):
+            assert b"where I live" not in client.get(f"/v1/pictures/000.png{asked}").content
     with serving.served(small) as client:
         assert client.get("/v1/pictures/000.png").content == (folder / "000.png").read_bytes()
-        serving.problem(client.get("/v1/pictures/not-an-item.png"), 404)
-        serving.problem(client.get("/v1/pictures/001.png"), 404)  # An item whose file has gone.
+        for asked in ("", "?original=true"):
+            serving.problem(client.get(f"/v1/pictures/not-an-item.png{asked}"), 404)
+            serving.problem(client.get(f"/v1/pictures/001.png{asked}"), 404)  # An item whose file has gone.
+        whole = client.get("/v1/pictures/000.png?original=true")
+        assert whole.content == (folder / "000.png").read_bytes() and whole.headers["content-type"] == "image/png"
+        part = client.get("/v1/pictures/000.png?original=true", headers={"Range": "bytes=3-9"})
+        assert part.status_code == 206 and part.content == whole.content[3:10]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 An unusable item is counted and listed in a file with location and reason. Too many of them raise an error.
 """
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -312,6 +313,9 @@ class Images(Protocol):
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
         """Whether an item may have an image, judged without access to the disk; False if it is known to have none."""
 
+    def path(self, id: str, payload: Mapping[str, str]) -> Path | None:
+        """Where the file of an item lies, be it an image or a video; None if it is no file of its own."""
+
 
 @dataclass(frozen=True)
 class FolderImages:
@@ -320,14 +324,19 @@ class FolderImages:
     folder: Path  # the folder
 
     def read(self, id: str, payload: Mapping[str, str]) -> bytes | None:
+        path = self.path(id, payload)
+        with contextlib.suppress(OSError, ValueError):  # A missing file, a RAW file without its extra.
+            return None if path is None else still_bytes(path)
+        return None
+
+    def path(self, id: str, payload: Mapping[str, str]) -> Path | None:
         if "\0" in id or "\\" in id or not id or os.path.isabs(id) or ".." in id.split("/"):
             return None
-        try:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # A missing file, a cycle of links.
             root = self.folder.resolve(strict=True)
             path = (root / id).resolve(strict=True)
-            return still_bytes(path) if path.is_relative_to(root) and path.is_file() else None
-        except (OSError, RuntimeError, ValueError):  # A missing file, a cycle of links, a RAW file without its extra.
-            return None
+            return path if path.is_relative_to(root) and path.is_file() else None
+        return None
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
         """Always True, because only the disk knows."""
@@ -345,6 +354,11 @@ class SourceImages:
         if not self._known(payload):
             return None if self.others is None else self.others.read(id, payload)
         return FolderImages(self.roots[int(payload[ROOT])]).read(payload.get(FILE, id), payload)
+
+    def path(self, id: str, payload: Mapping[str, str]) -> Path | None:
+        if not self._known(payload):
+            return None if self.others is None else self.others.path(id, payload)
+        return FolderImages(self.roots[int(payload[ROOT])]).path(payload.get(FILE, id), payload)
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
         return self._known(payload) or (self.others is not None and self.others.has(id, payload))
@@ -369,6 +383,9 @@ class SplitImages:
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
         return id in self.sources
 
+    def path(self, id: str, payload: Mapping[str, str]) -> Path | None:
+        return None
+
 
 @dataclass(frozen=True)
 class UploadedImages:
@@ -391,6 +408,13 @@ class UploadedImages:
 
     def has(self, id: str, payload: Mapping[str, str]) -> bool:
         return POINTER in payload or (self.others is not None and self.others.has(id, payload))
+
+    def path(self, id: str, payload: Mapping[str, str]) -> Path | None:
+        if POINTER not in payload:
+            return None if self.others is None else self.others.path(id, payload)
+        with contextlib.suppress(ValueError):
+            return path if (path := self.path_of(payload[POINTER])).is_file() else None
+        return None
 
     def write(self, id: str, data: bytes) -> str:
         """Store an image durably."""

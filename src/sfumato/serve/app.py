@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -14,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi import Path as PathParameter
 from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
@@ -279,8 +280,11 @@ def _add_views(app: FastAPI, service: Service) -> None:
         request: Request,
         id: _Id,
         size: Annotated[int | None, Parameter(ge=16, le=2048, description="longest side of a smaller copy")] = None,
+        original: Annotated[bool, Parameter(description="the file itself, also of a video, if it may be")] = False,
     ) -> Response:
         """The image of an item, as stored or smaller."""
+        if original and (file := await service.file(id)) is not None:
+            return _file(file)
         data, kind = await service.image(id, size)
         tag = f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
         # In a collection an image can be replaced, so browsers must revalidate.
@@ -289,6 +293,19 @@ def _add_views(app: FastAPI, service: Service) -> None:
         if tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(data, headers=headers, media_type=kind)
+
+
+def _file(path: Path) -> FileResponse:
+    """A file for a browser, which runs nothing that lies in it."""
+    kind = guess_type(path.name)[0] or ""
+    shown = kind.startswith(("image/", "video/")) and "svg" not in kind
+    return FileResponse(
+        path,
+        media_type=kind if shown else "application/octet-stream",
+        filename=path.name,
+        content_disposition_type="inline",
+        headers={"Cache-Control": "private, no-cache"},
+    )
 
 
 CREATED: dict[int | str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -106,6 +107,14 @@ class Service:
         except ValueError as error:
             raise Refusal(404, f"The image of this item can no longer be shown: it {error}") from error
         return smaller or data, str(answer["type"])
+
+    async def file(self, id: str) -> Path | None:
+        """The file of an item as it lies on the disk, if it has one of its own and files are given out."""
+        served = self.sources.gallery("images")
+        found = await self.threads.run(self._items, served, [id])
+        if self.settings.no_metadata or served.images is None or not found.ids:
+            return None
+        return await self.threads.run(served.images.path, id, found.payloads[0])
 
     async def item(self, id: str, gallery: GalleryName) -> Item:
         """An item by id."""

@@ -56,7 +56,6 @@ export function sorted(files, { max_upload_bytes: most }) {
   return { photographs, left };
 }
 
-// What was chosen, in one sentence.
 export function summary({ photographs, left }) {
   if (!photographs.length && !left.length) return "";
   const n = photographs.length;

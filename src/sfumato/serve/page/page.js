@@ -197,7 +197,7 @@ async function search(slot, { more = false } = {}) {
   }
 }
 
-// In one, as a second announcement may cut the first short.
+// In one: a second may cut the first short.
 const tell = () => running.some(Boolean) || ($("#status").textContent = shown.filter(Boolean).map(({ query, answer }) => `${titleOf(query)}: ${wordsOf(answer)}. ${some(answer.hits.length, "result")}.`).join(" "));
 
 // ---- the answers
@@ -398,10 +398,11 @@ function viewItem() {
   const remove = $(".delete", dialog);
   remove.hidden = !here().writable;
   remove.textContent = "Delete…";
+  $(".open", dialog).hidden = !item.picture;
 }
 
-// The small picture until the large one is there.
 function enlarged({ picture, ...item }) {
+  if (/\.(mp4|m4v|mov|webm)$/i.test(item.id) && !key()) return h("video", { src: `.${picture}?original=true`, controls: "" });
   const node = image(picture, nameOf(item));
   pictureURL(picture, LARGE).then(async (url) => {
     const large = h("img", { src: url });
@@ -470,7 +471,6 @@ function openAdd(chosen = []) {
   dialog.showModal();
 }
 
-// What was dropped or chosen, before it is sent.
 function choose(chosen) {
   const dialog = $("#add");
   adding = { ...sorted(chosen, info.limits) };
@@ -713,6 +713,7 @@ function listen() {
     if (history.state?.viewing) (closing = true), history.back();
   });
   $("#item .delete").addEventListener("click", remove);
+  $("#item .open").addEventListener("click", async () => window.open(await pictureURL(viewed.items[viewed.at].picture)));
   $("#item .main").addEventListener("click", () => ($("#item").close(), like(viewed.slot, viewed.items[viewed.at].id)));
   for (const button of $$("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
   const dragging = (is) => {

@@ -47,9 +47,9 @@ export const base64 = (file) => new Promise((resolve, reject) => {
   reader.readAsDataURL(file);
 });
 
-// The URL of an image; with a key it is fetched, since an <img> sends none.
+// The URL of an image, or of its file; with a key it is fetched, since an <img> sends none.
 export async function pictureURL(picture, size) {
-  const path = `.${picture}?size=${size}`; // below a proxy's path, too
+  const path = `.${picture}?${size ? `size=${size}` : "original=true"}`; // below a proxy's path, too
   if (!key()) return path;
   if (!blobs.has(path))
     blobs.set(path, call(path).then((response) => response.blob()).then((blob) => URL.createObjectURL(blob)));
