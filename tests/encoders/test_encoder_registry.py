@@ -255,6 +255,12 @@ def test_settings_are_followed(immich):
     raises(UserError, "expected visual/model.onnx, .*, config.json, textual/tokenizer.json", load_model, immich)
 
 
+@pytest.mark.parametrize("kind, text", [("siglip", "a red dog"), ("clip", "A Red dog")])
+def test_a_siglip_reads_lower_case_texts(kind, text, transformers_js):
+    dump(transformers_js / "config.json", {"model_type": kind})
+    assert load_model(transformers_js).model.text.processor.clean("A Red dog") == text
+
+
 def test_a_damaged_graph_is_named_and_other_folders_are_none_of_these(transformers_js, tmp_path_factory):
     (transformers_js / "onnx" / "text_model.onnx").write_bytes(b"not a graph")
     model = load_model(transformers_js)

@@ -440,14 +440,16 @@ def test_a_model_by_its_folder_embeds_as_transformers_does(tmp_path, photographs
     model = tiny_clip(tmp_path / "model", kind)
     made = adopt_encoders(str(tmp_path / "model"), photographs, tmp_path / "run", method="distance", test_fraction=0)
     assert sum(made.n_images.values()) == 60 and made.run.calibration.logit_scale == 2
-    run, captions = load_model(tmp_path / "run"), ["red square 3", "blue"]
+    run, captions = load_model(tmp_path / "run"), ["red square 3", "Blue"]
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    padding = "max_length" if kind == "siglip" else True
-    tokens = tokenizer(captions, padding=padding, max_length=12, truncation=True, return_tensors="pt")
+    # SigLIP was trained on lower-case texts, and on padding that is not masked.
+    padding, given = ("max_length", ["red square 3", "blue"]) if kind == "siglip" else (True, captions)
+    tokens = tokenizer(given, padding=padding, max_length=12, truncation=True, return_tensors="pt")
+    mask = None if kind == "siglip" else tokens["attention_mask"]
     with torch.inference_mode():
-        features = model.get_text_features(**{k: v for k, v in tokens.items() if k != "token_type_ids"})
+        features = model.get_text_features(tokens["input_ids"], mask)
         data = (photographs.parent / "photos/4.png").read_bytes()
         processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
         pixels = processor(images=[Image.open(io.BytesIO(data)).convert("RGB")], return_tensors="pt")

@@ -18,7 +18,7 @@ from sfumato.workflows.search import load
 
 RNG = np.random.default_rng(1)
 IMAGES = [encode_png(RNG.integers(0, 256, (3, *size), np.uint8)) for size in ((40, 70), (33, 33), (120, 50))]
-TEXTS = ["a red circle", "", "some bar in blue " * 30, "never seen before, a red one"]
+TEXTS = ["a Red circle", "", "some bar in blue " * 30, "never seen before, a red one"]
 SMALL = {"kind": "small", "size": 16, "width": 4}, {"kind": "small", "vocabulary": 60, "width": 16}
 FROZEN = {"kind": "frozen", "grid": 3}, {"kind": "frozen", "layers": [0, 2], "whiten": 0}
 CLIP = {"kind": "clip", "architecture": "ViT-Ti/16"}

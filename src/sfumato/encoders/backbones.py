@@ -407,7 +407,7 @@ def _tokenizer(
     else:
         clip = config["model_type"].startswith("clip")  # What follows the end of a text changes nothing there.
         length = config.get("text_config", config).get("max_position_embeddings", 77 if clip else 64)
-        padded, clean = None if clip else length, str
+        padded, clean = None if clip else length, str.lower if config["model_type"].startswith("siglip") else str
     tokenizer.enable_truncation(length)
     tokenizer.enable_padding(pad_id=tokenizer.get_vocab()[pad], pad_token=pad, length=padded)
     return tokenizer, clean

@@ -266,9 +266,10 @@ def _is_siglip(backbone: Any) -> bool:
 
 def clip_tokenizer(config: ClipTextConfig, texts: Iterable[str]) -> Tokenizer:
     """The tokenizer of a new text encoder of kind "clip"."""
-    positions = config.max_tokens or _MAX_TOKENS
+    positions, kind = config.max_tokens or _MAX_TOKENS, ""
     if config.weights:
         known = from_pretrained(import_transformers().AutoConfig, config.weights)
+        kind = known.model_type
         positions = int(getattr(known, "text_config", known).max_position_embeddings)
     max_tokens = config.max_tokens or positions
     if max_tokens > positions:
@@ -276,7 +277,7 @@ def clip_tokenizer(config: ClipTextConfig, texts: Iterable[str]) -> Tokenizer:
         raise UserError(f"model.text.max_tokens={max_tokens} is {most}; leave it out")
     if not config.weights and not config.tokenizer:
         return add_begin_and_end(train_tokenizer(texts, config.vocabulary), max_tokens)
-    pretrained = pretrained_tokenizer(config.weights or config.tokenizer)
+    pretrained = pretrained_tokenizer(config.weights or config.tokenizer, kind)
     tokenizer: Tokenizer = pretrained.backend_tokenizer
     tokenizer.enable_truncation(max_tokens)
     if len(tokenizer.encode("").ids) < 2:  # SigLIP attends to padding: every text has the full length.

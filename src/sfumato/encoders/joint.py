@@ -95,15 +95,16 @@ def _joint_transformers(name: str, side: Side, precision: weights.Precision) -> 
             return {"pixel_values": processor(images=list(images), return_tensors="pt")["pixel_values"]}
 
         return made(pixels, embed, processor=f" processor={processor.to_json_string()}")
-    tokenizer, length = weights.pretrained_tokenizer(source), int(model.config.text_config.max_position_embeddings)
-    # SigLIP was trained on texts that are padded to its whole context.
-    padding = "max_length" if str(model.config.model_type).startswith("siglip") else True
+    kind, length = str(model.config.model_type), int(model.config.text_config.max_position_embeddings)
+    tokenizer, siglip = weights.pretrained_tokenizer(source, kind), kind.startswith("siglip")
+    # SigLIP was trained on texts that are padded to its whole context, without a mask.
+    padding, names = ("max_length", ["input_ids"]) if siglip else (True, ["input_ids", "attention_mask"])
 
     def ids(texts: Sequence[Any]) -> Mapping[str, Tensor]:
         tokens = tokenizer(list(texts), padding=padding, truncation=True, max_length=length, return_tensors="pt")
-        return {k: v for k, v in tokens.items() if k in ("input_ids", "attention_mask")}
+        return {k: v for k, v in tokens.items() if k in names}
 
-    return made(ids, embed, pieces=partial(count_pieces, tokenizer))
+    return made(ids, embed, processor=" lower" if siglip else "", pieces=partial(count_pieces, tokenizer))
 
 
 def _joint_open_clip(name: str, side: Side, precision: weights.Precision) -> weights.Backbone:
@@ -221,8 +222,8 @@ class TransformersNetwork:
     """Any text model of transformers, such as BERT or the text side of CLIP, with its tokenizer."""
 
     def __init__(self, name: str, precision: weights.Precision = "float32") -> None:
-        self._tokenizer = weights.pretrained_tokenizer(name)
         model = weights.from_pretrained(weights.import_transformers().AutoModel, name)
+        self._tokenizer = weights.pretrained_tokenizer(name, str(model.config.model_type))
         self.known, self.model = weights.model_hash(model, name), getattr(model, "text_model", model)
         self.depth = int(self.model.config.num_hidden_layers)
         self.model.eval().to(weights.number_format(precision))

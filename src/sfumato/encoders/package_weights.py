@@ -19,7 +19,7 @@ from urllib.request import getproxies
 
 import numpy as np
 from safetensors import SafetensorError
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from sfumato.arrays import n_threads
 from sfumato.data.image_decoding import encode_png
@@ -45,13 +45,17 @@ def import_transformers() -> Any:
     return transformers
 
 
-def pretrained_tokenizer(name: str) -> Any:
-    """The tokenizer of a pre-trained model."""
+def pretrained_tokenizer(name: str, model_type: str = "") -> Any:
+    """The tokenizer of a pre-trained model; that of a SigLIP makes texts lower-case, as in its training."""
     tokenizer = from_pretrained(import_transformers().AutoTokenizer, name)
     # Without a network some tokenizers load without any tokens instead of failing.
     if len(tokenizer) < 100:
         found = f"the tokenizer of {name!r} has only {len(tokenizer)} tokens, because its files are missing"
         raise UserError(f"{found}; give a complete local folder")
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # The first SigLIP's own has none, and lowers by itself.
+    if model_type.startswith("siglip") and backend is not None:
+        own = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
     return tokenizer
 
 

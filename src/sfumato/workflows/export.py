@@ -408,9 +408,12 @@ def _joint(name: str, side: Side, where: str, *, projected: bool) -> tuple[Proce
             raise UserError(f"{where}, prepares images in a way that is known with torch alone: {error}") from error
         pixels = StandardisedPixels(*standard)
         return ImageFileProcessor(size, fit=fit), lambda values, _: pooled(model.get_image_features(pixels(values)))
-    pretrained, length = weights.pretrained_tokenizer(source), int(model.config.text_config.max_position_embeddings)
-    tokenizer, siglip = pretrained.backend_tokenizer, str(model.config.model_type).startswith("siglip")
+    kind, length = str(model.config.model_type), int(model.config.text_config.max_position_embeddings)
+    pretrained, siglip = weights.pretrained_tokenizer(source, kind), kind.startswith("siglip")
+    tokenizer = pretrained.backend_tokenizer
     tokenizer.enable_truncation(length)
     pad = {"pad_id": pretrained.pad_token_id, "pad_token": pretrained.pad_token}
     tokenizer.enable_padding(**pad, length=length if siglip else None)
-    return EncodedTexts(tokenizer), lambda ids, mask: pooled(model.get_text_features(ids, mask))
+    return EncodedTexts(tokenizer), lambda ids, mask: pooled(
+        model.get_text_features(ids, torch.ones_like(mask) if siglip else mask)
+    )
