@@ -16,7 +16,6 @@ export const button = (attributes, ...children) => h("button", { type: "button",
 export const count = (n) => Math.round(n).toLocaleString("en");
 export const figure = (v, digits = 3) => (v >= 1000 ? count(v) : String(Number(v.toPrecision(digits))));
 export const megabytes = (bytes) => `${figure(bytes / 1e6)} MB`;
-// As in verdicts.
 export const percent = (p) =>
   p > 0 && p < 0.0005 ? "<0.1%" : p < 1 && p >= 0.995 ? ">99%" : `${Number((100 * p).toFixed(p < 0.1 ? 1 : 0))}%`;
 export const about = (n) => (n > 0 && n < 0.05 ? "<0.1" : n < 10 ? String(Number(n.toFixed(1))) : count(n));
@@ -58,7 +57,6 @@ export function odds(p) {
   return hundredths % 10 ? `about ${hundredths} of 100` : `about ${hundredths / 10} of 10`;
 }
 
-// A fraction as a bar.
 export function bar(fraction, attributes = {}) {
   const part = h("i");
   part.style.width = `${100 * Math.min(1, fraction)}%`;
