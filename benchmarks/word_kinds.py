@@ -22,7 +22,8 @@ import torch
 from torch.nn.functional import normalize
 
 from sfumato.encoders.package_weights import sentence_vectors, shared_minilm
-from sfumato.search.texts import FUNCTION_WORDS, _stem, words_of
+from sfumato.search.languages import words_of
+from sfumato.search.texts import FUNCTION_WORDS, _stem
 
 VISIBLE = {"04": "act", "05": "life", "06": "artefact", "08": "body", "13": "life", "17": "object", "18": "person"}
 VISIBLE |= {"20": "life"}

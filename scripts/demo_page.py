@@ -125,7 +125,7 @@ def choose_queries(items: Sequence[Emoji], searcher: Searcher) -> list[str]:
     names = [one.title.lower() for one in sorted(items, key=lambda one: uniform_hash(one.id))]
     chosen = {*phrases, *(tag for tag, _ in tags.most_common(N_TAGS)), *names[:N_NAMES]}
     model = searcher.model.model
-    return [one for one in sorted(chosen) if advice(TextQuery(one), searcher.gallery, model) == (None, None)]
+    return [one for one in sorted(chosen) if not any(advice(TextQuery(one), searcher.gallery, model).values())]
 
 
 def half(vectors: Array) -> str:

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-from sfumato.search.texts import words_of
+from sfumato.search.languages import words_of
 
 LANGUAGES = {"German": "de", "French": "fr", "Spanish": "es", "Italian": "it", "Portuguese": "pt", "Dutch": "nl"}
 LANGUAGES |= {"Swedish": "sv", "Polish": "pl", "Turkish": "tr"}

@@ -16,7 +16,7 @@ from scipy.stats import pearsonr, spearmanr
 
 from sfumato.calibration import fits
 from sfumato.encoders.package_weights import sentence_vectors
-from sfumato.search.texts import words_of
+from sfumato.search.languages import words_of
 
 TARGET = Path(fits.__file__).with_name("multiplicity.safetensors")
 N_AXES = 256

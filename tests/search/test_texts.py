@@ -16,11 +16,12 @@ import sfumato
 from sfumato import Calibration, GaussianCollection, GaussianEmbedding, QueryScores, csd_matrix
 from sfumato.calibration import fits
 from sfumato.calibration.fits import FitsCalibration
-from sfumato.encoders.package_weights import shared_minilm
 from sfumato.errors import UserError
+from sfumato.search import languages
 from sfumato.search import texts as searches
 from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.index import copy_gallery
+from sfumato.search.languages import known_words
 from sfumato.search.searcher import advice
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 from sfumato.search.texts import (
@@ -28,8 +29,6 @@ from sfumato.search.texts import (
     is_close,
     item_texts,
     item_words,
-    known_words,
-    other_language,
     saying,
     spelling,
     text_vectors,
@@ -309,14 +308,6 @@ def test_misspelt_words(typed, expected):
     assert spelling(typed, lambda: there, frozenset()) is None  # Of a model that does not show its words.
 
 
-def test_the_language_of_words_that_a_model_of_english_does_not_know():
-    known = shared_minilm("cpu").words
-    german, unknown = ["Hund im Schnee", "dog im Schnee"], ["siberian husky", "grils", "selfie", "xqzvw"]
-    texts = [*german, "chien", "a dog in the snow", *unknown]
-    assert [other_language(text, dict, known) for text in texts] == ["German", "German", "French", *[None] * 5]
-    assert other_language("chien", lambda: ["chien"], known) is None and not other_language("chien", dict, frozenset())
-
-
 def test_a_later_search_makes_no_table_again(made, monkeypatch):
     model, texts = sfumato.load("small").model, ("ein grosser Hund", "a bycicle near the harbour")
 
@@ -324,7 +315,7 @@ def test_a_later_search_makes_no_table_again(made, monkeypatch):
         return advice(TextQuery(text), made[0], model), asked(made[0], text)
 
     before = [search(text) for text in texts]
-    for module in (fits, searches):
+    for module in (fits, searches, languages):
         monkeypatch.setattr(module, "files", None)
     assert known_words(model) is known_words(model) and "harbour" in known_words(model)
     assert [search(text)[0] for text in texts] == [told for told, _ in before]

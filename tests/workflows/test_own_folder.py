@@ -19,6 +19,7 @@ from sfumato import GaussianCollection, GaussianEmbedding, load, load_index
 from sfumato.data import photographs
 from sfumato.models import run
 from sfumato.models.run import PACKAGED, SMALL
+from sfumato.search import searcher
 from sfumato.search.answer import SearchOptions, TextQuery
 from sfumato.search.folder import is_unfinished
 from sfumato.search.searcher import with_facts
@@ -111,7 +112,8 @@ def test_what_is_excluded_is_counted_kept_for_later_and_taken_back(sfumato, tmp_
         assert "11 images excluded: .nomedia 11" in sfumato(*command, "--out", tmp_path / command[0])[2]
 
 
-def test_a_search_is_filtered_and_misspelt_words_and_scripts_are_said(sfumato, tmp_path, pictures):
+def test_a_search_is_filtered_and_misspelt_words_and_scripts_are_said(sfumato, tmp_path, pictures, monkeypatch):
+    monkeypatch.setattr(searcher, "e5", lambda: None)
     own = draw(tmp_path / "pictures", *COLOURS)
     draw(own / "inner", "red")
     index = load(SMALL).index(own)

@@ -161,6 +161,9 @@ class FitsLogits:
         return self.nothing.of(-listed[:, 0], listed[:, 1:])
 
 
+ACROSS = "fits_across.json"
+"""The constants for queries of other languages, which :mod:`sfumato.search.languages` embeds."""
+
 PENALTIES = (math.inf, 100.0, 30.0, 10.0)
 """Strengths of the penalty, in verdicts; the first leaves the logits as they are."""
 
@@ -265,9 +268,9 @@ class FitsCalibration:
 
     @classmethod
     @functools.cache
-    def packaged(cls) -> "FitsCalibration":
-        """The constants of fits.json."""
-        return cls.from_json(json.loads(files(__package__).joinpath("fits.json").read_text("utf-8")))
+    def packaged(cls, file: str = "fits.json") -> "FitsCalibration":
+        """The constants of a file of this folder."""
+        return cls.from_json(json.loads(files(__package__).joinpath(file).read_text("utf-8")))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "FitsCalibration":

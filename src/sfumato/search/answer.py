@@ -1,5 +1,4 @@
-"""What a search is asked, and its answer: options, queries, hits and verdicts, the same for every command, program,
-service, page and notebook."""
+"""What a search is asked, and its answer: options, queries, hits and verdicts, the same for commands and programs."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from sfumato.charts import FIRST, data_url, render_page, styled_axes
 from sfumato.data.images import ImageSource, handed_out, thumbnail
 from sfumato.errors import UserError
 from sfumato.ids import Direction, has_words, plain_text, spelled_numbers
+from sfumato.search.languages import AsEnglish
 from sfumato.search.stores.protocol import Filter
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class TextQuery:
     without: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()  # stems of words of time and place that stood in the text
     typed: str = ""  # the text with these
+    across: AsEnglish | None = field(default=None, compare=False)  # of another language, in place of what models read
 
     def __post_init__(self) -> None:
         for text in (self.text, *self.also, *self.without):

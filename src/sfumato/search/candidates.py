@@ -19,8 +19,9 @@ from sfumato.data.image_decoding import PIXELS
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
+from sfumato.search.languages import words_of
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
-from sfumato.search.texts import ItemTexts, TextStore, says, word_stems, words_of
+from sfumato.search.texts import ItemTexts, TextStore, says, word_stems
 
 _COUNTED_SECONDS = 5.0
 """Other processes may write. To count a million items anew for every query would take longer than to search them."""
@@ -282,11 +283,16 @@ class TextSearch:
         self._passing = self._accepted(self.sample.uncertainty, self.sample.payloads)
         texts = [form.joined for form in self.forms]
         self.vectors = sentence_vectors(texts)  # (q, 384)
-        self.logits = [self.fits.of(len(word_stems(text))) for text in texts]
+        across = {i: form.across for i, form in enumerate(self.forms) if form.across}
+        for i, of_query in across.items():
+            self.vectors[i] = of_query.sentences[0]
+        kinds = [FitsCalibration.packaged(fitted.ACROSS) if i in across else self.fits for i in range(len(texts))]
+        self.logits = [kind.of(len(word_stems(text))) for kind, text in zip(kinds, texts, strict=True)]
         self.prior = self.fits.query_prior(self.vectors)  # (q,)
         self.near = self.fits.nearness(self.vectors) if self.model == fitted.MODEL else None  # (q,)
         n_words = np.array([len(words_of(text)) for text in texts])
-        like_captions = np.flatnonzero(n_words >= fitted.FEWEST_WORDS)
+        long = np.flatnonzero(n_words >= fitted.FEWEST_WORDS)
+        like_captions = np.array([i for i in long if i not in across], np.int64)
         counts = multiplicity(self.vectors[like_captions], n_words[like_captions]).tolist()
         self.multiplicity = dict(zip(like_captions.tolist(), counts, strict=True))  # by query
         self._has = self.own.has_texts[self._passing]  # of those of the sample that may be found
@@ -307,9 +313,12 @@ class TextSearch:
         return as_numpy(_USUAL_LOGIT - _USUAL_SPREAD * (distance - mean) / np.maximum(deviation, least))
 
     def _evidence(self, i: int, items: ItemTexts, distance: np.ndarray, usual: np.ndarray) -> Evidence:
-        image = self._image_logit(distance, usual)
-        texts = [self.forms[i].joined]
-        return items.evidence(texts, self.vectors[[i]], image, self.prior[[i]], self.own.rarity)
+        image, texts, across = self._image_logit(distance, usual), [self.forms[i].joined], self.forms[i].across
+        if across is not None and across.embeddings is None:
+            image = np.full_like(image, image.mean())
+        found = items.evidence(texts, self.vectors[[i]], image, self.prior[[i]], self.own.rarity, across)
+        # Words of another language that an item has say what they say, and those that it lacks say nothing.
+        return found if across is None else replace(found, missing=np.zeros_like(found.missing))
 
     def _nearness(self, i: int) -> np.ndarray | None:
         return None if self.near is None else self.near[[i]]
@@ -368,6 +377,8 @@ class TextSearch:
         top = hits_of(found.take(order), sigmoid(logit)[order], best_text)
         if not self.forms[i].without:
             parts = logits.why(known.items(order), listed, self._nearness(i))
+            if self.forms[i].across:
+                parts["query, matched across languages"] = parts.pop("query")
             if self.forms[i].facts:
                 parts["time and place"] = logit[None, order] - sum(parts.values())
             values = [dict(zip(parts, row, strict=True)) for row in np.stack([*parts.values()], 2)[0].tolist()]

@@ -25,8 +25,9 @@ from sfumato.search import candidates
 from sfumato.search.answer import UNFAMILIAR, Answer, Hit, QueryInfo, SearchOptions, TextQuery, Verdict
 from sfumato.search.candidates import Candidates, GalleryRecords, Ranked, SampledItems, TextSearch
 from sfumato.search.exact import quiet
+from sfumato.search.languages import words_of
 from sfumato.search.stores.protocol import Filter
-from sfumato.search.texts import TextStore, item_words, word_stems, words_of
+from sfumato.search.texts import TextStore, item_words, word_stems
 
 _SAMPLED = 200
 """Items whose fields are named where a filter asks for a field that no item has."""
@@ -284,6 +285,9 @@ class Gallery(ABC):
         self.follow()
         queries, scorer = self.checked(queries, k), self.scorer
         about = [QueryInfo(str(i)) for i in range(queries.n)] if about is None else about
+        own = [one.text and one.text.across and one.text.across.embeddings for one in about]
+        if any(own):
+            queries = GaussianEmbedding.cat([one or queries[i : i + 1] for i, one in enumerate(own)])
         options.check(scorer.direction, [one.native for one in about])
         radius = None if options.coverage is None else scorer.radius(options.coverage)
         n = self.size if options.filter is None else self.count(options.filter)

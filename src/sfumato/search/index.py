@@ -340,7 +340,7 @@ def _copy_texts(source: TextStore | None, copy: TextStore, records: Records) -> 
     if source is None:
         copy.upsert(ids, payloads)
     elif own:
-        copy.write(ids, source.vectors_for(ids, payloads), payloads)
+        copy.write(ids, *source.vectors_for(ids, payloads), payloads)
 
 
 def _copy_uploads(folder: Path, copy: Path) -> None:

@@ -23,6 +23,7 @@ from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryI
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
+from sfumato.search.languages import as_english, e5, known_words, odd_words, other_language, strange_script, words_of
 from sfumato.search.stores.protocol import own_or_anchored, parse_where
 
 Modality = Literal["texts", "images"]
@@ -241,10 +242,10 @@ class Searcher(contextlib.AbstractContextManager["Searcher"]):
             n times what :meth:`Gallery.search` reads.
         """
         unfamiliar = self.model.unfamiliar_texts([one.joined for one in texts])
-        advised = (advice(one, self.gallery, self.model.model) for one in texts)
+        native, model = self.native == "texts", self.model.model
         return [
-            QueryInfo(one.name, one, self.native == "texts" and one.is_one, strange, *told)
-            for one, strange, told in zip(texts, unfamiliar, advised, strict=True)
+            replace(QueryInfo(one.name, one, native and one.is_one, strange), **advice(one, self.gallery, model))
+            for one, strange in zip(texts, unfamiliar, strict=True)
         ]
 
     def search_items(self, ids: Sequence[str], k: int = 10, options: SearchOptions = _DEFAULT) -> list[Answer]:
@@ -315,31 +316,43 @@ def open_gallery(folder: str | Path, store: str | None = None, *, unfinished: bo
 
 
 _MULTILINGUAL = "google/siglip-base-patch16-256-multilingual"
+_FOREIGN = 0.4
+"""What a text with an odd word has that is not English: of 4,000 misspelt parts of captions 1.2 % do."""
+
+_EXTRA = "install the encoder of other languages: pip install 'sfumato[multilingual]'"
 
 
 _NEGATION = re.compile(r"\b(no|not|without|never|neither|nor|except|\w+n['\u2019]t)\b", re.IGNORECASE)
 
 
-def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> tuple[str | None, str | None]:
-    """The suggestion and the warning of an answer to a text."""
+def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> dict[str, Any]:
+    """The fields of :class:`QueryInfo` that say what a model cannot read of a text, and what it would be in English."""
     if word := _NEGATION.search(query.joined):
-        return None, f"Searches do not understand {word[0]!r}: give what should not be seen as --without (without=)"
+        told = f"Searches do not understand {word[0]!r}: give what should not be seen as --without (without=)"
+        return {"warning": told}
     if wording.FUNCTION_WORDS.issuperset(wording.stemmed(query.joined).values()):
-        return None, "These words say nothing of what is shown, so the probabilities mean nothing: name a thing"
+        return {"warning": "These words say nothing of what is shown, so the probabilities mean nothing: name a thing"}
     counter = piece_counter(model)
-    known = wording.known_words(model)
-    strange = f"in {script} script" if counter and (script := wording.strange_script(query.joined, counter)) else ""
-    if not strange and (language := wording.other_language(query.joined, gallery.words, known)):
+    known = known_words(model)
+    strange = f"in {script} script" if counter and (script := strange_script(query.joined, counter)) else ""
+    odd = odd_words(query.joined, gallery.words, known)
+    if not strange and (language := other_language(odd)):
         strange = f"of {language}"
+    if (strange or odd) and gallery.scorer.direction == "t2i" and e5() is not None:
+        found = as_english([query.joined, *query.parts], str(gallery.metadata.get("model")))
+        if strange or found.foreign[0] > _FOREIGN:
+            own = None if found.embeddings is None else combined([query], found.embeddings[1:])
+            return {"text": replace(query, across=replace(found, embeddings=own)), "unfamiliar": False}
     if strange:
         note = f"The text encoder knows hardly any words {strange}: the results are guesses"
-        way = f"in English, or index with a multilingual model: sfumato index {_MULTILINGUAL} --data FOLDER"
-        return None, f"{note}. Write the query {way}"
+        ways = f"in English, {_EXTRA}, or index with a multilingual model: sfumato index {_MULTILINGUAL} --data FOLDER"
+        return {"warning": f"{note}. Write the query {ways}"}
     if any(_is_cut(text, model) for text in query.parts):
-        return None, "The model reads only the beginning of this text: shorten it, or give its end as --also (also=)"
-    if counter and all(n == 1 for n in counter(wording.words_of(query.text))):
-        return None, None  # The model knows all words.
-    return wording.spelling(query.text, gallery.words, known), None
+        way = "shorten it, or give its end as --also (also=)"
+        return {"warning": f"The model reads only the beginning of this text: {way}"}
+    if counter and all(n == 1 for n in counter(words_of(query.text))):
+        return {}  # The model knows all words.
+    return {"suggestion": wording.spelling(query.text, gallery.words, known)}
 
 
 _BEFORE = frozenset(("in", "at", "on", "of", "from", "near", "during"))

@@ -11,8 +11,6 @@ import json
 import math
 import re
 import threading
-import unicodedata
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -21,9 +19,9 @@ import numpy as np
 
 from sfumato.arrays import log_sigmoid, some_rows
 from sfumato.calibration.fits import Evidence, FitsCalibration
-from sfumato.encoders.encoder_protocol import Pieces, TwoTowers, piece_counter
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
 from sfumato.ids import NUMBERS, plain_text, spelled_numbers
+from sfumato.search.languages import AsEnglish, e5_means, unpacked, words_of
 from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore
 
 TEXT_FIELDS = ("captions", "title", "tags")
@@ -54,11 +52,6 @@ def item_words(payload: Mapping[str, str]) -> str:
     """All words of an item; the last line is the text in its pixels, whose own lines end anywhere."""
     *own, written = (payload.get(name, "") for name in WORD_FIELDS)
     return "\n".join([*own, written.replace("\n", " ")])
-
-
-def words_of(text: str) -> list[str]:
-    """The words of a text in lower case, without digits."""
-    return re.findall(r"[^\W\d_]+", plain_text(text).lower())
 
 
 def _tokens(text: str) -> list[str]:
@@ -102,42 +95,6 @@ def _nearest_word(word: str, *lists: Collection[str]) -> str | None:
             counts = words if isinstance(words, Mapping) else {}
             best = min(found, key=lambda one: (one[1], one[0][0] != word[0], -counts.get(one[0], 0), one[0]))[0]
     return best
-
-
-_LETTERS = 0.6
-"""Subword pieces for each letter from which a tokenizer knows letters of a script and hardly any words."""
-
-
-def known_words(model: TwoTowers) -> frozenset[str]:
-    """The words that are whole in the vocabulary of a model's tokenizer; none if it does not show it."""
-    return frozenset(getattr(getattr(piece_counter(model), "__self__", None), "words", ()))
-
-
-def strange_script(text: str, pieces: Pieces) -> str | None:
-    """The script of a text, such as Cyrillic, if it is not Latin and the tokenizer splits its words into letters."""
-    words = [word for word in re.findall(r"[^\W_]+", text) if word.isalpha()]
-    scripts = Counter(unicodedata.name(letter, "?").partition(" ")[0] for word in words for letter in word)
-    script = max(scripts, key=scripts.__getitem__, default="LATIN")
-    if script == "LATIN" or sum(pieces(words)) < _LETTERS * sum(map(len, words)):
-        return None
-    return script.capitalize()
-
-
-@functools.cache
-def _foreign() -> dict[str, frozenset[str]]:
-    """By language, words that are hardly English. scripts/foreign_words.py makes the table."""
-    table = json.loads(files(__package__).joinpath("foreign.json").read_text("utf-8"))
-    return {language: frozenset(words.split()) for language, words in table.items()}
-
-
-def other_language(text: str, there: Callable[[], Collection[str]], known: frozenset[str]) -> str | None:
-    """The language of a text with words that neither a model of English nor the items know, by half as many of them."""
-    words = {word for word in words_of(text) if len(word) > 1}
-    odd = words - known if known else set()
-    odd -= set(there()) if odd else set()
-    found = {language: len(words & own) for language, own in _foreign().items() if odd & own} if odd else {}
-    best = max(found, key=found.__getitem__, default="")
-    return best if found and 2 * found[best] >= len(odd) else None
 
 
 _local = threading.local()
@@ -242,6 +199,7 @@ class ItemTexts:
     stems: Sequence[frozenset[str]]  # n sets of their stems
     n_texts: np.ndarray  # (n,) numbers of texts
     files: Sequence[str]  # n times the parts of the name of a file that has a number
+    across: Sequence[str]  # n vectors of e5 as they are stored; "" where there is none
 
     @classmethod
     def of(
@@ -249,17 +207,24 @@ class ItemTexts:
         vectors: np.ndarray,
         payloads: Sequence[Mapping[str, str]],
         stems: Mapping[int, Iterable[str]] | None = None,
+        across: Mapping[int, str] | None = None,
     ) -> "ItemTexts":
-        """From their vectors and payloads, and by position the stems that are known."""
+        """From their vectors and payloads, and by position the stems and the vectors of e5 that are known."""
         words, known = [item_words(payload) for payload in payloads], stems or {}
         n_texts = np.array([len(item_texts(payload)) for payload in payloads], np.int64)
         own_stems = [frozenset(known.get(i) or word_stems(own)) for i, own in enumerate(words)]
-        return cls(vectors, words, own_stems, n_texts, [payload.get("file", "") for payload in payloads])
+        by_e5 = [(across or {}).get(i, "") for i in range(len(words))]
+        return cls(vectors, words, own_stems, n_texts, [payload.get("file", "") for payload in payloads], by_e5)
 
     @functools.cached_property
     def has_texts(self) -> np.ndarray:
         """(n,) whether an item has texts."""
         return np.asarray(self.vectors.any(axis=1))
+
+    @functools.cached_property
+    def by_e5(self) -> np.ndarray:
+        """(n, 384) unit vectors of e5; zeros where there is none."""
+        return unpacked(self.across)
 
     @property
     def few(self) -> np.ndarray:
@@ -309,9 +274,14 @@ class ItemTexts:
         image: np.ndarray,
         prior: np.ndarray,
         rarity: Callable[[str], float] | None = None,
+        across: AsEnglish | None = None,
     ) -> Evidence:
-        """What the texts say for q queries. vectors (q, 384); image (q, n) logits; prior (q,)."""
-        agreement = np.where(self.has_texts, vectors @ self.vectors.T * self.lengths, np.nan)
+        """What the texts say for q queries, or one of another language. vectors (q, 384); image (q, n) logits; prior
+        (q,)."""
+        cosine = vectors @ self.vectors.T
+        if across is not None:
+            cosine = np.where(self.by_e5.any(1), across.by_e5[: len(queries)] @ self.by_e5.T, cosine)
+        agreement = np.where(self.has_texts, cosine * self.lengths, np.nan)
         stems = [word_stems(query) for query in queries]
         words, missing, together = (np.zeros_like(image) for _ in range(3))
         for i, own in enumerate(stems):
@@ -378,6 +348,9 @@ def _stored_words(payload: Mapping[str, str]) -> str:
     return " ".join((_MARK, *stems))[:_MOST_LETTERS]
 
 
+_E5 = "_e5"
+"""Payload field of the mean of e5's vectors of the texts, packed."""
+
 _DIGEST = "_texts"
 """Payload field of the digest of the texts that a vector is of."""
 
@@ -406,31 +379,44 @@ class TextStore:
         if gone := [i for i, has in zip(ids, some, strict=True) if not has]:
             self.store.delete(gone)
         if kept := np.flatnonzero(some).tolist():
-            self.write([ids[i] for i in kept], vectors[kept], [payloads[i] for i in kept])
+            own = [payloads[i] for i in kept]
+            self.write([ids[i] for i in kept], vectors[kept], e5_means(map(item_texts, own)), own)
 
-    def write(self, ids: Sequence[str], vectors: np.ndarray, payloads: Sequence[Mapping[str, str]]) -> None:
+    def write(
+        self, ids: Sequence[str], vectors: np.ndarray, across: Sequence[str], payloads: Sequence[Mapping[str, str]]
+    ) -> None:
         """Store vectors with what searches filter by, and with the words if the store finds them. vectors (n, 384)."""
         kept = [{k: v for k, v in one.items() if k not in WORD_FIELDS or k == "place"} for one in payloads]
         kept = [own | {_DIGEST: _digest(one)} for own, one in zip(kept, payloads, strict=True)]
+        kept = [own | ({_E5: by_e5} if by_e5 else {}) for own, by_e5 in zip(kept, across, strict=True)]
         if isinstance(self.store, WordStore):
             kept = [own | {WORDS: _stored_words(one)} for own, one in zip(kept, payloads, strict=True)]
         self.store.upsert(Records(tuple(ids), vectors, np.zeros(len(ids), np.float32), tuple(kept)))
 
-    def vectors_for(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]) -> np.ndarray:
-        """(n, 384) vectors of these texts, even if a writer has other texts of the items by now: those are embedded."""
+    def vectors_for(
+        self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]]
+    ) -> tuple[np.ndarray, Sequence[str]]:
+        """(n, 384) vectors of these texts, and n of e5, even if a writer has other texts of the items by now: those are
+        embedded."""
         vectors, found = np.zeros((len(ids), WIDTH), np.float32), self.store.get(ids)
+        across = [""] * len(ids)
         row = {i: k for k, i in enumerate(ids)}
         same = [j for j, i in enumerate(found.ids) if found.payloads[j].get(_DIGEST) == _digest(payloads[row[i]])]
         there = [row[found.ids[j]] for j in same]
         vectors[there] = found.vectors[same]
+        for k, j in zip(there, same, strict=True):
+            across[k] = found.payloads[j].get(_E5, "")
+        lacking = [k for k, by_e5 in enumerate(across) if not by_e5]
+        for k, by_e5 in zip(lacking, e5_means(item_texts(payloads[k]) for k in lacking), strict=True):
+            across[k] = by_e5
         if others := [k for k in sorted({*range(len(ids))} - {*there}) if item_texts(payloads[k])]:
             vectors[others] = text_vectors([payloads[k] for k in others])
-        return vectors
+        return vectors, across
 
     def of(self, ids: Sequence[str], payloads: Sequence[Mapping[str, str]], known: Records | None = None) -> ItemTexts:
         """The texts of some items, of which some records may be known."""
         known = known or Records.none(WIDTH)
-        there, stems = set(known.ids), dict[int, list[str]]()
+        there, stems, across = set(known.ids), dict[int, list[str]](), dict[int, str]()
         with_texts = [i for i, one in zip(ids, payloads, strict=True) if i not in there and item_texts(one)]
         vectors, row = np.zeros((len(ids), WIDTH), np.float32), {i: k for k, i in enumerate(ids)}
         for found in (self.store.get(with_texts), known):
@@ -438,7 +424,8 @@ class TextStore:
             rows = [row[found.ids[j]] for j in stored]
             vectors[rows] = found.vectors[stored]
             stems |= {k: _all_stems(found.payloads[j]) for k, j in zip(rows, stored, strict=True)}
-        return ItemTexts.of(vectors, payloads, stems)
+            across |= {k: found.payloads[j].get(_E5, "") for k, j in zip(rows, stored, strict=True)}
+        return ItemTexts.of(vectors, payloads, stems, across)
 
     def having(self, stems: Sequence[str], c: int, filter: Filter | None) -> list[str]:
         """The ids of c items whose texts say some word stems, if the store finds words: the first of its own order."""
