@@ -155,13 +155,10 @@ def test_a_corrected_definition_replaces_the_one_of_the_same_place(tmp_path, mon
     del LOSSES["own_pair"], DISTANCES["own_pair"]
 
 
-TINY = ["train.epochs=1"]
-
-
 def test_a_run_of_ones_own_loss_is_used_without_it(tmp_path, sfumato, monkeypatch, forget):
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    recipe = ("train", make_toy(tmp_path / "toy"), *TINY, "loss.name=margin", "loss.weight=0.2")
+    recipe = ("train", make_toy(tmp_path / "toy"), "train.epochs=1", "loss.name=margin", "loss.weight=0.2")
     err = sfumato.refused(*recipe, "--out", "run")
     assert "loss.name: unknown 'margin'" in err and "--import FILE" in err and not Path("run").exists()
     sfumato.printed(*recipe, "--import", "mine.py", "--out", "run")
@@ -188,7 +185,7 @@ def test_training_goes_on_where_the_file_is_now(tmp_path, sfumato, monkeypatch, 
     Path("mine.py").write_text(OWN)
     recipe, text = tmp_path / "own.toml", make_toy(tmp_path / "toy").read_text()
     recipe.write_text('imports = ["mine.py"]\n' + re.sub(r"\[loss\]\n(.+\n)*", '[loss]\nname = "margin"\n', text))
-    sfumato.printed("train", recipe, *TINY, "--out", "run")
+    sfumato.printed("train", recipe, "train.epochs=1", "--out", "run")
     assert load_recipe("run/recipe.toml").imports == (str(tmp_path / "mine.py"),)
     shutil.move("mine.py", "moved.py")
     forget()
@@ -198,7 +195,7 @@ def test_training_goes_on_where_the_file_is_now(tmp_path, sfumato, monkeypatch, 
 
 def test_a_loss_that_a_program_registered_leaves_a_run_that_opens(tmp_path, monkeypatch):
     register_loss("plain", plain_loss, PlainOptions)
-    public.fit(load_recipe(make_toy(tmp_path / "toy"), [*TINY, "loss.name=plain"]), tmp_path / "run")
+    public.fit(load_recipe(make_toy(tmp_path / "toy"), ["train.epochs=1", "loss.name=plain"]), tmp_path / "run")
     before = public.load(tmp_path / "run").embed_texts(["a cat"])
     del LOSSES["plain"]
     with pytest.raises(UserError, match="unknown loss 'plain'.*--import FILE"):

@@ -170,13 +170,9 @@ def test_samples_without_captions_are_kept_for_an_index_and_leave_a_training_alo
     assert [item.id.rpartition("!")[2] for item in items] == ["000001", "000002", "5", "6", "7"] and found.is_empty
 
 
-def pack_six(path):
-    pack(path, [member for i in range(6) for member in sample(i)])
-    return path.read_bytes()
-
-
 def test_a_damaged_header_or_size_costs_its_sample_and_not_the_rest(tmp_path):
-    whole = pack_six(tmp_path / "a.tar")
+    pack(tmp_path / "a.tar", [member for i in range(6) for member in sample(i)])
+    whole = (tmp_path / "a.tar").read_bytes()
     for name, number in (("000000.jpg", 0), ("000002.txt", 2), ("000005.jpg", 5)):
         damaged = bytearray(whole)
         place = damaged.index(name.encode())
@@ -187,7 +183,7 @@ def test_a_damaged_header_or_size_costs_its_sample_and_not_the_rest(tmp_path):
         assert noted[0].reason == f"damaged at byte {place}; the samples there are lost"
         lost = [] if name.endswith("txt") else [f"{tmp_path / 'a.tar'}!00000{number}"]
         assert [p.location for p in noted] == [str(tmp_path / "a.tar"), *lost]
-    data = bytearray(pack_six(tmp_path / "a.tar"))
+    data = bytearray(whole)
     header = data.index(b"000002.jpg")
     data[header + 124 : header + 136] = (-1000).to_bytes(12, "big", signed=True)
     data[header + 148 : header + 156] = b" " * 8

@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+from data.test_manifest import captions_of
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from support.pictures import png, write_tar
@@ -194,21 +195,26 @@ LISTS = {
 SEEN = ["001.Bird_a/a1.jpg", "003.Bird_c/c0.jpg", "006.Bird_f/f2.jpg"]
 
 
-@pytest.fixture
-def cub(tmp_path):
-    for c, bird in enumerate(BIRDS):
+def make_cub(top, birds, lists, seen):
+    """Three images of each bird, named by the last letter of the bird; lists of numbers of birds."""
+    for c, bird in enumerate(birds):
         for folder in ("images", "text_c10"):
-            (tmp_path / folder / bird).mkdir(parents=True)
+            (top / folder / bird).mkdir(parents=True)
         for k in range(3):
             name = f"{bird[-1]}{k}"
-            Image.new("RGB", (20, 16), (40 * c, 80 * k, 100)).save(tmp_path / "images" / bird / f"{name}.jpg")
-            lines = [f"bird {bird[-1]} number {k}", "this bird has wings", *([f"the {k} of {c}"] if k else [])]
-            (tmp_path / "text_c10" / bird / f"{name}.txt").write_text("\n".join(lines) + "\n\n")
-            (tmp_path / "text_c10" / bird / f"{name}.t7").write_bytes(b"other files are ignored")
-    (tmp_path / "splits").mkdir()
-    for name, classes in LISTS.items():
-        (tmp_path / "splits" / f"{name}.txt").write_text("".join(f"{BIRDS[c]}\n" for c in classes))
-    (tmp_path / "splits" / "seen_test_images.txt").write_text("\n".join(SEEN))
+            Image.new("RGB", (20, 16), (25 * c, 80 * k, 100)).save(top / "images" / bird / f"{name}.jpg")
+            lines = [f"bird {bird[-1]} number {k}", "this red bird has wings", *([f"the {k} of {c}"] if k else [])]
+            (top / "text_c10" / bird / f"{name}.txt").write_text("\n".join(lines) + "\n\n")
+            (top / "text_c10" / bird / f"{name}.t7").write_bytes(b"other files are ignored")
+    (top / "splits").mkdir()
+    for name, classes in lists.items():
+        (top / "splits" / f"{name}.txt").write_text("".join(f"{birds[c]}\n" for c in classes))
+    (top / "splits" / "seen_test_images.txt").write_text("\n".join(seen))
+
+
+@pytest.fixture
+def cub(tmp_path):
+    make_cub(tmp_path, BIRDS, LISTS, SEEN)
     return tmp_path
 
 
@@ -278,13 +284,6 @@ def write(folder, name, features, captions, ids=None):
     (folder / f"{name}_caps.txt").write_bytes(b"".join(lines))
     if ids is not None:
         (folder / f"{name}_ids.txt").write_text("".join(f"{i}\n" for i in ids))
-
-
-def captions_of(data):
-    found = {i: [] for i in data.image_ids}
-    for image, text in data.pairs:
-        found[data.image_ids[image]].append(data.texts[text])
-    return found
 
 
 features_of = lambda data: np.stack([regions_from_bytes(image.read_bytes()) for image in data.images])
@@ -420,12 +419,6 @@ def captions(path, images, annotations):
     return path
 
 
-def karpathy(path, name, **more):
-    of_image = {"filename": name, "split": "test", "sentences": [{"sentid": 1, "raw": "x"}], **more}
-    path.write_text(json.dumps({"images": [of_image], "dataset": "coco"}))
-    return path
-
-
 padded = lambda number: f"{number:012d}.jpg"
 
 
@@ -471,7 +464,8 @@ def test_a_folder_of_annotations_is_train_and_val_by_years_and_one_file_is_divid
 
 
 def test_karpathys_names_of_2014_find_the_images_of_2017_and_the_other_way_round(coco, tmp_path):
-    split = karpathy(tmp_path / "dataset.json", "COCO_val2014_000000000042.jpg", filepath="val2014")
+    entries = [entry("COCO_val2014_000000000042.jpg", "test", (1, "x"), filepath="val2014")]
+    split = coco_write(tmp_path, entries)
     found = read_karpathy(split, coco, Problems())["test"]
     assert found.images[0].path == coco / "train2017" / padded(42)
     old = tmp_path / "old" / "val2014" / "COCO_val2014_000000000042.jpg"
@@ -514,7 +508,8 @@ def test_every_bad_entry_is_named_and_the_rest_is_read(coco):
 
 def test_each_reader_names_the_other_ones_file_and_an_index_tells_them(coco, tmp_path):
     path = coco / "annotations" / "captions_val2017.json"
-    split, instances = karpathy(tmp_path / "dataset.json", "a.jpg"), tmp_path / "instances_val2017.json"
+    split = coco_write(tmp_path, [entry("a.jpg", "test", (1, "x"))])
+    instances = tmp_path / "instances_val2017.json"
     instances.write_text(json.dumps({"images": [], "annotations": [{"image_id": 1, "category_id": 2}]}))
     message = "this is COCO's own captions file, not a Karpathy split file. Read it with data.source=coco"
     raises(UserError, message, read_karpathy, path, coco, Problems())

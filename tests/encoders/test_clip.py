@@ -68,11 +68,6 @@ def pixels(n=3, size=24, dtype=torch.float64, seed=1):
     return torch.rand(n, 3, size, size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def standardised(values):
-    mean, std = (torch.tensor(v).to(values).view(3, 1, 1) for v in (MEAN, STD))
-    return (values - mean) / std
-
-
 def before_last_norm(backbone, values):
     seen = []
     with torch.no_grad(), backbone.encoder.layers[-1].register_forward_hook(lambda _, __, out: seen.append(out)):
@@ -90,7 +85,8 @@ def test_features_are_those_of_the_whole_tower_and_the_log_variance_has_its_own_
     build, given, other = text_encoder, IDS, copy.deepcopy(backbone)
     if side == "image":
         build, values, mask = image_encoder, pixels(size=options["image_size"]), None
-        given = standardised(values)
+        mean, std = (torch.tensor(v).to(values).view(3, 1, 1) for v in (MEAN, STD))
+        given = (values - mean) / std
     encoder = build(backbone, variance_blocks=2)
     with torch.no_grad():
         for parameter in encoder.variance_blocks.parameters():
@@ -282,24 +278,16 @@ def test_recomputed_activations_give_the_same_gradients(kind, side):
     assert max(g.abs().max() for g in gradients[0].values()) > 0.1
 
 
-def resnet_pixels(n=2, size=64):
-    return torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-
-
-def saved(folder, **processor):
-    model = tiny_resnet(folder, **processor)
-    for buffer in model.buffers():  # Running statistics other than those of a new network.
-        if buffer.is_floating_point():
-            buffer.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
-    return model
-
-
 @pytest.mark.parametrize("normalised", [True, False])
 def test_features_of_a_saved_model_are_its_last_map_of_standardised_pixels(tmp_path, normalised):
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-    plain = saved(tmp_path, do_normalize=normalised, image_mean=list(mean), image_std=list(std))
-    encoder, values = resnet_encoder(ResNetImageConfig(weights=str(tmp_path))).eval(), resnet_pixels()
+    plain = tiny_resnet(tmp_path, do_normalize=normalised, image_mean=list(mean), image_std=list(std))
+    for buffer in plain.buffers():  # Running statistics other than those of a new network.
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+    plain.save_pretrained(tmp_path)
+    encoder = resnet_encoder(ResNetImageConfig(weights=str(tmp_path))).eval()
+    values = (255 * pixels(2, 64)).to(torch.uint8)
     of_plain = values / 255
     if normalised:
         of_plain = (of_plain - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)

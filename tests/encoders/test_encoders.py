@@ -79,16 +79,12 @@ def test_head_starts_at_the_stated_total_variance(options):
         assert head.log_var_local.linear.bias.grad.abs().max() > 0 or "variance_norm" in options
 
 
-def small_model():
-    torch.manual_seed(0)
+def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
     tokenizer = train_tokenizer(["a red circle", "a blue square"], 100)
     image, text = SmallImageEncoder(4), SmallTextEncoder(tokenizer.get_vocab_size(), 8, 0.5)
     sides = (PixelProcessor(32), image), (TokenProcessor(tokenizer, 5), text)
-    return DualEncoder(*(Tower(processor, one, GaussianHead(one.channels, 6)) for processor, one in sides))
-
-
-def test_dual_encoder_embeds_pictures_and_texts_independent_of_the_batch():
-    model, texts = small_model(), ["a red circle", "blue", "a blue square with words it has never seen, and many"]
+    model = DualEncoder(*(Tower(processor, one, GaussianHead(one.channels, 6)) for processor, one in sides))
+    texts = ["a red circle", "blue", "a blue square with words it has never seen, and many"]
     together, alone = model.embed_texts(texts), [model.embed_texts([t]) for t in texts]
     torch.testing.assert_close(together.mean, torch.cat([e.mean for e in alone]))
     torch.testing.assert_close(together.log_var, torch.cat([e.log_var for e in alone]))

@@ -28,15 +28,6 @@ from sfumato.errors import UserError
 CHANNELS = 6
 
 
-def correlated_store(items=300, seed=0):
-    """Items of 1 to 4 tokens, whose channels are correlated, not centred, and of different sizes."""
-    random = np.random.default_rng(seed)
-    lengths = random.integers(1, 5, items)
-    mixing = random.normal(size=(CHANNELS, CHANNELS)) * 3.0 ** -np.arange(CHANNELS)
-    rows = random.normal(size=(lengths.sum(), CHANNELS)) @ mixing.T + 5
-    return RaggedStore(rows.astype(np.float16), np.cumsum(lengths) - lengths, lengths)
-
-
 def fitted(whiten, store):
     encoder = FeatureInput(CHANNELS, 0.5, whiten=whiten).eval()
     encoder.fit(store)
@@ -49,8 +40,10 @@ def outputs(encoder, store):
 
 
 def test_whitened_channels_are_those_of_numpy_with_and_without_projection():
-    store = correlated_store()
-    rows = store.rows.astype(float)
+    random = np.random.default_rng(0)  # Of 1 to 4 tokens; channels are correlated, not centred, of different sizes.
+    lengths, mixing = random.integers(1, 5, 300), random.normal(size=(CHANNELS, CHANNELS)) * 3.0 ** -np.arange(CHANNELS)
+    rows = (random.normal(size=(lengths.sum(), CHANNELS)) @ mixing.T + 5).astype(np.float16)
+    store, rows = RaggedStore(rows, np.cumsum(lengths) - lengths, lengths), rows.astype(float)
     found = outputs(encoder := fitted(3, store), store)
     assert encoder.channels == 3 and found.shape == (len(rows), 3)
     np.testing.assert_allclose(found.mean(0), 0, atol=1e-4)

@@ -29,12 +29,6 @@ name_of = lambda loss: next(name for name, entry in LOSSES.items() if type(loss)
 loss_options = lambda loss: LOSSES[name_of(loss)].Options()
 
 
-def still(loss):
-    """The batch; for a loss with random samples, which follow the position, almost points (log_var = -60)."""
-    pair = batch()
-    return [GaussianEmbedding(e.mean, torch.full_like(e.mean, -60)) for e in pair] if hasattr(loss, "step") else pair
-
-
 def test_terms_sum_to_the_total_in_half_precision_and_autocast(loss):
     output = loss(*batch(), MATCH)
     torch.testing.assert_close(sum(output.terms.values()), output.total)
@@ -77,7 +71,9 @@ def test_the_formula_of_a_whole_batch_is_the_module_with_its_gradients(options):
 
 
 def test_permuting_and_swapping_change_nothing_totals_are_the_loops_and_gradients_those_of_the_function(loss):
-    image, text = still(loss)
+    image, text = batch()
+    if hasattr(loss, "step"):  # It has random samples, which follow the position: almost points.
+        image, text = (GaussianEmbedding(e.mean, torch.full_like(e.mean, -60)) for e in (image, text))
     rows, columns = torch.tensor([2, 0, 3, 1]), torch.tensor([5, 1, 4, 0, 2, 3])
     changed = loss(text[columns], image[rows], MATCH[rows][:, columns].T)
     torch.testing.assert_close(changed.total, loss(image, text, MATCH).total)
@@ -170,18 +166,8 @@ def test_the_blocks_of_a_batch_whoever_holds_them_add_up_to_its_loss_and_gradien
         assert found_stats == pytest.approx(stats, rel=1e-5)
 
 
-IN_TILES = [name for name, distance in DISTANCES.items() if distance.lift is not None]
 leaves = lambda pair: [t.detach().clone().requires_grad_() for e in pair for t in (e.mean, e.log_var)]
 embeddings = lambda tensors: (GaussianEmbedding(*tensors[:2]), GaussianEmbedding(*tensors[2:]))
-
-
-def random_match(n, m, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    label = torch.rand(n, m, generator=generator, dtype=torch.float64)
-    hard = torch.rand(n, m, generator=generator) < 0.5
-    label = torch.where(hard, label.round(), label) * (torch.rand(n, m, generator=generator) < 0.1)
-    label[0], label[:, 1] = 0, 0
-    return label
 
 
 def value_and_gradients(loss, tensors, match, max_pairs):
@@ -191,11 +177,15 @@ def value_and_gradients(loss, tensors, match, max_pairs):
     return output, torch.autograd.grad(output.total, [*tensors, *parameters], materialize_grads=True)
 
 
-@pytest.mark.parametrize("distance", IN_TILES)
+@pytest.mark.parametrize("distance", [name for name, one in DISTANCES.items() if one.lift is not None])
 @pytest.mark.parametrize("name", ["pcmepp", "infonce"])
 def test_tiles_are_the_whole_matrix(monkeypatch, name, distance):
     loss = LOSSES[name](LOSSES[name].Options(distance=distance)).double()
-    tensors, match = leaves(batch(13, 17, 5)), random_match(13, 17)
+    tensors, generator = leaves(batch(13, 17, 5)), torch.Generator().manual_seed(0)
+    label = torch.rand(13, 17, generator=generator, dtype=torch.float64)
+    hard, kept = (torch.rand(13, 17, generator=generator) < limit for limit in (0.5, 0.1))
+    match = torch.where(hard, label.round(), label) * kept
+    match[0], match[:, 1] = 0, 0
     every = [value_and_gradients(loss, tensors, match, max_pairs) for max_pairs in (1, 40, 77, 2**20)]
     # From here on the distance has no vectors, so that autograd differentiates the whole matrix.
     monkeypatch.setitem(DISTANCES, distance, dataclasses.replace(DISTANCES[distance], lift=None))

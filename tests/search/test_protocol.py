@@ -238,23 +238,17 @@ def test_answers_as_the_index_does(tmp_path, distance):
         assert made.expected_matches(queries) == pytest.approx(index.expected_matches(queries), rel=1e-4)
 
 
-def conditional_of(calibration):
-    weights = (0.3, -0.2, 0.4, -0.5, 0.05, 0.02, -0.1)
-    hits = ConditionalLogits(1.4, -0.3, weights, (-60.0,) * 7, (60.0,) * 7, "planted", 50, (10, 20))
-    return replace(calibration, t2i=replace(calibration.t2i, conditional=hits, hits=calibration.t2i.scores))
-
-
-def referenced(calibration):
-    hits = replace(calibration.t2i.conditional, first=FirstHit(0.9, 0.4, (0.3, -0.2), (0.0, 0.0), (90.0, 90.0)))
-    reference = ReferenceQueries.of(gaussians(60, 17), "csd", "t2i")
-    return replace(calibration, t2i=replace(calibration.t2i, conditional=hits, reference=reference, hits=None))
-
-
 @pytest.mark.parametrize("with_reference", [False, True])
 @pytest.mark.parametrize("wanted", [None, Filter({"colour": ("r", "b")})])
 def test_probabilities_given_the_nearest_items(tmp_path, wanted, with_reference):
-    calibration = conditional_of(calibration_of(gaussians(157, 0)))
-    calibration = referenced(calibration) if with_reference else calibration
+    calibration, weights = calibration_of(gaussians(157, 0)), (0.3, -0.2, 0.4, -0.5, 0.05, 0.02, -0.1)
+    hits = ConditionalLogits(1.4, -0.3, weights, (-60.0,) * 7, (60.0,) * 7, "planted", 50, (10, 20))
+    t2i = replace(calibration.t2i, conditional=hits, hits=calibration.t2i.scores)
+    if with_reference:
+        hits = replace(hits, first=FirstHit(0.9, 0.4, (0.3, -0.2), (0.0, 0.0), (90.0, 90.0)))
+        reference = ReferenceQueries.of(gaussians(60, 17), "csd", "t2i")
+        t2i = replace(t2i, conditional=hits, reference=reference, hits=None)
+    calibration = replace(calibration, t2i=t2i)
     index, made = both(tmp_path, calibration=calibration)
     queries = gaussians(7, 3)
     accepted = [wanted is None or wanted.accepts(index.get([i]).payloads[0], 0.0) for i in index.ids]

@@ -1,8 +1,9 @@
 import shutil
 
 import pytest
-from support.serving import embedding_sources, make_collection, make_embedding_run, make_squares, read_only, served
+from support.serving import collected, embedded, embedding_sources, make_embedding_run, make_squares, read_only, served
 
+from sfumato.models.run import load_run
 from sfumato.serve.settings import open_sources
 
 
@@ -45,7 +46,8 @@ def vectors(adopted):
 
 @pytest.fixture(scope="session")
 def filled(run, data, tmp_path_factory):
-    return make_collection(run, data, tmp_path_factory.mktemp("filled") / "collection")
+    loaded = load_run(run)
+    return collected(loaded, embedded(loaded, data), tmp_path_factory.mktemp("filled") / "collection")
 
 
 @pytest.fixture

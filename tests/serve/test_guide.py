@@ -21,7 +21,6 @@ from sfumato.workflows.index import GalleryPart
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDE = DOCS / "guides" / "serve.md"
-ADDRESS = "127.0.0.1:8000"
 pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
 
@@ -43,7 +42,7 @@ def home(tmp_path_factory):
 
 def shell(command, home, port):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    line = ["bash", "-c", f"set -o pipefail; {command.replace(ADDRESS, f'127.0.0.1:{port}')}"]
+    line = ["bash", "-c", f"set -o pipefail; {command.replace('127.0.0.1:8000', f'127.0.0.1:{port}')}"]
     environment = {**os.environ, "PATH": path, "HOME": str(home), "CURL_HOME": str(home)}
     done = subprocess.run(line, cwd=home, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -14,12 +14,11 @@ import pytest
 from serve.test_conventions import listed
 from support.postgresql import postgresql
 from support.scripts import benchmark
-from support.serving import Process, add, embedded, new_item, ready, served, until
+from support.serving import Process, add, collected, embedded, new_item, ready, served, until
 from support.stores_contract import free_port
 
 from sfumato.models.run import load_run
 from sfumato.serve.settings import open_sources
-from sfumato.workflows.index import create_collection
 
 pytestmark = pytest.mark.engine
 
@@ -54,10 +53,7 @@ class Services:
 @pytest.fixture
 def shared(store, run, data, tmp_path):
     loaded = load_run(run)
-    part = embedded(loaded, data)
-    with create_collection(loaded, part, tmp_path / "collection", store.url()) as made:
-        made.upsert(part.embeddings, part.ids, part.payload)
-    return tmp_path / "collection"
+    return collected(loaded, embedded(loaded, data), tmp_path / "collection", store.url())
 
 
 @pytest.fixture

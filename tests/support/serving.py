@@ -111,15 +111,10 @@ def read_only(run_folder, pictures):
     return Sources(run.model, "run", galleries)
 
 
-def collected(run, part, folder):
-    with create_collection(run, part, folder) as collection:
+def collected(run, part, folder, *store):
+    with create_collection(run, part, folder, *store) as collection:
         collection.upsert(part.embeddings, part.ids, part.payload)
     return folder
-
-
-def make_collection(run_folder, pictures, folder):
-    run = load_run(run_folder)
-    return collected(run, embedded(run, pictures), folder)
 
 
 SQUARES = ("red", "green", "blue", "white", "black", "yellow", "orange", "pink")

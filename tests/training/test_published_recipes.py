@@ -9,6 +9,7 @@ from itertools import takewhile
 import numpy as np
 import pytest
 import torch
+from data.test_sources import make_cub
 from PIL import Image
 from safetensors.torch import load_file
 from support.lazy import Lazy
@@ -50,7 +51,12 @@ def world(tmp_path_factory):
             entry = {"filename": f"{k}.jpg", "split": "restval" if k else "train", "sentences": sentences}
             entries.append(entry | ({"filepath": subfolder} if subfolder else {}))
         (folder / f"dataset_{data}.json").write_text(json.dumps({"images": entries, "dataset": data}))
-    make_cub(folder / "cub", random)
+    line = next(line for line in CASES["cub-pcme"] if any("classes=" in word for word in line))
+    nine = list(load_recipe(find_recipe("cub-pcme"), line).data.options["classes"])
+    lists = {"testclasses": range(6, 9), "trainvalclasses": range(6)}
+    for k in range(1, 4):
+        lists |= {f"trainclasses{k}": range(4), f"valclasses{k}": range(4, 6)}
+    make_cub(folder / "cub", nine, lists, [f"{nine[0]}/{nine[0][-1]}1.jpg"])
     (folder / "scan").mkdir()
     np.save(folder / "scan" / "train_ims.npy", random.normal(size=(4, 6, 12)).astype(np.float32))
     (folder / "scan" / "train_caps.txt").write_text("".join(f"{text}\n" for texts in captions for text in texts))
@@ -62,25 +68,6 @@ def world(tmp_path_factory):
 @pytest.fixture(scope="module")
 def done():
     return set()
-
-
-def make_cub(folder, random):
-    line = next(line for line in CASES["cub-pcme"] if any("classes=" in word for word in line))
-    nine = list(load_recipe(find_recipe("cub-pcme"), line).data.options["classes"])
-    for name in nine:
-        for part in ("images", "text_c10"):
-            (folder / part / name).mkdir(parents=True)
-        for k in range(2):
-            pixels = random.integers(0, 255, (40, 50, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / "images" / name / f"{k}.jpg")
-            (folder / "text_c10" / name / f"{k}.txt").write_text("a red bird\nthe blue dog\n")
-    (folder / "splits").mkdir()
-    lists = {"testclasses": nine[6:], "trainvalclasses": nine[:6]}
-    for k in range(1, 4):
-        lists |= {f"trainclasses{k}": nine[:4], f"valclasses{k}": nine[4:6]}
-    for name, classes in lists.items():
-        (folder / "splits" / f"{name}.txt").write_text("\n".join(classes))
-    (folder / "splits" / "seen_test_images.txt").write_text(f"{nine[0]}/1.jpg")
 
 
 def small(recipe, folder):

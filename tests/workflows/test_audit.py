@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.raising import raises
+from support.references_metrics import csd_by_loops
 from support.toy import make_toy, make_two_methods
 from support.words import folded, too_wide
 
@@ -38,24 +39,6 @@ def embeddings(n, d, seed, *, points=False):
     return GaussianEmbedding.point(mean) if points else GaussianEmbedding(mean, torch.randn(n, d, generator=random))
 
 
-def random_list(n, m, p, seed):
-    chosen = np.random.default_rng(seed).permutation(n * m)[:p]
-    return Relevance.from_pairs(chosen // m, chosen % m, n_queries=n, n_gallery=m)
-
-
-def csd_loop(images, texts):
-    return np.array(
-        [
-            [
-                sum((a - b) ** 2 for a, b in zip(x.tolist(), y.tolist(), strict=True))
-                + float(u.exp().sum() + v.exp().sum())
-                for y, v in zip(texts.mean.double(), texts.log_var.double(), strict=True)
-            ]
-            for x, u in zip(images.mean.double(), images.log_var.double(), strict=True)
-        ]
-    )  # fmt: skip
-
-
 def loop(distance, listed):
     result = []
     n, m = distance.shape
@@ -74,9 +57,10 @@ def loop(distance, listed):
 @pytest.mark.parametrize("memory_mb", [64.0, 1e-4])
 def test_scores_are_those_of_slow_loops(points, memory_mb):
     images, texts = embeddings(17, 5, 0, points=points), embeddings(29, 5, 1, points=points)
-    listed = random_list(17, 29, 60, 2)
+    chosen = np.random.default_rng(2).permutation(17 * 29)[:60]
+    listed = Relevance.from_pairs(chosen // 29, chosen % 29, n_queries=17, n_gallery=29)
     scores, missing = audit_pairs(images, texts, listed, memory_mb=memory_mb)
-    distance = csd_loop(images, texts)
+    distance = csd_by_loops(images.mean, images.var.numpy(), texts.mean, texts.var.numpy())
     expected = loop(distance, listed.to_dense())
     names = "image", "text", "distance", "excess", "text_rank", "image_rank"
     found = np.stack([getattr(scores, name) for name in names], axis=1)
