@@ -143,7 +143,7 @@ def test_probabilities_and_their_sums_hold_on_new_lists():
     assert ((nothing - empty) ** 2).mean() <= ((independent - empty) ** 2).mean()
 
 
-def test_a_prior_predicts_few_labels_move_it_and_further_evidence_is_fitted(data):
+def test_a_prior_predicts_few_labels_move_it_and_further_evidence_is_fitted(data, tmp_path):
     scores, labels, queries = data
     prior = ScoreCalibrator(prior="bm25")
     before = prior.predict_proba(scores, groups=queries)
@@ -154,6 +154,14 @@ def test_a_prior_predicts_few_labels_move_it_and_further_evidence_is_fitted(data
     given = prior._known().weights
     assert list(strong.formula_.weights.values()) == pytest.approx(list(given.values()), abs=1e-4)
     assert score(weak) == pytest.approx(score(plain), abs=1e-6) and score(weak) > score(prior)
+    plain.save(tmp_path / "mine.json")
+    again = ScoreCalibrator(prior=tmp_path / "mine.json")
+    np.testing.assert_array_equal(again.predict_proba(scores, groups=queries), plain.predict_proba(scores, queries))
+    again.set_params(penalty=1e9, comparable=False).fit(scores, labels, groups=queries).save(tmp_path / "again.json")
+    (tmp_path / "mine.json").unlink()
+    assert ScoreCalibrator.load(tmp_path / "again.json").formula_.weights == pytest.approx(
+        plain.formula_.weights, abs=1e-3
+    )
     both = np.stack([scores, labels + np.random.default_rng(3).normal(0, 0.5, len(labels))], 1)
     plain, made = (ScoreCalibrator().fit(x, labels, groups=queries) for x in (scores, both))
     assert made.score(both, labels, groups=queries) > plain.score(scores, labels, groups=queries) + 0.02

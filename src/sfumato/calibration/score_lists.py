@@ -55,7 +55,8 @@ class ScoreCalibrator:
             held-out log loss decides.
         penalty: strength of the ridge penalty on the weights of standardised features.
         prior: "bm25", "cosine" or "fusion" (reciprocal ranks): start from constants that were fitted on captions of
-            photographs. They predict without :meth:`fit`, as a guess; a fit goes from them to what the labels say.
+            photographs; or a file of :meth:`save`, for its formula. They predict without :meth:`fit`, as a guess; a
+            fit goes from them to what the labels say.
 
     Example:
         >>> scores = [9.0, 4.0, 3.5, 3.0, 5.0, 4.9, 4.8, 4.7]
@@ -74,7 +75,7 @@ class ScoreCalibrator:
         higher_is_better: bool = True,
         comparable: bool | str = "auto",
         penalty: float = 1.0,
-        prior: str | None = None,
+        prior: str | Path | None = None,
     ) -> None:
         self.higher_is_better, self.comparable, self.penalty, self.prior = higher_is_better, comparable, penalty, prior
 
@@ -144,7 +145,7 @@ class ScoreCalibrator:
             raise ValueError("ScoreCalibrator: all labels are equal; give hits that match and hits that do not")
         if lists.is_upside_down(label):
             warnings.warn(_UPSIDE_DOWN, stacklevel=2)
-        prior = None if self.prior is None else priors()[self.prior]
+        prior = self._prior()
         self.formula_ = fit_formula(lists, label, comparable=self.comparable, penalty=self.penalty, prior=prior)
         return self
 
@@ -255,7 +256,8 @@ class ScoreCalibrator:
         Raises:
             ValueError: it was not fitted and has no prior.
         """
-        values = {"format": _FORMAT, "arguments": self.get_params(), "formula": self._known().to_json()}
+        arguments = self.get_params() | {"prior": None if self.prior is None else str(self.prior)}
+        values = {"format": _FORMAT, "arguments": arguments, "formula": self._known().to_json()}
         write_json(path, {"kind": "sfumato score calibrator", **values})
 
     @classmethod
@@ -290,17 +292,23 @@ class ScoreCalibrator:
             raise ValueError(f"ScoreCalibrator: comparable must be True, False or 'auto', got {self.comparable!r}")
         if not (isinstance(self.penalty, Real) and 0 < self.penalty < math.inf):
             raise ValueError(f"ScoreCalibrator: penalty must be a number above 0, got {self.penalty!r}")
-        if self.prior is not None and self.prior not in priors():
-            raise ValueError(f"ScoreCalibrator: prior must be {', '.join(priors())} or None, got {self.prior!r}")
+
+    def _prior(self) -> ScoreFormula | None:
+        if self.prior is None or str(self.prior) in priors():
+            return priors().get(str(self.prior))
+        if not Path(self.prior).is_file():
+            expected = f"{', '.join(priors())}, the file of a calibrator or None"
+            raise ValueError(f"ScoreCalibrator: prior must be {expected}, got {self.prior!r}")
+        return self.load(self.prior).formula_
 
     def _known(self) -> ScoreFormula:
         """The fitted formula, or that of the prior."""
         if hasattr(self, "formula_"):
             return self.formula_
         self._check_arguments()
-        if self.prior is None:
+        if (prior := self._prior()) is None:
             raise ValueError("ScoreCalibrator: not fitted; call fit with labels, or give prior='bm25' or another")
-        return priors()[self.prior]
+        return prior
 
     def _read(self, X: npt.ArrayLike, groups: npt.ArrayLike | None) -> HitLists:
         """The lists, with scores of which the larger are better."""
