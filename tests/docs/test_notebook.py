@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from example_notebook import NOTEBOOK, SCRIPT, notebook
+from support.tiny_models import tiny_clip, two_colours
 
-from sfumato import Answer, LoadedModel, Reliability, Searcher
+from sfumato import Answer, LoadedModel, Reliability, ScoreCalibrator, Searcher
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PATH = re.compile(r"(?:/(?:tmp|root|home|Users|work|var|usr|opt)/|[A-Z]:\\\\)[\w.-]*")
@@ -68,3 +70,32 @@ def test_the_cells_run(capsys):
     answers = [value for value in values if isinstance(value, Answer)]
     assert len(answers) == 2 and {answer.target for answer in answers} == {"fits"}
     assert names["answers"]["a spreadsheet"].verdict.kind == "nothing"
+
+
+def test_the_notebook_of_named_models_is_its_script():
+    assert NOTEBOOK.read_text(encoding="utf-8") == notebook(SCRIPT.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_named_models_are_measured_and_searched_with_stand_ins(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SFUMATO_CACHE", str(tmp_path / "cache"))
+    tiny_clip(tmp_path / "random")
+    rows = [json.loads(line) for line in two_colours(tmp_path, n=120).read_text().splitlines()]
+    rows = [row | {"split": ("val", "val", "test")[i % 3]} for i, row in enumerate(rows)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    *cells, last = code_of("named-models.ipynb")
+    names, stand_ins = {}, 'MODELS = ["nobody/nothing", "random", "small"]\n'
+    cells[0], n = re.subn(r"MODELS = \[.*?^\]\n", stand_ins, cells[0], flags=re.DOTALL | re.MULTILINE)
+    for cell in cells:
+        run_cell(cell, names)
+    answer, printed = run_cell(last, names), capsys.readouterr().out
+    assert n == 1 and isinstance(answer, Answer) and answer.verdict.text in printed and not paths_in(printed)
+    assert [line.split(": left out, ")[0] for line in printed.splitlines() if "left out" in line] == ["nobody/nothing"]
+    for name in ("random", "small"):
+        file = tmp_path / "named-models" / f"{name}.json"
+        about = json.loads(file.read_text())
+        assert about["name"] == name and about["test"]["n_texts"] == 40 and len(about["digest"]) == 64
+        assert about["listed"]["served"]["t2i"]["n"] == 40 and ScoreCalibrator(prior=file).predict_proba([1.0]).size
+        assert {key for key, value in about.items() if value is None} == set(about["unmeasured"])
+    assert not (tmp_path / "named-models" / "nobody-nothing.json").exists()
