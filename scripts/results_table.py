@@ -57,7 +57,7 @@ def _of_page(page: str, lines: list[str]) -> Iterator[dict[str, str]]:
 
 def _cells(line: str) -> list[str]:
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line).replace("**", "").replace("`", "")
-    return [cell.strip() for cell in plain.strip("| \n").split("|")]
+    return [cell.strip() for cell in plain.strip().removeprefix("|").removesuffix("|").split("|")]
 
 
 def table() -> str:

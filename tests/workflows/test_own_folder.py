@@ -339,6 +339,7 @@ def test_words_of_time_and_place_say_which_photographs_are_meant(sfumato, tmp_pa
     with load_index(tmp_path / "with") as index:
         for query in ("dog in 2020", "dog in York", "dog rome", "in Rome", "photo from Rome 2021", "rome without dog"):
             assert with_facts(one := TextQuery(query), index.gallery, SearchOptions()) is one
+        assert index.search("a doog in Rome").suggestion == "a dog in Rome"
         for options in (SearchOptions(target="listed"), SearchOptions(max_risk=0.1)):
             assert with_facts(one := TextQuery("dog in Rome"), index.gallery, options) is one
 

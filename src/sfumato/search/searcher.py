@@ -352,7 +352,7 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> dict[str, An
         return {"warning": f"The model reads only the beginning of this text: {way}"}
     if counter and all(n == 1 for n in counter(words_of(query.text))):
         return {}  # The model knows all words.
-    return {"suggestion": wording.spelling(query.text, gallery.words, known)}
+    return {"suggestion": wording.spelling(query.typed or query.text, gallery.words, known)}
 
 
 _BEFORE = frozenset(("in", "at", "on", "of", "from", "near", "during"))
