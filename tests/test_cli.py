@@ -16,7 +16,7 @@ from support.words import folded, too_wide
 
 from sfumato import GaussianCollection, cli
 from sfumato.files import available_cores
-from sfumato.workflows.trust import trust_model
+from sfumato.workflows.evaluation import trust_model
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
     def once(model, data, split):
         return measured[split] if split in measured else measured.setdefault(split, trust_model(model, data, split))
 
-    monkeypatch.setattr("sfumato.workflows.trust.trust_model", once)
+    monkeypatch.setattr("sfumato.workflows.evaluation.trust_model", once)
     out = sfumato.printed("trust", "run")
     assert len(out.splitlines()) <= 12 and not too_wide(out, work)
     # A toy of three epochs ranks by chance, or has too few queries.

@@ -16,7 +16,7 @@ from sfumato.data.emoji import emoji_names
 from sfumato.data.pairs import normal_wording
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import load_run
-from sfumato.workflows.table import over_seeds
+from sfumato.workflows.evaluation import over_seeds
 
 SIGNS = (("1F469", "1F468", "1F9D1"), ("-200D-2640", "-200D-2642", ""))
 """Parts of a code: of a woman, of a man, of neither."""

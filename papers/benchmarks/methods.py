@@ -35,7 +35,7 @@ from sfumato.models.embed import evaluate_run
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_run
 from sfumato.training.loop import fit
-from sfumato.workflows.table import over_seeds
+from sfumato.workflows.evaluation import over_seeds
 
 COST = "cost.json"
 """In a run's folder: what training took."""

@@ -36,7 +36,7 @@ class TableFlags:
     def options(self) -> "TableOptions":
         """What the table shows; refuses, before the work, what it cannot show."""
         from papers.runs.table import TableOptions, check_metrics
-        from sfumato.workflows.table import METRICS
+        from sfumato.workflows.evaluation import METRICS
 
         metrics, distances = (tuple(parse_names(names or "")) for names in (self.metrics, self.distance))
         check_metrics(metrics)

@@ -33,7 +33,7 @@ from sfumato.files import MODEL, read_json
 from sfumato.metrics.retrieval import ALL_METRICS
 from sfumato.models.embed import embed_for_evaluation, evaluate_run
 from sfumato.models.run import LOG, load_run
-from sfumato.workflows.table import METRICS, Row, SavedRun, different_keys, group_runs, over_seeds, read_runs
+from sfumato.workflows.evaluation import METRICS, Row, SavedRun, different_keys, group_runs, over_seeds, read_runs
 
 LEVEL = 0.05
 """Level of the tests of a table."""

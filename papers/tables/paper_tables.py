@@ -25,7 +25,7 @@ from sfumato.metrics.retrieval import chance_metrics
 from sfumato.models.embed import embed_for_evaluation, load_split
 from sfumato.models.recipe import Recipe, find_recipe, load_recipe
 from sfumato.models.run import Run, load_run
-from sfumato.workflows.table import OverSeeds, over_seeds
+from sfumato.workflows.evaluation import OverSeeds, over_seeds
 
 _GALLERIES = ("coco_1k", "cub", "flickr30k", "cxc_1k", "coco_5k", "cxc", "eccv", "pmrp_1k", "rpc2_1k", "pmrp", "rpc2")
 """Ground truths of published figures, in the order in which one of them stands beside a figure of other data."""

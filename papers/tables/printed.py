@@ -21,7 +21,7 @@ from sfumato.reports.tables import (
     short_name,
     tex,
 )  # fmt: skip
-from sfumato.workflows.table import OverSeeds
+from sfumato.workflows.evaluation import OverSeeds
 
 _PLAIN = ("total_variance", "minus_rho", "log_sigma")
 """Figures that are no per cent: they get significant digits."""

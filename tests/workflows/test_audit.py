@@ -29,8 +29,8 @@ from sfumato.reports.report import print_audit, wrong_pairs
 from sfumato.reports.tables import tex
 from sfumato.search.folder import is_collection
 from sfumato.workflows.audit import varied
+from sfumato.workflows.evaluation import OverSeeds, Row, over_seeds
 from sfumato.workflows.index import RowEmbedder, is_embedded
-from sfumato.workflows.table import OverSeeds, Row, over_seeds
 
 
 def embeddings(n, d, seed, *, points=False):

@@ -31,10 +31,10 @@ from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_model, load_run
 from sfumato.search.exact import rank_relevant
 from sfumato.search.searcher import open_gallery
-from sfumato.workflows import trust
+from sfumato.workflows import evaluation
+from sfumato.workflows.evaluation import cross_fitted, trust_model
 from sfumato.workflows.index import training_note
 from sfumato.workflows.judgements import RankedLists, fit_lists, score_lists
-from sfumato.workflows.trust import cross_fitted, trust_model
 
 N, PER_IMAGE = 360, 3
 SMALL = "model.dim=8", "model.hidden=16", "train.batch_size=32", "train.epochs=8", "optim.lr=1e-2", "train.device=cpu"
@@ -328,10 +328,10 @@ def test_splits_without_probabilities_of_hits_or_with_those_of_some_images(trust
         raise ValueError("the split cannot be halved")
 
     with monkeypatch.context() as patch:
-        patch.setattr(trust, "cross_fitted", refuses)
+        patch.setattr(evaluation, "cross_fitted", refuses)
         report = trust_model(trust_run, trust_run.recipe.data, "val", n_resamples=0)
     assert report.hits == {} and "the probabilities of hits are left out: the split cannot be halved" in report.notes
-    monkeypatch.setattr(trust, "_HIT_IMAGES", 5)
+    monkeypatch.setattr(evaluation, "_HIT_IMAGES", 5)
     report = trust_model(trust_run, trust_run.recipe.data, "test", n_resamples=0)
     assert {f.n_gallery for f in report.hits["served"]} == {5}
     assert "the probabilities of hits are those among 5 random images" in report.notes

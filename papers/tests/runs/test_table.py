@@ -29,7 +29,7 @@ from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
 from sfumato.training.loop import fit
 from sfumato.training.step import DivergedError
-from sfumato.workflows.table import OverSeeds, Row
+from sfumato.workflows.evaluation import OverSeeds, Row
 
 
 @pytest.fixture(scope="module")

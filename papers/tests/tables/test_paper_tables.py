@@ -14,7 +14,7 @@ from papers.tables.printed import paper_table, write_table
 from papers.tests.tables import tiny_figures
 from sfumato.errors import UserError
 from sfumato.reports.tables import tex
-from sfumato.workflows.table import OverSeeds
+from sfumato.workflows.evaluation import OverSeeds
 
 PAPERS = {"PCME++": "000_*.txt", "PVSE++": "001_*.txt", "PCME": "004_*.txt"}
 

@@ -250,7 +250,7 @@ def trust(
     from sfumato.data.splits import WORDINGS
     from sfumato.models.embed import write_figures
     from sfumato.reports.evaluation import print_trust, print_trust_summary
-    from sfumato.workflows.trust import trust_model
+    from sfumato.workflows.evaluation import trust_model
 
     opened = on.open("measure it on")
     split = opened.split
@@ -344,7 +344,7 @@ def table(
     """
     from sfumato.reports.evaluation import runs_latex, runs_table
     from sfumato.reports.tables import tex
-    from sfumato.workflows.table import METRICS, table_of_runs
+    from sfumato.workflows.evaluation import METRICS, table_of_runs
 
     keys, columns = parse_names(group), parse_names(metrics) or METRICS
     rows = table_of_runs(runs, keys, columns, split=split)

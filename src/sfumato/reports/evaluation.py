@@ -15,7 +15,7 @@ from sfumato.reports import tables
 from sfumato.reports.tables import ARROWS, MISSING, compact_interval, compact_number, in_words, print_wrapped, signed
 
 if TYPE_CHECKING:
-    from sfumato.workflows.table import OverSeeds, Row
+    from sfumato.workflows.evaluation import OverSeeds, Row
 
 _RSUM = "RSUM: sum of recall@1, @5 and @10 of both directions, in per cent"
 _R_PRECISION = (

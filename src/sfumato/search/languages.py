@@ -60,10 +60,15 @@ def _foreign() -> dict[str, frozenset[str]]:
     return {language: frozenset(words.split()) for language, words in table.items()}
 
 
+@functools.cache
+def _foreign_words() -> frozenset[str]:
+    """All of these; some are in the vocabulary of MiniLM."""
+    return frozenset[str]().union(*_foreign().values())
+
+
 def odd_words(text: str, there: Callable[[], Collection[str]], known: frozenset[str]) -> set[str]:
     """The words of a text that neither a model of English nor the items know; none if the model shows no words."""
-    foreign = frozenset[str]().union(*_foreign().values())  # Some of these are in the vocabulary of MiniLM.
-    odd = {word for word in words_of(text) if len(word) > 1 and (word not in known or word in foreign)}
+    odd = {word for word in words_of(text) if len(word) > 1 and (word not in known or word in _foreign_words())}
     return odd - set(there()) if odd and known else set()
 
 
