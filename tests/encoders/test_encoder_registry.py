@@ -3,6 +3,7 @@
 import io
 import json
 from typing import Literal
+from unittest.mock import Mock
 
 import numpy as np
 import onnxruntime
@@ -23,7 +24,7 @@ from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderCon
 from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig
 from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.joint import joint_backbone
-from sfumato.encoders.package_weights import is_open_clip
+from sfumato.encoders.package_weights import is_open_clip, pretrained_tokenizer
 from sfumato.encoders.processors import PixelProcessor, TokenProcessor
 from sfumato.encoders.registry import ENCODERS, encoder_entry, encoder_section, register_encoder
 from sfumato.encoders.scratch import Encoder, SmallImageConfig, SmallTextConfig
@@ -248,6 +249,13 @@ def test_settings_are_followed(immich):
         raises(UserError, message, load_model, immich)
     path.unlink()
     raises(UserError, "expected visual/model.onnx, .*, config.json, textual/tokenizer.json", load_model, immich)
+
+
+def test_a_package_that_a_tokenizer_needs_is_named(monkeypatch, tmp_path):
+    tokenizers = pytest.importorskip("transformers", reason="the extra backbones is not installed").AutoTokenizer
+    needs = ImportError("\nIts tokenizer requires the SentencePiece library. Check out the instructions")
+    monkeypatch.setattr(tokenizers, "from_pretrained", Mock(side_effect=needs))
+    raises(UserError, "requires the SentencePiece library; install it", pretrained_tokenizer, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind, text", [("siglip", "a red dog"), ("clip", "A Red dog")])

@@ -79,6 +79,8 @@ def from_pretrained(kind: Any, name: str) -> Any:
         reason = "there is no connection to the hub, and no copy in its cache." if unreachable else first
         ways = "Give a local folder of transformers, or a hub name with a network"
         raise UserError(f"cannot load {name!r} with {kind.__name__}: {reason} {ways}") from error
+    except ImportError as error:  # The tokenizer of the first SigLIP needs SentencePiece.
+        raise UserError(f"cannot load {name!r}: {str(error).strip().split('. ')[0]}; install it") from error
 
 
 @functools.cache
