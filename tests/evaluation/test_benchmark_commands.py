@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from evaluation.test_benchmarks import evaluate_benchmarks, evaluate_ranked_lists
+from evaluation.test_benchmarks import evaluated
 from support.pictures import encoded, write_tar
 from support.raising import raises
 from support.words import folded, too_wide
@@ -19,7 +19,7 @@ from sfumato.evaluation import embedded_input
 from sfumato.evaluation.benchmarks import per_query_table
 from sfumato.evaluation.embedded_input import Files, measure, measure_files, measure_scores, read_embedded_set
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
-from sfumato.evaluation.protocols import EmbeddedSet
+from sfumato.evaluation.protocols import EmbeddedSet, Embeddings, Lists
 from sfumato.models.embed import embed_for_evaluation
 from sfumato.models.run import load_run
 from sfumato.reports.evaluation import print_measured
@@ -228,7 +228,8 @@ def test_rows_without_ids_are_in_the_order_of_the_truth_and_our_files_have_log_v
     shuffled = read_embedded_set(named, ground_truths)
     assert measure(plain).figures == measure(shuffled).figures != measure(wrong).figures
     ids = plain.image_ids, plain.text_ids
-    assert measure(plain).figures == evaluate_benchmarks(plain.images, plain.texts, *ids, ground_truths, distance="csd")
+    given = Embeddings(plain.images, plain.texts, distance="csd")
+    assert measure(plain).figures == evaluated(given, *ids, ground_truths)
     np.save(folder / "half.npy", np.float16(np.load(folder / "i.npy")))
     found = read_embedded_set(Files(f"{folder}/half.npy", f"{folder}/t.npy"), ground_truths)
     assert found.images.dtype == np.float32, "half precision is widened"
@@ -249,7 +250,7 @@ def test_lists_are_measured_as_they_are(folder, capsys):
     t2i = {texts[j]: [images[i] for i in row[:2]] for j, row in enumerate(distance.T.argsort(1).tolist())}
     (folder / "lists.json").write_text(json.dumps({"i2t": i2t, "t2i": t2i}))
     found = embedded_input.measure_lists(folder / "lists.json", Files(), ground_truths)
-    assert found.figures == evaluate_ranked_lists(i2t, t2i, images, texts, ground_truths)
+    assert found.figures == evaluated(Lists(i2t, t2i), images, texts, ground_truths)
     assert found.figures == measure(embedded, "squared_l2").figures and found.score == "lists"
     single = per_query_table(found.ranks)
     assert np.isnan(single["recall@10"]).all() and not np.isnan(single["r_precision"]).any()

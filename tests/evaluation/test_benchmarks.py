@@ -13,6 +13,8 @@ from sfumato.evaluation.protocols import Embeddings, Lists, Scores, SimilarityMa
 from sfumato.metrics.retrieval import ALL_METRICS, RECALLS
 from sfumato.search.exact import rank_relevant
 
+# Of embeddings, scores or lists, two ids and ground truths.
+evaluated = lambda given, *known: figures(rank(given, *known))
 IMAGES = tuple(f"{i}" for i in range(20))
 TEXTS = tuple(f"{100 + i}" for i in range(50))
 coarse = lambda seed=6: np.random.default_rng(seed).integers(0, 9, (20, 50)).astype(np.float32)
@@ -78,7 +80,7 @@ SMALL_MB = 4 * 150 / 2**20
 
 @pytest.mark.parametrize("memory_mb", [64, SMALL_MB])
 def test_embeddings_agree_with_the_definitions(memory_mb):
-    result = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), memory_mb=memory_mb)
+    result = evaluated(Embeddings(IMAGE, TEXT, memory_mb=memory_mb), IMAGES, TEXTS, ground_truths())
     for ground_truth in ground_truths():
         check(result, csd_matrix(IMAGE, TEXT).numpy(), ground_truth)
     own = result["whole"]
@@ -96,15 +98,16 @@ def test_another_ranker_and_another_order_give_the_same():
         sizes.append((queries.n, gallery.n))
         return rank_relevant(queries, gallery, relevance, distance)
 
-    ours = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths(), ranker=rank)
-    plain = evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, ground_truths())
+    ours = evaluated(Embeddings(IMAGE, TEXT, ranker=rank), IMAGES, TEXTS, ground_truths())
+    plain = evaluated(Embeddings(IMAGE, TEXT), IMAGES, TEXTS, ground_truths())
     assert ours == plain and len(sizes) == 2 * (1 + 5 + 1) and (4, 10) in sizes and (10, 4) in sizes
     random = np.random.default_rng(4)
     a, b = random.permutation(20), random.permutation(50)
     more = embeddings(3, 9)  # Items that no ground truth knows are in no gallery.
     images = GaussianEmbedding.cat([IMAGE[torch.from_numpy(a)], more])
     ids = [IMAGES[i] for i in a] + ["x", "y", "z"]
-    ours = evaluate_benchmarks(images, TEXT[torch.from_numpy(b)], ids, [TEXTS[j] for j in b], ground_truths())
+    given = Embeddings(images, TEXT[torch.from_numpy(b)])
+    ours = evaluated(given, ids, [TEXTS[j] for j in b], ground_truths())
     for ground_truth in ground_truths():
         check(ours, csd_matrix(IMAGE, TEXT).numpy(), ground_truth)
 
@@ -112,7 +115,8 @@ def test_another_ranker_and_another_order_give_the_same():
 @pytest.mark.parametrize("better", ["larger", "smaller"])
 def test_scores_with_ties_agree_with_the_definitions(better):
     for memory_mb in (64, SMALL_MB):
-        result = evaluate_score_matrix(coarse(), IMAGES, TEXTS, ground_truths(), better=better, memory_mb=memory_mb)
+        given = Scores(coarse(), better=better, memory_mb=memory_mb)
+        result = evaluated(given, IMAGES, TEXTS, ground_truths())
         for ground_truth in ground_truths():
             check(result, -coarse() if better == "larger" else coarse(), ground_truth)
 
@@ -127,14 +131,14 @@ def test_whole_lists_agree_with_the_scores_they_were_sorted_by(kind):
     id_of = int if kind is np.int32 else kind
     listed = lambda row: np.array(row, np.int32) if kind is np.int32 else list(map(kind, row))
     lists = [{id_of(q): listed(row) for q, row in side.items()} for side in whole_lists(SCORES)]
-    ours = evaluate_ranked_lists(*lists, IMAGES, TEXTS, ground_truths(), batch_size=7)
-    assert ours == evaluate_score_matrix(SCORES, IMAGES, TEXTS, ground_truths(), better="smaller")
+    ours = evaluated(Lists(*lists, batch_size=7), IMAGES, TEXTS, ground_truths())
+    assert ours == evaluated(Scores(SCORES, better="smaller"), IMAGES, TEXTS, ground_truths())
 
 
 def test_short_lists_are_exact_or_refused_and_only_needed_where_there_is_something_to_find():
     i2t, t2i = whole_lists(SCORES)
     whole, folded = (ground_truth.with_metrics("recall@1", "recall@2") for ground_truth in ground_truths()[:2])
-    of_lists = lambda i2t, t2i, truth: evaluate_ranked_lists(i2t, t2i, IMAGES, TEXTS, [truth])[truth.name]
+    of_lists = lambda i2t, t2i, truth: evaluated(Lists(i2t, t2i), IMAGES, TEXTS, [truth])[truth.name]
     for k in (2, 5, 15, 30, 45):
         short = {q: row[:k] for q, row in i2t.items()}
         assert of_lists(short, t2i, whole) == of_lists(i2t, t2i, whole)
@@ -151,7 +155,7 @@ def test_short_lists_are_exact_or_refused_and_only_needed_where_there_is_somethi
     needed = {q for q, total in zip(IMAGES, ground_truth.i2t.totals, strict=True) if total}
     some = {q: row for q, row in i2t.items() if q in needed}
     assert len(some) < 20
-    of_lists = lambda lists: evaluate_ranked_lists(lists, t2i, IMAGES, TEXTS, [ground_truth])
+    of_lists = lambda lists: evaluated(Lists(lists, t2i), IMAGES, TEXTS, [ground_truth])
     assert of_lists(some)["differing"]["i2t"]["n_queries"] == len(some) and "4" in needed
     for row, message in (
         (["100", "999"], "i2t: the list of '4' holds the unknown id '999'"),
@@ -166,7 +170,7 @@ def test_averages_of_thresholds_sums_and_single_queries():
     thresholds = (("p@0", [("0", "100")]), ("p@1", [("0", "100"), ("1", "101"), ("2", "101")]))
     truths = [ground_truth_from_pairs(name, IMAGES, TEXTS, pairs) for name, pairs in thresholds]
     grouped = [GroundTruth(t.name, IMAGES, TEXTS, t.i2t, t.t2i, averaged_as="p") for t in truths]
-    of_truths = lambda truths: evaluate_score_matrix(coarse(), IMAGES, TEXTS, truths, better="larger")
+    of_truths = lambda truths: evaluated(Scores(coarse(), better="larger"), IMAGES, TEXTS, truths)
     averaged, zero, one = (of_truths(grouped)[name] for name in ("p", "p@0", "p@1"))
     for direction in ("i2t", "t2i"):
         mean = {name: (zero[direction][name] + one[direction][name]) / 2 for name in ALL_METRICS}
@@ -196,10 +200,10 @@ def test_what_does_not_fit_is_refused():
         (IMAGES, (TEXTS[1], *TEXTS[1:]), [whole], "only 49 of the 50 text_ids are distinct"),
         (IMAGES, TEXTS, [nothing], "nothing, i2t: retrieval_metrics: no query has a relevant item"),
     ):  # fmt: skip
-        raises(ValueError, message, evaluate_benchmarks, IMAGE, TEXT, image_ids, text_ids, truths)
+        raises(ValueError, message, evaluated, Embeddings(IMAGE, TEXT), image_ids, text_ids, truths)
     nan = np.full((20, 50), np.nan)
-    raises(ValueError, "NaN", evaluate_score_matrix, nan, IMAGES, TEXTS, [whole], better="larger")
-    assert evaluate_benchmarks(IMAGE, TEXT, IMAGES, TEXTS, []) == {}
+    raises(ValueError, "NaN", evaluated, Scores(nan, better="larger"), IMAGES, TEXTS, [whole])
+    assert evaluated(Embeddings(IMAGE, TEXT), IMAGES, TEXTS, []) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -218,15 +222,3 @@ def test_similarities_by_loops(dtype):
             check(result, -expected, ground_truth)
     by_distance = figures(rank(ranked_by("squared_l2", images, texts), IMAGES, TEXTS, ground_truths()))
     assert by_distance["whole"] != result["whole"]
-
-
-def evaluate_benchmarks(images, texts, image_ids, text_ids, ground_truths, **options):
-    return figures(rank(Embeddings(images, texts, **options), image_ids, text_ids, ground_truths))
-
-
-def evaluate_score_matrix(scores, image_ids, text_ids, ground_truths, **options):
-    return figures(rank(Scores(scores, **options), image_ids, text_ids, ground_truths))
-
-
-def evaluate_ranked_lists(i2t, t2i, image_ids, text_ids, ground_truths, **options):
-    return figures(rank(Lists(i2t, t2i, **options), image_ids, text_ids, ground_truths))

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from evaluation.test_benchmarks import evaluate_score_matrix
+from evaluation.test_benchmarks import evaluated
 from support.fixtures import SHARED
 from support.raising import raises
 
@@ -16,7 +16,7 @@ from sfumato.evaluation import benchmark_ground_truths as benchmarks
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption, pmrp, read_coco, read_karpathy_ground_truth
 from sfumato.evaluation.embedded_input import measure, told_apart
 from sfumato.evaluation.ground_truth import ground_truth_from_data, ground_truth_from_pairs, in_folds, in_folds_of
-from sfumato.evaluation.protocols import EmbeddedSet
+from sfumato.evaluation.protocols import EmbeddedSet, Scores
 
 listed = lambda images, pairs: json.dumps({"images": images, "texts": ["x"], "pairs": pairs})
 
@@ -129,7 +129,7 @@ def test_rpc2_is_of_both_and_folds_leave_out_what_a_ground_truth_lacks(tmp_path)
     assert found_folds == [([0, 1], [0, 1]), ([2, 3], [2, 3])]
     # Image 1 matches A and B with one difference, and D of the other fold, which does not count in its own.
     scores = np.array([[1.0, 2, 9, 3], [2, 1, 9, 0], [0, 0, 9, 0], [9, 8, 9, 1]])
-    figures = evaluate_score_matrix(scores, list("1234"), list("ABCD"), found.values(), better="larger")
+    figures = evaluated(Scores(scores, better="larger"), list("1234"), list("ABCD"), found.values())
     assert figures["pmrp@0"]["i2t"]["r_precision"] == np.mean([1 / 2, 0, 1 / 2])  # 1: B, D. 2: A. 4: A, B.
     assert figures["pmrp_1k@0"]["i2t"]["r_precision"] == np.mean([np.mean([0, 0]), 1])
     assert figures["pmrp_1k@1"]["i2t"]["r_precision"] == np.mean([np.mean([1, 1]), 1])
@@ -240,19 +240,14 @@ def test_pmrp_by_hand_and_what_it_cannot_know(tmp_path):
     raises(UserError, "not COCO's instance annotations", pmrp, [path], CAPTIONS, CAPTIONS)
 
 
-@pytest.fixture
-def birds(tmp_path):
+def test_birds_match_by_class_in_the_public_lists(tmp_path):
     for bird, n in (("001.Wren", 2), ("002.Owl", 1), ("003.Kite", 2)):
         (tmp_path / bird).mkdir()
         for i in range(n):
             (tmp_path / bird / f"{bird[4:]}_{i}.txt").write_text(f"a {bird}\nit sings\n\n")
             (tmp_path / bird / f"{bird[4:]}_{i}.h5").write_text("features")
-    return tmp_path
-
-
-def test_birds_match_by_class_in_the_public_lists(birds, tmp_path):
-    (birds / "classes.txt").write_text("001.Wren\n002.Owl\n003.Kite\n")
-    ground_truth = benchmarks.cub_captions(birds, classes=birds / "classes.txt")
+    (tmp_path / "classes.txt").write_text("001.Wren\n002.Owl\n003.Kite\n")
+    ground_truth = benchmarks.cub_captions(tmp_path, classes=tmp_path / "classes.txt")
     assert ground_truth.image_ids[:3] == ("001.Wren/Wren_0.jpg", "001.Wren/Wren_1.jpg", "002.Owl/Owl_0.jpg")
     assert ground_truth.text_ids[:3] == ("001.Wren/Wren_0.jpg#0", "001.Wren/Wren_0.jpg#1", "001.Wren/Wren_1.jpg#0")
     birds_of = lambda ids: np.array([one.split("/")[0] for one in ids])
@@ -271,9 +266,9 @@ def test_birds_match_by_class_in_the_public_lists(birds, tmp_path):
     }
     expected |= {"train2": expected["train"][:1], "val2": expected["train"][1:]}
     for split, images in expected.items():
-        (found,) = read_ground_truths("cub", annotations=birds, classes=lists, split=split)
+        (found,) = read_ground_truths("cub", annotations=tmp_path, classes=lists, split=split)
         assert list(found.image_ids) == images and found.name == ("cub" if split == "test" else f"cub_{split}")
-    (named,) = read_ground_truths("cub", annotations=birds, classes=lists / "trainvalclasses.txt")
+    (named,) = read_ground_truths("cub", annotations=tmp_path, classes=lists / "trainvalclasses.txt")
     assert len(named.image_ids) == 4
     for arguments, message in (
         ({}, r"the folder of the public lists \(testclasses.txt.*--split chooses \(test, seen, "),
@@ -281,7 +276,7 @@ def test_birds_match_by_class_in_the_public_lists(birds, tmp_path):
         ({"classes": lists, "split": "val1"}, r"cannot read the list .*valclasses1\.txt"),
         ({"classes": lists / "testclasses.txt", "split": "seen"}, "needs the folder of the class lists"),
     ):
-        raises(UserError, message, read_ground_truths, "cub", annotations=birds, **arguments)
+        raises(UserError, message, read_ground_truths, "cub", annotations=tmp_path, **arguments)
     raises(UserError, "classes belongs to the benchmark cub", read_ground_truths, "emoji", classes=lists)
 
 

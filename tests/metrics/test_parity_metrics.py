@@ -6,12 +6,13 @@ from functools import cache
 
 import numpy as np
 import pytest
-from evaluation.test_benchmarks import evaluate_ranked_lists, evaluate_score_matrix
+from evaluation.test_benchmarks import evaluated
 from support.fixtures import SHARED
 from support.parity import fixture
 from support.raising import raises
 
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
+from sfumato.evaluation.protocols import Lists, Scores
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import relevant_ranks, retrieval_metrics
 
@@ -72,7 +73,8 @@ def check(official, result):
 @pytest.mark.slow
 def test_parity_scores():
     described, _, ground_truths, images, captions = coco()
-    result = evaluate_score_matrix(coco_scores().numpy(), images, captions, ground_truths.values(), better="larger")
+    given = Scores(coco_scores().numpy(), better="larger")
+    result = evaluated(given, images, captions, ground_truths.values())
     official = described["metrics_full_ranking"]
     assert len(official) == 14
     check(official, result)
@@ -93,13 +95,13 @@ def test_parity_ranked_lists():
     official = described["metrics_lists_truncated_to_500"]  # Half of that decides every figure already.
     of_folds = {name: value for name, value in official.items() if name.startswith("coco_1k")}
     assert len(of_folds) == 3
-    check(of_folds, evaluate_ranked_lists(*lists, images, captions, [folded]))
+    check(of_folds, evaluated(Lists(*lists), images, captions, [folded]))
     lists = [{query: row[:50] for query, row in side.items()} for side in lists]
     # Here the official package counts what is left of a fold: less than there is from recall@5 of captions on.
     shortened = described["metrics_lists_truncated_to_50"]
     assert shortened["coco_1k_r5"]["t2i"] < described["metrics_full_ranking"]["coco_1k_r5"]["t2i"]
     message = r"coco_1k, i2t: the list of '\d+' holds \d of 5000 items, but recall@"
-    raises(ValueError, message, evaluate_ranked_lists, *lists, images, captions, [folded])
+    raises(ValueError, message, evaluated, Lists(*lists), images, captions, [folded])
     # Lists of 50 are enough for all others: no query of ECCV Caption has more positives.
     official = {name: v for name, v in described["metrics_full_ranking"].items() if not name.startswith("coco_1k")}
-    check(official, evaluate_ranked_lists(*lists, images, captions, others))
+    check(official, evaluated(Lists(*lists), images, captions, others))

@@ -353,15 +353,6 @@ def fresh():
     return model, torch.optim.AdamW(model.parameters())
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    model, optimiser = fresh()
-    model(torch.ones(1, 3)).sum().backward()
-    optimiser.step()
-    save_state(tmp_path / "last.safetensors", {"m": model}, optimiser, {"epoch": 4})
-    return tmp_path / "last.safetensors", model, optimiser
-
-
 def change(path, drop=(), **note):
     with safe_open(path, framework="pt") as file:
         state = json.loads(file.metadata()["state"])
@@ -369,8 +360,11 @@ def change(path, drop=(), **note):
     save_file(tensors, path, {"state": json.dumps({**state, **note})})
 
 
-def test_what_was_saved_comes_back_and_what_does_not_fit_is_named(checkpoint):
-    path, model, optimiser = checkpoint
+def test_what_was_saved_comes_back_and_what_does_not_fit_is_named(tmp_path):
+    path, (model, optimiser) = tmp_path / "last.safetensors", fresh()
+    model(torch.ones(1, 3)).sum().backward()
+    optimiser.step()
+    save_state(path, {"m": model}, optimiser, {"epoch": 4})
     change(path)  # The change itself is harmless.
     whole, (again, other) = path.read_bytes(), fresh()
     assert load_state(path, {"m": again}, other) == {"epoch": 4}

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from serve.test_guide import ADDRESS, GUIDE, section
+from serve.test_guide import GUIDE, section
 from support.serving import KEY, served
 
 from sfumato.serve.settings import open_sources
@@ -47,7 +47,9 @@ def generated(service, folder, which):
     (folder / "client.yaml").write_text(blocks("yaml")[0])
     (folder / "node_modules").symlink_to(TOOLS / "node_modules")
     for language, name in (("python", "search.py"), ("typescript", "search.mts")):
-        example = blocks(language)[0].replace(ADDRESS, service.base_url.netloc.decode()).replace('"KEY"', f'"{KEY}"')
+        example = (
+            blocks(language)[0].replace("127.0.0.1:8000", service.base_url.netloc.decode()).replace('"KEY"', f'"{KEY}"')
+        )
         (folder / name).write_text(example)
     (lines,) = (block for block in blocks("bash") if which in block)
     commands = [shlex.split(line, comments=True) for line in lines.splitlines()]

@@ -30,18 +30,12 @@ OUTLINE = """() => {
 }"""
 MATHEMATICS = "variance", "csd", "distance", "calibrat", "coverage", "Spearman", "conformal"
 
-GIVE = """([kind, target, file]) => {
+GIVE = """([kind, target, files]) => {
     const data = new DataTransfer();
-    data.items.add(new File([Uint8Array.from(file)], `${kind}.png`, {type: "image/png"}));
+    for (const [name, bytes, type] of files) data.items.add(new File([Uint8Array.from(bytes)], name, {type}));
     const init = {bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data};
     const event = kind === "drop" ? new DragEvent("drop", init) : new ClipboardEvent("paste", init);
     document.querySelector(target).dispatchEvent(event);
-}"""
-
-DROP = """(names) => {
-    const data = new DataTransfer();
-    for (const [name, bytes] of names) data.items.add(new File([Uint8Array.from(bytes)], name));
-    document.querySelector("#answers").dispatchEvent(new DragEvent("drop", {bubbles: true, dataTransfer: data}));
 }"""
 
 
@@ -149,23 +143,16 @@ panel = lambda page, slot=0: page.locator(f"#answers > [data-slot='{slot}']")
 
 
 def until(page, condition):
-    """Wait for a condition in JavaScript. Playwright's own evaluates it in the page, where the policy forbids that."""
+    """A function, or JavaScript. Playwright's own evaluates that in the page, where the policy forbids it."""
     for _ in range(400):
-        if page.evaluate(condition):
-            return
+        if condition() if callable(condition) else page.evaluate(condition):
+            return True
         page.wait_for_timeout(20)
     raise AssertionError(f"still not so after 8 s: {condition}")
 
 
 searched = lambda page: {name: values[0] for name, values in parse_qs(urlsplit(page.url).query).items()}
-
-
-def comes_to(page, expected):
-    for _ in range(400):
-        if searched(page) == expected:
-            return True
-        page.wait_for_timeout(20)
-    return False
+comes_to = lambda page, expected: until(page, lambda: searched(page) == expected)
 
 
 def test_search_by_text(visit, service):
@@ -293,10 +280,10 @@ def test_search_by_file_drop_and_paste(visit, service):
     expect(panel(page).locator("h2")).to_have_text("mine.png")
     expect(panel(page).locator(".hit")).to_have_count(24)
     assert comes_to(page, {})
-    page.evaluate(GIVE, ["drop", "#answers", list(picture("red"))])
+    page.evaluate(GIVE, ["drop", "#answers", [["drop.png", list(picture("red")), "image/png"]]])
     expect(panel(page).locator("h2")).to_have_text("drop.png")
     page.get_by_label("Compare two").check()
-    page.evaluate(GIVE, ["paste", "#q1", list(picture("green"))])
+    page.evaluate(GIVE, ["paste", "#q1", [["paste.png", list(picture("green")), "image/png"]]])
     expect(panel(page, 1).locator("h2")).to_have_text("paste.png")
     page.go_back()
     expect(panel(page, 1)).to_have_count(0)
@@ -311,7 +298,7 @@ def test_search_by_file_drop_and_paste(visit, service):
         kind = "text/plain" if name == "a.txt" else "image/png"
         chooser.set_input_files({"name": name, "mimeType": kind, "buffer": data})
         alerted(page, said)
-    page.evaluate(DROP, [[name, list(picture())] for name in ("red.png", "blue.png")])
+    page.evaluate(GIVE, ["drop", "#answers", [[name, list(picture())] for name in ("red.png", "blue.png")]])
     expect(page.locator("#hint")).to_contain_text("the collection can only be searched")
 
 
@@ -412,10 +399,10 @@ def test_add_drop_and_delete(visit, collection, tmp_path):
         assert item["payload"] == {"captions": "the fourth\na tree", "folder": "Trip/day0"}
         expect(page.locator("#folder")).to_contain_text("Trip/day1 (4)")  # A filter that was not there before.
         files = [[name, list(picture(name[:-4]))] for name in ("red.png", "blue.png")]
-        page.evaluate(DROP, files)
+        page.evaluate(GIVE, ["drop", "#answers", files])
         page.get_by_role("button", name="Add 2 photographs").click()
         expect(page.locator("#notice")).to_have_text("2 of 2 photographs added.")
-        page.evaluate(DROP, files[:1])
+        page.evaluate(GIVE, ["drop", "#answers", files[:1]])
         expect(panel(page).locator("h2")).to_have_text("red.png")
         page.get_by_role("button", name="Add it to the collection…").click()
         expect(dialog.get_by_label("Id")).to_have_value("red.png")
@@ -722,7 +709,7 @@ def test_without_a_text_encoder_the_page_searches_by_item(visit, vectors):
     page.keyboard.type("photo-9")
     page.keyboard.press("Enter")
     expect(page.locator("#answers h2")).to_have_text(["More like photo-7", "More like photo-9"])
-    page.evaluate(GIVE, ["drop", "#answers", [97]])
+    page.evaluate(GIVE, ["drop", "#answers", [["drop.png", [97], "image/png"]]])
     assert comes_to(page, {"id": "photo-7", "id2": "photo-9"})
     page.goto("/?in=texts&id=photo-3")
     expect(panel(page).locator(".pick .name").first).to_have_text("text 3")

@@ -1,6 +1,5 @@
 """A model given away is the one that was trained, also by the hub; models and embeddings of others are adopted."""
 
-import csv
 import io
 import json
 import math
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data.test_embedding_files import write_csv
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support import graphs
@@ -369,8 +369,7 @@ def test_every_command_takes_files(tmp_path, monkeypatch, sfumato):
     images[5, 2] = np.nan
     np.save(tmp_path / "images.npy", images)
     np.save(tmp_path / "texts.npy", texts.astype(np.float16))
-    with (tmp_path / "pairs.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("image", "text"), *pairs])
+    write_csv(tmp_path / "pairs.csv", pairs, ("image", "text"))
     monkeypatch.chdir(tmp_path)
     command, files = sfumato.printed, ("--images", "images.npy", "--texts", "texts.npy", "--pairs", "pairs.csv")
     out = command("adopt", *files, "--out", "runs/my own", "--method", "distance")
@@ -504,8 +503,7 @@ def test_splits_are_needed_and_large_ones_sampled(tmp_path, monkeypatch):
     images, texts, pairs = frozen(n=60)
     np.save(tmp_path / "i.npy", images)
     np.save(tmp_path / "t.npy", texts)
-    with (tmp_path / "pairs.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("image", "text", "split"), *[(*pair, "train") for pair in pairs]])
+    write_csv(tmp_path / "pairs.csv", [(*pair, "train") for pair in pairs])
     with pytest.raises(UserError, match="no split 'val'"):
         adopt(tmp_path / "i.npy", tmp_path / "t.npy", tmp_path / "pairs.csv", tmp_path / "run")
     monkeypatch.setattr(adopting, "_MOST_CALIBRATING", 80)

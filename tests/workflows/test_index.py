@@ -1,6 +1,5 @@
 """Runs on embeddings and regions, indexes of them, how far their probabilities hold; ranked lists."""
 
-import csv
 import json
 import shutil
 from dataclasses import replace
@@ -9,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from data.test_embedding_files import write_csv
 from PIL import Image
 from support.charts import undrawn
 from support.raising import raises
@@ -51,12 +51,9 @@ def folder(tmp_path_factory):
     np.save(folder / "texts.npy", np.concatenate([texts, np.full((1, 5), np.nan, np.float32)]))
     np.save(folder / "images_ids.npy", np.array([f"photo-{i}" for i in range(N)]))
     np.save(folder / "query.npy", texts[PER_IMAGE * 33])
-    with (folder / "pairs.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["image", "text", "split"])
-        for text in range(N * PER_IMAGE + 1):
-            image = text // PER_IMAGE % N
-            writer.writerow([f"photo-{image}", text, "train" if image % 3 else ("val", "test")[image % 2]])
+    split_of = lambda image: "train" if image % 3 else ("val", "test")[image % 2]
+    pairs = ((text // PER_IMAGE % N, text) for text in range(N * PER_IMAGE + 1))
+    write_csv(folder / "pairs.csv", [(f"photo-{image}", text, split_of(image)) for image, text in pairs])
     return folder
 
 
@@ -530,18 +527,12 @@ def scan(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def regions_run(scan, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run") / "run"
-    recipe = load_recipe(
-        find_recipe("flickr8k-probabilistic-vsrn"),
-        [*TINY, f"data.path={scan}", "model.init_total_variance=8", "augment.image_tokens=0.2"],
+def test_regions_are_embedded_indexed_searched_and_have_no_picture(scan, tmp_path, sfumato):
+    changes, regions_run = (
+        [f"data.path={scan}", "model.init_total_variance=8", "augment.image_tokens=0.2"],
+        tmp_path / "run",
     )
-    fit(recipe, folder)
-    return folder
-
-
-def test_regions_are_embedded_indexed_searched_and_have_no_picture(regions_run, scan, tmp_path, sfumato):
+    fit(load_recipe(find_recipe("flickr8k-probabilistic-vsrn"), [*TINY, *changes]), regions_run)
     features = np.load(scan / "test_ims.npy")
     (tmp_path / "in").mkdir()
     for k in range(5):
