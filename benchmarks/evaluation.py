@@ -43,7 +43,6 @@ from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.evaluation.benchmarks import figures as figures_of
 from sfumato.evaluation.benchmarks import rank
 from sfumato.evaluation.ground_truth import GroundTruth
-from sfumato.evaluation.protocols import Embeddings, Scores
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.exact import distance_blocks
 
@@ -138,14 +137,14 @@ def measure(what: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
     if what == "embeddings":
         figures, seconds = timed(
             lambda: figures_of(
-                rank(Embeddings(images, texts, arguments.distance), whole.image_ids, whole.text_ids, chosen)
+                rank(protocols.Embeddings(images, texts, arguments.distance), whole.image_ids, whole.text_ids, chosen)
             ),
             arguments.repeats,
         )
     elif what == "scores":
         mapped = np.load(scores, mmap_mode="r")
         figures, seconds = timed(
-            lambda: figures_of(rank(Scores(mapped, "smaller"), whole.image_ids, whole.text_ids, chosen)),
+            lambda: figures_of(rank(protocols.Scores(mapped, "smaller"), whole.image_ids, whole.text_ids, chosen)),
             arguments.repeats,
         )
     else:
