@@ -105,12 +105,6 @@ def test_texts_that_a_writer_has_left_half_changed_are_those_of_the_payload_in_a
             assert files == ["abcd"] and len(copied) == 20
 
 
-def commands_of_the_guide():
-    section = GUIDE.read_text(encoding="utf-8").partition("## Back up and restore\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"(?:^    .+\n)+", section, re.MULTILINE)
-    return [[line.strip() for line in block.splitlines()] for block in blocks]
-
-
 @pytest.mark.slow
 def test_the_commands_of_the_guide_as_printed(tmp_path, server, sfumato, monkeypatch):
     server.execute("CREATE DATABASE sfumato", "CREATE ROLE sfumato LOGIN SUPERUSER")
@@ -132,7 +126,9 @@ def test_the_commands_of_the_guide_as_printed(tmp_path, server, sfumato, monkeyp
         Image.new("RGB", (64, 64), colour).save(f"photos/{colour}.png")
     Path("backup").mkdir()
     run(["sfumato index --data photos --out index/collection --store postgresql://sfumato@store/sfumato?table=images"])
-    backup, restore, dump, put_back = commands_of_the_guide()
+    section = GUIDE.read_text(encoding="utf-8").partition("## Back up and restore\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"(?:^    .+\n)+", section, re.MULTILINE)
+    backup, restore, dump, put_back = ([line.strip() for line in block.splitlines()] for block in blocks)
 
     def answers(folder):
         with load_index(folder) as index:
@@ -168,11 +164,6 @@ PAYLOADS = [{"colour": "rgb"[i % 3]} | ({"captions": f"a dog number {i}"} if i %
 def answers(gallery):
     found = gallery.search(gaussians(3, 1), 4)
     return [[[h.id, h.distance, h.match_probability, h.payload] for h in r.hits] for r in found]
-
-
-def on_server(server, program, *words):
-    address = ["-h", "127.0.0.1", "-p", str(server.port), "-U", "postgres"]
-    return subprocess.run([server.programs / program, *address, *words], check=True, timeout=60, stdout=-1).stdout
 
 
 @pytest.fixture
@@ -241,7 +232,8 @@ def test_folders_of_an_earlier_version_open_and_of_a_later_one_are_refused(old, 
 @pytest.mark.engine
 def test_rows_of_an_earlier_version_open_and_of_a_later_one_are_refused(old, server, tmp_path):
     server.execute("CREATE DATABASE earlier")
-    on_server(server, "psql", "-q", "-d", "earlier", "-v", "ON_ERROR_STOP=1", "-f", old / "rows.sql")
+    command = [server.programs / "psql", "-h", "127.0.0.1", "-p", str(server.port), "-U", "postgres", "-q"]
+    subprocess.run([*command, "-d", "earlier", "-v", "ON_ERROR_STOP=1", "-f", old / "rows.sql"], check=True, timeout=60)
     with GaussianCollection.open(old / "postgresql", server.url(database="earlier", table="images")) as collection:
         assert_whole(collection, old, "postgresql")
     from sfumato.search.stores import milvus, pgvector

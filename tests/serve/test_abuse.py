@@ -282,7 +282,6 @@ def test_what_takes_too_long_is_stopped_and_the_next_is_decoded(monkeypatch, own
     assert len(go(work)) == 3 * 16 * 16
 
 
-stopped = lambda process: os.kill(process.child.pid, signal.SIGSTOP)
 own_time = pytest.mark.skipif(not decoding.KNOWS_ITS_TIME, reason="this system has no limit of processor time")
 
 
@@ -311,7 +310,7 @@ def test_a_search_by_image_on_a_busy_computer_is_sent_again(sources):
         assert client.post("/v1/search", **file).status_code == 200
         (process,) = client.app.state.service.embedder.decoders._processes
         process.seconds = 0.2
-        stopped(process)
+        os.kill(process.child.pid, signal.SIGSTOP)
         began, told = time.monotonic(), problem(busy := client.post("/v1/search", **file), 503)
         assert 0.25 <= time.monotonic() - began < 15  # By the clock it may take longer than of the processor.
         assert "too busy to decode" in told["detail"] and busy.headers["retry-after"] == "5"

@@ -448,11 +448,6 @@ def test_idle_connections_are_kept_longer_than_proxies_keep_them(sources, monkey
 
 
 @pytest.fixture(scope="module")
-def images(vector_run):
-    return np.load(vector_run.parent / "images.npy")
-
-
-@pytest.fixture(scope="module")
 def texts(vector_run):
     return np.load(vector_run.parent / "texts.npy")
 
@@ -472,7 +467,7 @@ query = lambda vector, **rest: {"vector": np.asarray(vector).tolist(), **rest}
 
 
 def test_vectors_of_both_modalities_find_what_the_library_and_the_command_find(
-    vectors, adopted, vector_run, texts, tmp_path, sfumato, images
+    vectors, adopted, vector_run, texts, tmp_path, sfumato
 ):
     index, queries = adopted.galleries["images"].gallery, adopted.model.embed_texts(serving.npy_rows(texts[[7]]))
     (answer,) = serving.search(vectors, query(texts[7], name="the seventh"), max_results=5)
@@ -487,6 +482,7 @@ def test_vectors_of_both_modalities_find_what_the_library_and_the_command_find(
     for ours, theirs in zip(answer["hits"], command["hits"], strict=True):
         assert ours["id"] == theirs["id"]
         assert ours["match_probability"] == pytest.approx(theirs["match_probability"], abs=1e-6)
+    images = np.load(vector_run.parent / "images.npy")
     asked = [query(images[3], modality="image"), query(texts[4]), query(images[5], modality="image")]
     answers = serving.search(vectors, *asked, max_results=3)
     model, index = adopted.model, adopted.galleries["images"].gallery

@@ -1,7 +1,6 @@
 """The batches of an epoch. Pictures of one colour and texts of one word piece say their own position."""
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -76,21 +75,6 @@ def fixed_plan(n, **_):
     return MixPlan(partner, share, box, (16, 16))
 
 
-@dataclass
-class Given:
-    data: PairData
-    images: list[int]
-    texts: list[int]
-
-    def __len__(self):
-        return 1
-
-    def batches(self, epoch):
-        sampler = PairSampler(self.data, 2, 0)
-        images, texts = np.array(self.images), np.array(self.texts)
-        yield PairBatch(images, texts, lambda rows, columns: sampler._labels(images, texts, rows, columns))
-
-
 PICTURES, TEXTS = [0, 2, 4, 3], [0, 1, 2, 1]
 # Listed: text 0 with pictures 0 and 2, text 1 (drawn twice) with pictures 2 and 3, text 2 with picture 4.
 LISTED = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 1], [0, 0, 1, 0], [0, 1, 0, 1]])
@@ -110,7 +94,9 @@ MIXED = torch.tensor([[0.7, 0.3, 0, 0.3], [1, 1, 0, 1], [0, 0, 1, 0], [0.25, 0.7
 def test_labels_by_hand_with_duplicate_captions(augment, expected, monkeypatch):
     monkeypatch.setattr(module, "plan_mixing", fixed_plan)
     batches = indexed(recipe(**augment), alone())
-    batches.sampler = Given(shared_captions(), PICTURES, TEXTS)
+    images, texts = np.array(PICTURES), np.array(TEXTS)
+    labels = lambda rows, columns: batches.sampler._labels(images, texts, rows, columns)
+    monkeypatch.setattr(batches.sampler, "batches", lambda epoch: [PairBatch(images, texts, labels)])
     (batch,) = batches.epoch(0)
     assert drawn(batch) == (PICTURES, TEXTS)
     i2t, t2i = batch.labels(alone())

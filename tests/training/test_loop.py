@@ -149,8 +149,8 @@ def test_sigterm_saves_after_the_step_in_work(toy, run, tmp_path):
 
 
 def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
-    folder = toy.parent / "killed"
-    kills = 0
+    folder, kills = toy.parent / "killed", 0
+    size = lambda path=folder / "log.jsonl": path.stat().st_size if path.exists() else 0
     for delay in (0.0, 0.02, None):
         process = Started(command, "train", toy, "--out", folder)
         if delay is None:
@@ -160,8 +160,8 @@ def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
         # From the moment the run folder is claimed.
         while not (folder / "recipe.toml").exists() and process.running and time.monotonic() < deadline:
             time.sleep(0.01)
-        seen = _size(folder / "log.jsonl")
-        while delay and _size(folder / "log.jsonl") == seen and process.running and time.monotonic() < deadline:
+        seen = size()
+        while delay and size() == seen and process.running and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(delay)
         kills += process.running
@@ -171,10 +171,6 @@ def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
         assert (run[0] / name).read_bytes() == (folder / name).read_bytes()
     lines = log_of(folder)
     assert [line["epoch"] for line in lines] == [0, 1, 2]
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def test_nan_stops_with_exit_status_1_and_names_the_term(toy, sfumato):
