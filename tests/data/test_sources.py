@@ -45,11 +45,9 @@ def read_toy(config, problems):
 
 @pytest.fixture
 def toy():
-    before = dict(SOURCES)
     register_source("toy", read_toy, options=ToyOptions)
     yield
-    SOURCES.clear()
-    SOURCES.update(before)
+    del SOURCES["toy"]
 
 
 RECIPE = """

