@@ -2,7 +2,6 @@
 
 import ast
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import sfumato
@@ -53,19 +52,11 @@ def imports() -> dict[str, set[str]]:
     return {name: imports_of(path) - {name} for name, path in MODULES.items()}
 
 
-def named_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            yield node.module or ""
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
 part_of = lambda name: name.split(".")[0]
 
 
 def test_arrows_go_one_way():
-    found = {name: list(named_modules(path)) for name, path in MODULES.items()}
+    found = {name: set(uses(ast.parse(path.read_text()))) for name, path in MODULES.items()}
     assert not {name for name, modules in found.items() if {"papers", "tests"} & {m.split(".")[0] for m in modules}}
     assert "sfumato.errors" in found["cli"]
     assert {part_of(name) for name in MODULES} == {*ORDER}, "a part without a place in ORDER, or the reverse"

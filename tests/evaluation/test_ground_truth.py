@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from data.test_sources import coco_write
 from evaluation.test_benchmarks import evaluated
 from support.fixtures import SHARED
 from support.raising import raises
@@ -184,30 +185,25 @@ def test_damaged_files_are_named(tmp_path, changes, message):
     raises(UserError, r"coco_test_ids\.npy", eccv_caption, tmp_path / "elsewhere")
 
 
-def karpathy(path, images):
-    path.write_text(json.dumps({"images": images, "dataset": "x"}))
-    return path
-
-
 def entry(name, split, *sentids):
     return {"filename": name, "split": split, "sentences": [{"sentid": s, "raw": "."} for s in sentids]}
 
 
 def test_karpathy_splits_without_any_image(tmp_path):
     entries = [entry("a.jpg", "test", 5, 3), entry("b.jpg", "val", 4), entry("c.jpg", "test", 9)]
-    path = karpathy(tmp_path / "d.json", entries)
+    path = coco_write(tmp_path, entries)
     ground_truth = read_karpathy_ground_truth(path, name="flickr30k")
     assert ground_truth.name == "flickr30k" and ground_truth.image_ids == ("a.jpg", "c.jpg")
     assert ground_truth.text_ids == ("5", "3", "9")
     assert matches(ground_truth)[1] == {"5": {"a.jpg"}, "3": {"a.jpg"}, "9": {"c.jpg"}}
     assert read_karpathy_ground_truth(path, split="val", name="flickr8k").image_ids == ("b.jpg",)
     entries = [entry(f"COCO_val2014_{i + 391895:012d}.jpg", "test", *range(10 * i, 10 * i + 7)) for i in range(5)]
-    found = read_coco(karpathy(path, entries))
+    found = read_coco(coco_write(tmp_path, entries))
     assert found["coco_5k"].text_ids == tuple(str(10 * i + k) for i in range(5) for k in range(5))
     assert found["coco_5k"].image_ids[0] == "391895" and len(found["coco_1k"].folds) == 5
     assert len(read_karpathy_ground_truth(path, name="flickr8k").text_ids) == 35
-    karpathy(path, entries[:4])
-    raises(UserError, r"d\.json: coco_1k: 4 images cannot be divided into 5 equal folds", read_coco, path)
+    coco_write(tmp_path, entries[:4])
+    raises(UserError, r"dataset\.json: coco_1k: 4 images cannot be divided into 5 equal folds", read_coco, path)
 
 
 FIRST = "COCO_val2014_000000000001.jpg"

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+from data.test_transforms import turned
 from PIL import Image
 from support.pictures import encoded, noise
 from support.raising import raises
@@ -197,12 +198,6 @@ def photo(size, format="JPEG", mode="RGB", **options):
     return encoded(blurred.convert(mode), format, **options)
 
 
-def turned(size):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return photo(size, exif=exif)
-
-
 def go(work, n=1, seconds=20.0, memory_bytes=1_000_000_000):
     async def run():
         decoders = Decoders(n, seconds=seconds, memory_bytes=memory_bytes)
@@ -215,7 +210,7 @@ def go(work, n=1, seconds=20.0, memory_bytes=1_000_000_000):
 FILES = {
     "png": photo((300, 200), "PNG"), "transparent": photo((200, 300), "PNG", "RGBA"),
     "palette": photo((120, 90), "GIF", "P"), "jpeg": photo((640, 480)), "cmyk": photo((100, 80), "JPEG", "CMYK"),
-    "turned": turned((90, 60)), "webp": photo((64, 65), "WEBP"), "tiff": photo((31, 77), "TIFF"),
+    "turned": photo((90, 60), exif=turned()), "webp": photo((64, 65), "WEBP"), "tiff": photo((31, 77), "TIFF"),
 }  # fmt: skip
 
 

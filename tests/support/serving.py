@@ -29,6 +29,7 @@ from sfumato.serve.server import Connection
 from sfumato.serve.settings import ServedGallery, Settings, Sources
 from sfumato.workflows.index import GalleryPart, build_index, create_collection
 from sfumato.workflows.own_folder import index_data
+from support.pictures import encoded
 from support.processes import Started, command
 
 KEY = "a-key-for-the-tests"
@@ -66,9 +67,7 @@ def npy_rows(table):
 
 
 def picture(colour="red", size=(20, 14), format="PNG", **options):
-    file = io.BytesIO()
-    Image.new("RGB", size, colour).save(file, format, **options)
-    return file.getvalue()
+    return encoded(Image.new("RGB", size, colour), format, **options)
 
 
 in_base64 = lambda data: base64.b64encode(data).decode()
