@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import typer
 from support.charts import undrawn
+from support.raising import failing
 from support.words import folded, too_wide
 
 from sfumato import GaussianCollection, cli
@@ -339,10 +340,6 @@ def test_recipes_interruptions_devices_and_frozen_models_are_told(sfumato, work,
     monkeypatch.setenv("SFUMATO_DEVICE", "abacus")
     err = sfumato.refused("evaluate", "run", run)
     assert "device 'abacus' is not available here" in err and "SFUMATO_DEVICE=cpu" in err
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sfumato.models.recipe.recipe_files", interrupted)
+    monkeypatch.setattr("sfumato.models.recipe.recipe_files", failing(KeyboardInterrupt()))
     status, out, err = sfumato("recipes")
     assert status == 130 and not out and "interrupted. No file is incomplete" in err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.raising import raises
+from support.raising import failing, raises
 
 from sfumato import GaussianCollection, GaussianEmbedding, GaussianIndex
 from sfumato.errors import UserError, as_typed, explain_os_error, printable
@@ -38,11 +38,7 @@ def test_text_bytes_and_json_are_written_whole(tmp_path):
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "x"
     write_atomically(path, "old")
-
-    def full(*_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", failing(OSError("no space left on device")))
     raises(OSError, "no space", write_atomically, path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 

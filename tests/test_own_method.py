@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.batches import MATCH, batch
-from support.raising import raises
+from support.raising import failing, raises
 from support.toy import make_toy
 
 import sfumato as public
@@ -221,11 +221,8 @@ def test_a_file_that_fails_is_named_with_its_line(tmp_path, monkeypatch, content
 
 
 def test_packages_are_found_by_their_entry_point_and_missing_files_are_named(monkeypatch, capsys, tmp_path):
-    def fails():
-        raise ImportError("broken")
-
     good = SimpleNamespace(value="good", load=lambda: register_loss("from_package", plain_loss, PlainOptions))
-    entries = [SimpleNamespace(value="bad.module", load=fails), good]
+    entries = [SimpleNamespace(value="bad.module", load=failing(ImportError("broken"))), good]
     monkeypatch.setattr(imports, "entry_points", lambda group: entries if group == "sfumato" else [])
     imports.load_plugins.cache_clear()
     recipe = load_recipe(public.find_recipe("emoji-pixels"), ["loss.name=from_package", "loss.weight=3"])

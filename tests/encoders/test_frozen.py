@@ -8,7 +8,7 @@ import torch
 from data.test_embedding_files import saved as npy
 from PIL import Image
 from support.pictures import encoded
-from support.raising import raises
+from support.raising import failing, raises
 
 from sfumato.data.emoji import load_emoji
 from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable
@@ -223,10 +223,7 @@ def test_items_are_computed_once_by_content_and_read_back_in_order(tmp_path):
 
 
 def test_bad_items_are_told_and_left_out(tmp_path):
-    def gone():
-        raise FileNotFoundError("gone")
-
-    told, items = {}, [*reading("ab", "bad", "c", "bad"), gone]
+    told, items = {}, [*reading("ab", "bad", "c", "bad"), failing(FileNotFoundError("gone"))]
     store, kept = cached_features(Counting(), items, tmp_path, on_error=lambda i, error: told.update({i: str(error)}))
     assert kept.tolist() == [0, 2] and len(store) == 2
     assert told.pop(3).startswith("the same content as another item") and told == {1: "cannot decode", 4: "gone"}

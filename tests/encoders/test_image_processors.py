@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from support.pictures import encoded, noise
-from support.raising import raises
+from support.raising import failing, raises
 
 from sfumato.data.image_decoding import decode_image
 from sfumato.data.transforms import random_crop_box
@@ -52,10 +52,7 @@ def test_a_training_batch_is_what_the_recipe_says_one_by_one(workers):
 
 
 def test_a_picture_that_becomes_unreadable_is_named_and_bad_ones_are_left_out():
-    def gone():
-        raise FileNotFoundError("gone.jpg")
-
-    store = file_store([*ITEMS[:3], gone, lambda: DATA[0][:200]])
+    store = file_store([*ITEMS[:3], failing(FileNotFoundError("gone.jpg")), lambda: DATA[0][:200]])
     assert len(store.batch(np.array([2, 1])).to("cpu")) == 2
     message = "the image at position {} can no longer be read: {}"
     raises(OSError, message.format(3, r"gone\.jpg"), store.batch, np.array([0, 3, 1]))

@@ -26,7 +26,7 @@ import uvicorn
 from PIL import Image, PngImagePlugin
 from support import serving
 from support.photographs import halves, heic, saved
-from support.raising import raises
+from support.raising import failing, raises
 from support.serving import KEY, Process, in_base64, new_item, picture, ready, remove, search, served, until
 
 from sfumato.data.images import POINTER, FolderImages, UploadedImages
@@ -255,10 +255,7 @@ def test_not_ready_before_and_after(slowly):
 
 def test_a_store_that_fails_is_503(writable, monkeypatch, caplog):
     collection = writable.app.state.service.sources.galleries["images"].gallery
-
-    def fail(*arguments, **options):
-        raise UserError("the disk is full")
-
+    fail = failing(UserError("the disk is full"))
     monkeypatch.setattr(collection.store, "upsert", fail)
     answer = serving.add(writable, "a")
     assert "the store failed" in serving.problem(answer, 503)["detail"].lower() and answer.headers["retry-after"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 from support import serving
-from support.raising import raises
+from support.raising import failing, raises
 from support.toy import make_toy
 
 from sfumato import fit, load_recipe
@@ -405,11 +405,8 @@ def test_what_was_acknowledged_survives_kill_9(collection):
 
 
 def test_a_service_that_cannot_answer_says_so_and_ends(collection, monkeypatch, capsys):
-    def fail(*arguments, **options):
-        raise UserError("no such table")
-
     sources = open_sources(collection)
-    monkeypatch.setattr(sources.galleries["images"].gallery.store, "search", fail)
+    monkeypatch.setattr(sources.galleries["images"].gallery.store, "search", failing(UserError("no such table")))
     stop = threading.Timer(15, os.kill, (os.getpid(), signal.SIGTERM))
     stop.start()
     ended = raises(SystemExit, None, run_app, create_app(sources), host="127.0.0.1", port=0)

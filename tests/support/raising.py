@@ -1,4 +1,4 @@
-"""A call that must fail, in one line."""
+"""A call that must fail, in one line, and a function that does."""
 
 import pytest
 
@@ -8,3 +8,10 @@ def raises(error, message, function, /, *arguments, **options):
     with pytest.raises(error, match=message) as raised:
         function(*arguments, **options)
     return raised
+
+
+def failing(error):
+    def fail(*arguments, **options):
+        raise error
+
+    return fail

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.processes import Started, command
-from support.raising import raises
+from support.raising import failing, raises
 from support.toy import assert_same_runs, fit_until, log_of, make_toy
 
 from sfumato import fit, load_recipe
@@ -305,11 +305,8 @@ def test_where_weights_are(monkeypatch, tmp_path):
     monkeypatch.setattr(package_weights, "hub_reachable", lambda: True)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: "config.json")
     assert where_weights_are("nobody/nothing") == "hub"
-
-    def fails(*args, **options):
-        raise huggingface_hub.errors.LocalEntryNotFoundError("a proxy answers, the hub does not")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
+    error = huggingface_hub.errors.LocalEntryNotFoundError("a proxy answers, the hub does not")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", failing(error))
     assert where_weights_are("nobody/nothing") == ""
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: str(tmp_path / file))
     assert where_weights_are("nobody/nothing") == "cache"

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from support import graphs
 from support.hub import ANN, BOB, Hub, Repository
 from support.processes import Started, command
-from support.raising import raises
+from support.raising import failing, raises
 from support.tiny_models import WORDS, made_by_hand, taught_clip, tiny_clip, two_colours
 from support.words import folded, too_wide
 
@@ -100,11 +100,7 @@ def test_a_full_folder_is_left_alone_and_a_killed_export_leaves_nothing(run, tmp
     assert load_model(export_run(run, tmp_path / "empty")).calibrated
     raises(UserError, "is not a run folder", export_run, tmp_path / "full", tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sfumato.files.write_json", stop)
+    monkeypatch.setattr("sfumato.files.write_json", failing(KeyboardInterrupt()))
     raises(KeyboardInterrupt, None, export_run, run, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"full", "empty"}
 

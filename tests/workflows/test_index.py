@@ -11,7 +11,7 @@ import torch
 from data.test_embedding_files import write_csv
 from PIL import Image
 from support.charts import undrawn
-from support.raising import raises
+from support.raising import failing, raises
 from support.serving import SQUARES, make_squares
 from support.toy import make_toy
 from support.words import folded
@@ -321,11 +321,8 @@ def test_probabilities_of_hits_are_those_that_a_search_shows(trust_run):
 
 
 def test_splits_without_probabilities_of_hits_or_with_those_of_some_images(trust_run, monkeypatch):
-    def refuses(*args, **options):
-        raise ValueError("the split cannot be halved")
-
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "cross_fitted", refuses)
+        patch.setattr(evaluation, "cross_fitted", failing(ValueError("the split cannot be halved")))
         report = trust_model(trust_run, trust_run.recipe.data, "val", n_resamples=0)
     assert report.hits == {} and "the probabilities of hits are left out: the split cannot be halved" in report.notes
     monkeypatch.setattr(evaluation, "_HIT_IMAGES", 5)
