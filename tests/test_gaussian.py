@@ -117,7 +117,6 @@ def test_the_numbers_and_the_dtype_stay_and_what_is_no_array_is_named():
     if np.dtype(np.longdouble).itemsize > 8:
         raises(TypeError, "dtype float128, which torch lacks", as_tensor, np.zeros(2, np.longdouble), "x", "me")
     needs = "{} must be a tensor or an array"
-    raises(TypeError, f"GaussianEmbedding: {needs.format('mean')}", sfumato.GaussianEmbedding, [[0.0]], [[0.0]])
     raises(TypeError, f"match_probability: {needs.format('distance')}", sfumato.match_probability, [1.0], 5.0, 5.0)
     raises(TypeError, f"fit_logits: {needs.format('match')}, got list", fit_logits, np.zeros(2), [1, 0])
     raises(TypeError, f"brier_score: {needs.format('probability')}", brier_score, [0.1], np.zeros(1))

@@ -25,9 +25,6 @@ def loss(request):
     return LOSSES[request.param](*([PCMEOptions(n_samples=2)] if request.param == "pcme" else [])).double()
 
 
-name_of = lambda loss: next(name for name, entry in LOSSES.items() if type(loss) is entry)
-
-
 def test_terms_sum_to_the_total_in_half_precision_and_autocast(loss):
     output = loss(*batch(), MATCH)
     torch.testing.assert_close(sum(output.terms.values()), output.total)
@@ -79,8 +76,9 @@ def test_permuting_and_swapping_change_nothing_totals_are_the_loops_and_gradient
     lower, upper = MATCH.clone(), MATCH.clone()
     lower[0, 4], upper[0, 4] = 0, 1
     sides = [list(zip(e.mean.tolist(), e.var.tolist(), strict=True)) for e in (image, text)]
+    name = next(name for name, entry in LOSSES.items() if type(loss) is entry)
     for match in (lower, MATCH, upper):
-        expected = references.LOSS_TOTALS[name_of(loss)](*sides, match.tolist())
+        expected = references.LOSS_TOTALS[name](*sides, match.tolist())
         # The scale is stored as a float32 logarithm, which is right to 1e-7.
         assert loss(image, text, match).total.item() == pytest.approx(expected, rel=1e-6)
     image, _ = batch(4, dtype=torch.float32)

@@ -69,9 +69,6 @@ def run(folder):
     return trained(folder, "run", "data.held_out_wordings=0/3")
 
 
-inputs = lambda row: Inputs(torch.from_numpy(row).view(1, 1, -1))
-
-
 def test_a_run_leaves_out_the_bad_row_learns_and_opens_without_its_data(folder, run, sfumato):
     (problem,) = map(json.loads, (run / "problems.jsonl").read_text().splitlines())
     assert problem == {"place": f"{folder / 'texts.npy'}[1080]", "reason": "text '1080' holds NaN or infinity"}
@@ -110,6 +107,7 @@ def test_evaluate_and_the_other_commands(folder, run, sfumato):
     images, texts = np.load(folder / "images.npy").astype(np.float32), np.load(folder / "texts.npy")
     model, chosen = load_run(run).model, range(3, N, 6)
     own = [PER_IMAGE * i + k for i in chosen for k in range(PER_IMAGE)]
+    inputs = lambda row: Inputs(torch.from_numpy(row).view(1, 1, -1))
     means = lambda tower, rows: torch.stack([tower.head(tower.encoder(inputs(row))).mean[0] for row in rows])
     with torch.no_grad():
         a, b = means(model.image, images[chosen]), means(model.text, texts[own])
