@@ -394,8 +394,7 @@ def test_every_error_is_a_problem_that_can_be_said(client):
 def test_it_says_what_to_install(sfumato, monkeypatch, tmp_path):
     (tmp_path / "manifest.json").touch()
     monkeypatch.setitem(sys.modules, "sfumato.serve.app", None)
-    status, out, err = sfumato("serve", tmp_path, "--port", 0)
-    assert status == 2 and "pip install 'sfumato[serve]'" in err and not out
+    assert "pip install 'sfumato[serve]'" in sfumato.refused("serve", tmp_path, "--port", 0)
 
 
 SECRET = "a purple walrus"

@@ -472,9 +472,7 @@ def test_vectors_of_both_modalities_find_what_the_library_and_the_command_find(
     assert answer["query"] == "the seventh" and answer["kind"] == "text" and answer["calibrated"]
     np.save(tmp_path / "seven.npy", texts[7])
     copy_gallery(index, tmp_path / "index").close()
-    status, out, err = sfumato("search", tmp_path / "index", tmp_path / "seven.npy", "-k", 5, "--json")
-    assert status == 0, err
-    (command,) = json.loads(out)
+    (command,) = sfumato.json("search", tmp_path / "index", tmp_path / "seven.npy", "-k", 5)
     assert command["verdict"] == answer["verdict"]["text"]
     for ours, theirs in zip(answer["hits"], command["hits"], strict=True):
         assert ours["id"] == theirs["id"]
