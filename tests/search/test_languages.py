@@ -90,20 +90,25 @@ def test_other_languages_find_english_texts_and_english_stays_as_it_is(sfumato, 
         answers = dict(zip(foreign, gallery.search([*foreign], 5), strict=True))
         for text, wanted in foreign.items():
             answer = answers[text]
-            assert answer[0].id == f"{wanted}.png" and answer.warning is None and answer.multiplicity is None, text
+            assert answer[0].id == f"{wanted}.png" and answer.multiplicity is None, text
+            assert answer.calibrated and answer.warning == languages.MATCHED
             assert answer[0].match_probability > 0.4 > answer[1].match_probability and answer.target == "fits"
             for hit in answer:
-                assert hit.why.keys() == {"image", "texts", "other results", "query, matched across languages"}
+                assert hit.why.keys() == {"image", "texts", "other results", "query"}
                 p = hit.match_probability
                 assert sum(hit.why.values()) == pytest.approx(math.log(p / (1 - p)), abs=1e-6)
         with_it = numbers(gallery.search(ENGLISH, 5))
-        (plain,) = gallery.search(["Hund im Schnee"], 5, target="listed")
+        plain, sure = (gallery.search("Hund im Schnee", 5, **how) for how in ({"target": "listed"}, {"max_risk": 0.5}))
+        for answer in (plain, sure):
+            assert not answer.calibrated and answer.warning == languages.MATCHED_BY_DISTANCE and answer.verdict is None
         gallery.gallery.metadata["model"] = "another"
         same = [hit.why["image"] for hit in gallery.search("Hund im Schnee", 5) if hit.id != "bare.png"]
         assert len(same) == 4 and same == pytest.approx([same[0]] * 4)  # The image says nothing.
-    assert plain.verdict.kind != "unfamiliar"
+        monkeypatch.setattr(type(gallery.gallery), "has_texts", False)  # So nothing can be read.
+        nothing = gallery.search("Hund im Schnee").warning
+        assert "hardly any words of German" in nothing and "pip install" not in nothing
     printed = folded(sfumato.printed("search", index, "Hund im Schnee", "--why"))
-    assert "query, matched across languages" in printed and "hardly any words" not in printed
+    assert "Matched across languages" in printed and "hardly any words" not in printed
     monkeypatch.setattr(searcher, "e5", lambda: None)
     with load_index(index) as gallery:
         assert numbers(gallery.search(ENGLISH, 5)) == with_it

@@ -261,7 +261,7 @@ class Hit:
         duplicates: ids of nearly the same images, where they were folded into this hit. It is the largest of them, and
             has the distance and the probability of the first.
         why: for target "fits" the log odds of match_probability by what they come from: the "image", its "texts", the
-            "other results" of the query, and the "query" itself. They add up to it. Empty elsewhere.
+            "other results" of the query, the "query" itself and, if it names some, "time and place"; they add up to it.
     """
 
     id: str

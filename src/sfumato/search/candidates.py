@@ -377,8 +377,6 @@ class TextSearch:
         top = hits_of(found.take(order), sigmoid(logit)[order], best_text)
         if not self.forms[i].without:
             parts = logits.why(known.items(order), listed, self._nearness(i))
-            if self.forms[i].across:
-                parts["query, matched across languages"] = parts.pop("query")
             if self.forms[i].facts:
                 parts["time and place"] = logit[None, order] - sum(parts.values())
             values = [dict(zip(parts, row, strict=True)) for row in np.stack([*parts.values()], 2)[0].tolist()]

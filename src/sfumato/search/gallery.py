@@ -25,7 +25,7 @@ from sfumato.search import candidates
 from sfumato.search.answer import UNFAMILIAR, Answer, Hit, QueryInfo, SearchOptions, TextQuery, Verdict
 from sfumato.search.candidates import Candidates, GalleryRecords, Ranked, SampledItems, TextSearch
 from sfumato.search.exact import quiet
-from sfumato.search.languages import words_of
+from sfumato.search.languages import MATCHED_BY_DISTANCE, words_of
 from sfumato.search.stores.protocol import Filter
 from sfumato.search.texts import TextStore, item_words, word_stems
 
@@ -240,6 +240,12 @@ class Gallery(ABC):
         """The places of the items and the words of their dates, in lower case, or of a sample's."""
         return self._sampled(self.size, None).facts
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether items, or those of a sample, have texts that are evidence."""
+        own = self._sampled(self.size, None).texts
+        return own is not None and bool(own.has_texts.any())
+
     @abstractmethod
     def ids_after(self, after: str, n: int) -> list[str]:
         """The next ids in the order of their UTF-8 bytes, so that all items can be listed page by page."""
@@ -303,6 +309,8 @@ class Gallery(ABC):
         others = queries[np.array([each.expected is None for each in found], bool)]
         sums, answers = iter(self.expected_matches(others, options.filter)), list[Answer]()
         for i, (one, each) in enumerate(zip(about, found, strict=True)):
+            if each.nothing is None and one.text and one.text.across:
+                one = replace(one, native=False, warning=MATCHED_BY_DISTANCE)
             calibrated, total = self.calibrated and one.native, each.expected
             total = next(sums) if total is None else total
             said = each.verdict(total, abstained[i], empty_set=sets[i] == ())

