@@ -3,7 +3,8 @@
     python scripts/results_table.py
 
 Columns: page, section, row (first cell), column (header), value, deviation (after ±), unit or words beside it, and the
-date, commit and seeds that the section states. A cell with several numbers gives several rows.
+date, commit and seeds that the section states, or else what stands above the first one. On the page of speed they are
+those of its table of runs. A cell with several numbers gives several rows; 1/205 is one number.
 """
 
 import csv
@@ -20,6 +21,7 @@ _NUMBER = re.compile(
     r"(?<![\w.])([-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:e-?\d+)?)(?:\s*±\s*([\d.]+))?"
     r"(?![\w.]*\d)"
 )
+_FRACTION = re.compile(r"(?<![\w.])1/(\d+)(?![\w.])")
 _STATED = {
     "date": re.compile(r"\b(20\d\d-\d\d-\d\d)\b"),
     "commit": re.compile(r"commits? ([0-9a-f]{7,8})\b"),
@@ -36,9 +38,13 @@ def rows() -> Iterator[dict[str, str]]:
 
 def _of_page(page: str, lines: list[str]) -> Iterator[dict[str, str]]:
     section, header, stated = "", list[str](), dict[str, str]()
+    of_page: dict[str, str] | None = None
+    runs = _runs(lines) if page == "speed" else {}
     for line in lines:
         if line.startswith("#"):
             section, header = line.lstrip("# "), []
+            if line.startswith("## "):
+                stated = of_page = stated if of_page is None else of_page
         elif not line.startswith("|"):
             header = []
             if line.startswith(("*20", "**Answer")):
@@ -47,12 +53,22 @@ def _of_page(page: str, lines: list[str]) -> Iterator[dict[str, str]]:
             header = _cells(line)
         elif not set(line) <= set("|-: "):
             first, *cells = _cells(line)
-            about = {"page": page, "section": section, "row": first} | stated
+            origin = runs.get(section) or runs.get(first) or stated
+            about = {"page": page, "section": section, "row": first} | origin
             for column, cell in zip(header[1:], cells, strict=False):
+                cell = _FRACTION.sub(lambda found: f"{1 / int(found[1]):.3g}", cell)
                 for number in _NUMBER.finditer(cell):
                     if number[1]:
                         value = {"value": number[1].replace(",", "").replace("−", "-"), "deviation": number[2] or ""}
                         yield about | {"column": column, **value, "beside": cell.replace(number[0], "", 1).strip()}
+
+
+def _runs(lines: list[str]) -> dict[str, dict[str, str]]:
+    """Dates and commits of the sections, with † and without, by the table of runs, whose rows are in their order."""
+    titles = [line.removeprefix("### ") for line in lines if line.startswith("### ")]
+    rows = [_cells(line) for line in lines[lines.index("## Runs") :] if line.startswith("|")][2:]
+    runs = [(title, {"date": row[2], "commit": row[1]}) for title, row in zip(titles, rows, strict=True)]
+    return {name: run for title, run in runs for name in (title, title.removesuffix(" †"))}
 
 
 def _cells(line: str) -> list[str]:

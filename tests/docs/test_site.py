@@ -51,6 +51,17 @@ def test_pages_answer_their_question_once_fetch_nothing_are_wrapped_and_state_wh
     assert not [(page, line) for page, line in lines if len(line) > 120 and not line.startswith(("|", "    ", "!["))]
 
 
+def test_the_table_of_results_has_the_numbers_and_the_origins_of_the_pages():
+    rows = lambda page, text: [
+        [row.get(name) for name in ("row", "value", "date", "seeds")] for row in results_table._of_page(page, text)
+    ]
+    head, line, half = "| x | y |", "| --- | --- |", "| r | .5 |"
+    page = ["*2026-01-02, commit abcdef1.*", "## A", "*2026-01-03, seed 0.*", head, line, half, "## B", head, line]
+    assert rows("p", [*page, "| s | 1/205 |"]) == [["r", ".5", "2026-01-03", "0"], ["s", "0.00488", "2026-01-02", ""]]
+    runs = ["### A †", head, line, half, "## Runs", "| b | commit | date |", line, "| a † | 0d8+ | 2026-01-04 |"]
+    assert rows("speed", runs)[0] == ["r", ".5", "2026-01-04", None]
+
+
 NAMES_PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 CODE = re.compile(r"```(?:python|py)\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 DOTTED = re.compile(r"(?<![\w./~@-])sfumato((?:\.[A-Za-z_]\w*)+)(?![\w/-])")

@@ -376,6 +376,10 @@ def test_text_in_photographs_is_read_and_found(sfumato, tmp_path, monkeypatch):
     assert set(Reader.looked) == {(40, 30), (320, 240), (640, 480)}, "what has no text is looked at once"
     sfumato.json("index", "--data", folder, "--out", tmp_path / "not", "--no-ocr")
     assert all("ocr" not in own for own in ids(tmp_path / "not").values())
+    monkeypatch.setattr(Reader, "__call__", lambda reader, image, **how: 1 / 0)
+    failed = sfumato.json("index", "--data", folder, "--out", tmp_path / "failed")
+    assert (failed["n"], failed["problems"]) == (6, 6) and "ocr" not in ids(tmp_path / "failed")["sign.png"]
+    assert photographs._WORDY.search("東京") and not photographs._WORDY.search("1a 京")
     photographs._reader.cache_clear()
 
 

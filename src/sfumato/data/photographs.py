@@ -137,6 +137,9 @@ OCR = "ocr"
 _READ, _LOOK, _SURE = 1280, 320, 0.8
 """Pixels of the sides of the copies in which text is read and looked for, and confidence from which a line counts."""
 
+_WORDY = re.compile(r"\w{3}|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]{2}")
+"""A line counts with three letters, or two of Chinese, Japanese or Korean."""
+
 _READING = threading.Lock()
 
 
@@ -163,7 +166,7 @@ def lines_in(data: bytes) -> str:
             return ""
         found = _reader()(image, use_det=True, use_cls=True, use_rec=True)
     lines = zip(found.txts or (), found.scores or (), strict=True)
-    sure = [" ".join(line.split())[:LENGTH] for line, score in lines if score >= _SURE and re.search(r"\w{3}", line)]
+    sure = [" ".join(line.split())[:LENGTH] for line, score in lines if score >= _SURE and _WORDY.search(line)]
     return "\n".join(sure[:LINES])
 
 

@@ -20,7 +20,7 @@ from sfumato.data.image_decoding import PIXELS, is_cut, n_pixels, needs_extra
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
 from sfumato.data.photographs import OCR, UNREADABLE, WHEN, date_words, lines_in
 from sfumato.encoders.processors import in_threads
-from sfumato.errors import UserError, counted, progress_bar
+from sfumato.errors import UserError, counted, first_line, progress_bar
 from sfumato.files import available_cores
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import NO_TEXT, id_error, is_text
@@ -152,10 +152,18 @@ class Filling:
                     return _Read(_with(payload, OCR, known.get(OCR)), moved=item.id, notes=own.remarks)
             elif before := gone.pop(digest, ""):
                 return _Read(_with(payload, OCR, self.known[before].get(OCR)), moved=before, notes=own.remarks)
-            payload = _with(payload, OCR, lines_in(data) if self.ocr else "")
+            payload = _with(payload, OCR, self._text_in(item, data, own))
             return _Read(payload, self._prepare(data), notes=own.remarks)
         except (ValueError, OSError, MemoryError) as error:
             return _Read(error=error)
+
+    def _text_in(self, item: Item, data: bytes, problems: Problems) -> str:
+        """The text in an image; nothing, with a remark, where the reader fails: the image is embedded without it."""
+        try:
+            return lines_in(data) if self.ocr else ""
+        except Exception as error:
+            problems.remark(item.image.location, f"its text could not be read: {first_line(error)}")
+            return ""
 
     def _leave_out(self, item: Item, error: Exception) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
