@@ -10,7 +10,7 @@ from PIL import ExifTags, Image
 from support.photographs import iptc, saved, with_segment
 
 from sfumato.data.images import Problems
-from sfumato.data.photographs import LENGTH, LINES, date_words, describe_image, file_fields, names_in, sidecars
+from sfumato.data.photographs import LENGTH, LINES, describe_image, file_fields, names_in, sidecars
 
 XMP = """<?xpacket begin="" id="W5M0MpCehiHzreSzNTczkc9d"?>
 <x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
@@ -199,16 +199,3 @@ def test_a_date_in_the_name_is_the_last_resort(name, date, tmp_path):
     assert fields_of(tmp_path, f"{name}.jpg", jpeg(), Problems())["date"] == "2019-06-13T12:01:09"
     local = jpeg(exif=exif(DateTime="2019:06:12 23:30:00"))
     assert fields_of(tmp_path, f"{name}.jpg", local, Problems())["date"] == "2019-06-12T23:30:00"
-
-
-@pytest.mark.parametrize(
-    "date, words",
-    [
-        ("2023-12-25T10:00:00", "2023 winter December Monday Christmas"),
-        ("2023-12-27", "2023 winter December Wednesday"),
-        ("2024-02", "2024 winter February"), ("2023-03-05", "2023 spring Sunday"), ("2019", "2019"), ("", ""),
-        ("2023-13-45", "2023"), ("0000-00-00", ""), ("in June", ""),
-    ],
-)  # fmt: skip
-def test_the_words_of_a_date(date, words):
-    assert date_words(date) == words

@@ -21,7 +21,7 @@ from sfumato.search import languages
 from sfumato.search import texts as searches
 from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
 from sfumato.search.index import copy_gallery
-from sfumato.search.languages import known_words
+from sfumato.search.languages import date_words, known_words, split_facts
 from sfumato.search.searcher import advice
 from sfumato.search.stores.protocol import WORDS, Filter, Records
 from sfumato.search.texts import (
@@ -368,3 +368,46 @@ def test_a_rare_word_is_found_in_a_large_gallery(tmp_path, monkeypatch):
             assert first(copied) == "new"
             copied.delete(["new"])
             assert first(copied) not in ("new", "077")
+
+
+@pytest.mark.parametrize(
+    "date, words",
+    [
+        ("2023-12-25T10:00:00", "2023 winter december monday christmas"), ("", ""), ("2019", "2019"),
+        ("2023-12-27", "2023 winter december wednesday"),
+        ("2024-02", "2024 winter february"), ("2023-03-05", "2023 spring sunday"),
+        ("2023-13-45", "2023"), ("0000-00-00", ""), ("in June", ""), ("05-12-2021", ""), ("²", ""), ("20231", ""),
+    ],
+)  # fmt: skip
+def test_the_words_of_a_date(date, words):
+    assert " ".join(date_words(date)) == words
+
+
+FACTS = {
+    "dog in Rome": ("dog", ["rome"], []), "dog in Zürich 2021": ("dog", ["zurich"], ["2021"]),
+    "two dogs, Rome, winter 2021": ("two dogs", ["rome"], ["winter", "2021"]),
+    "a girl's dog in Saint Denis": ("a girl's dog", ["saint denis"], []), "dog in the summer": ("dog", [], ["summer"]),
+    "2021 in New York with a dog": ("with a dog", ["new york"], ["2021"]),
+    "100_2550.JPG from 2021": ("100_2550.JPG", [], ["2021"]),
+}  # fmt: skip
+PLAIN = (
+    *(
+        "dog rome",
+        "dog in York",
+        "dog in 2020",
+        "summer dress",
+        "in winter coats",
+        "woman in summer dress",
+        "dog in june",
+    ),
+    *("children at Christmas market", "girl in nice dress", "dog in 2021 or 2022", "2021-05-04 photo", "plate of rome"),
+)
+
+
+@pytest.mark.parametrize("text", [*FACTS, *PLAIN])
+def test_words_of_time_and_place_are_taken_apart(text):
+    places, dates = (
+        {"rome", "saint denis", "new york", "zurich", "nice"},
+        {"2021", "2022", "summer", "winter", "christmas"},
+    )
+    assert split_facts(text, places, dates) == FACTS.get(text, (text, [], []))

@@ -335,10 +335,12 @@ def test_words_of_time_and_place_say_which_photographs_are_meant(sfumato, tmp_pa
     }  # fmt: skip
     for query, names in meant.items():
         p = found(query)
-        assert {name for name in p if p[name] > 0.05} == names, query
+        assert {name for name in p if p[name] > 0.3} == names and 0.05 < p["yellow"] < 0.3, query
     with load_index(tmp_path / "with") as index:
         for query in ("dog in 2020", "dog in York", "dog rome", "in Rome", "photo from Rome 2021", "rome without dog"):
             assert with_facts(one := TextQuery(query), index.gallery, SearchOptions()) is one
+        there, none = (index.search(text).nothing_probability for text in ("dog in Rome", "dog in New York 2021"))
+        assert there < 0.1 and none > 0.5
         assert index.search("a doog in Rome").suggestion == "a dog in Rome"
         for options in (SearchOptions(target="listed"), SearchOptions(max_risk=0.1)):
             assert with_facts(one := TextQuery("dog in Rome"), index.gallery, options) is one

@@ -111,26 +111,6 @@ def describe_image(data: bytes) -> dict[str, str]:
     return {}
 
 
-WHEN = "_when"
-"""Field of the words of a date."""
-
-_SEASONS = ("winter", "spring", "summer", "autumn")
-_MONTHS = "January February x April x June July August September October November December".split()  # noqa: SIM905
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()  # noqa: SIM905
-
-
-def date_words(date: str) -> str:
-    """The words by which people name a date: year, month but March and May, season of the north, weekday, Christmas."""
-    year, month, day = (*(int(part) if part.isdigit() else 0 for part in date[:10].split("-")), 0, 0)[:3]
-    words = [f"{year:04}"] * (year > 0)
-    if 1 <= month <= 12:
-        words += [_SEASONS[month % 12 // 3], _MONTHS[month - 1].strip("x")]
-    with contextlib.suppress(ValueError):
-        words.append(_DAYS[datetime(year, month, day).weekday()])
-        words += ["Christmas"] * (month == 12 and 24 <= day <= 26)
-    return " ".join(filter(None, words))
-
-
 OCR = "ocr"
 """Field of the lines of text that are in the pixels."""
 

@@ -107,7 +107,7 @@ class TextQuery:
     text: str
     also: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
-    facts: tuple[str, ...] = ()  # stems of words of time and place that stood in the text
+    facts: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # names of places and words of dates from the text
     typed: str = ""  # the text with these
     across: AsEnglish | None = field(default=None, compare=False)  # of another language, in place of what models read
 

@@ -19,9 +19,9 @@ from sfumato.data.image_decoding import PIXELS
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.answer import Hit, TextQuery, Verdict, fits_verdict, verdict
-from sfumato.search.languages import words_of
+from sfumato.search.languages import date_words, unaccented, words_of
 from sfumato.search.stores.protocol import Filter, Records, VectorStore
-from sfumato.search.texts import ItemTexts, TextStore, says, word_stems
+from sfumato.search.texts import ItemTexts, TextStore, word_stems
 
 _COUNTED_SECONDS = 5.0
 """Other processes may write. To count a million items anew for every query would take longer than to search them."""
@@ -98,10 +98,11 @@ class SampledItems:
         return {i: j for j, i in enumerate(self.ids)}
 
     @functools.cached_property
-    def facts(self) -> frozenset[str]:
-        """Their places and the words of their dates, in lower case."""
-        own = ((*p.get("place", "").split(","), *p.get("_when", "").split()) for p in self.payloads)
-        return frozenset(one.strip().casefold() for some in own for one in some) - {""}
+    def facts(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Their places and the words of their dates."""
+        places = {part for p in self.payloads for part in p.get("place", "").split(",")}
+        dates = {p.get("date", "")[:10] for p in self.payloads}
+        return frozenset(map(unaccented, places)) - {""}, frozenset(word for one in dates for word in date_words(one))
 
 
 def padded(found: Sequence[Candidates]) -> np.ndarray:
@@ -258,8 +259,9 @@ class Ranked:
 REFERENCE_SIZE = 1_000
 """Size of the gallery that the logits of pairs are for where texts are beside them."""
 
-_ELSEWHERE = 0.05
-"""Part of its probability that an item of another time or place keeps: words may mean a thing, and files may err."""
+_ELSEWHERE, _UNKNOWN = 0.05, 0.25
+"""Parts of its probability that an item of another time or place keeps, for words may mean a thing and files may err,
+and one of an unknown time or place. They were chosen, not fitted."""
 
 _USUAL_LOGIT, _USUAL_SPREAD = -11.52, 2.84
 """Mean and standard deviation of the logits that `small` gives to random pairs of Flickr8k's validation split."""
@@ -326,16 +328,15 @@ class TextSearch:
     def _of_hits(self, i: int, items: ItemTexts, known: Evidence, pair: np.ndarray, listed: np.ndarray) -> np.ndarray:
         """(c,) logits of items as hits."""
         found = self.logits[i].of_hits(pair, known.has_texts, listed, self._nearness(i))[0]
-        found = self._of_facts(self.forms[i].facts, items, found)
         return items.without(self.forms[i].without, found, known.image[0], self.fits, self.own.rarity)
 
-    def _of_facts(self, facts: Sequence[str], items: ItemTexts, logit: np.ndarray) -> np.ndarray:
-        """(c,) logits where the probability of items of another time or place is a part of theirs. logit (c,)."""
-        if not facts:
+    def _of_facts(self, form: TextQuery, items: ItemTexts, logit: np.ndarray) -> np.ndarray:
+        """(c,) logits of items that fit, given the time and the place that a query names. logit (c,)."""
+        if not (any(form.facts) and len(logit)):
             return logit
-        here = np.array([says(stems, facts) for stems in items.stems])
-        log_p = math.log(_ELSEWHERE) - np.logaddexp(0, -logit)
-        return np.where(here, logit, log_p - np.log1p(-np.exp(log_p)))
+        parts = np.array([_part_of(form, *words.rsplit("\n", 3)[1:3]) for words in items.words])
+        log_p = np.log(parts) - np.logaddexp(0, -logit)
+        return np.where(parts == 1, logit, log_p - np.log1p(-np.exp(np.minimum(log_p, math.log(_UNKNOWN)))))
 
     def ranked(
         self, i: int, usual: np.ndarray, found: Candidates, items: ItemTexts, k: int, n_list: int, *, by_distance: bool
@@ -348,36 +349,38 @@ class TextSearch:
         passing = self._passing if whole else self._accepted(found.uncertainty, found.payloads)
         if not len(passing):
             return Ranked((), found.take([]), 0.0, 1.0, self.multiplicity.get(i))
-        logits = self.logits[i]
+        form, logits = self.forms[i], self.logits[i]
         known = self._evidence(i, items, found.distance[None], usual)
         pair = logits.of_pairs(known)
         best = -np.sort(-pair[:, :n_list], axis=1)[:, : fitted.N_NEAR]
         listed = list_features(best, known.n_words, known.prior)
-        logit = self._of_hits(i, items, known, pair, listed)
-        fits, rest, outside = sigmoid(logit), np.empty(0), np.empty((1, 0), bool)
+        anywhere = self._of_hits(i, items, known, pair, listed)  # at any time
+        logit, others, outside = self._of_facts(form, items, anywhere), np.empty(0), np.empty((1, 0), bool)
         if not whole:
-            outside, others = self.sample.without(found.ids), self._evidence(i, self.own, usual, usual)
-            rest = sigmoid(self._of_hits(i, self.own, others, logits.of_pairs(others), listed))
+            outside, more = self.sample.without(found.ids), self._evidence(i, self.own, usual, usual)
+            others = self._of_hits(i, self.own, more, logits.of_pairs(more), listed)
 
-        def expected(here: np.ndarray, there: np.ndarray, n: int) -> float:
+        def expected(logit: np.ndarray, rest: np.ndarray, here: np.ndarray, there: np.ndarray, n: int) -> float:
             if whole:
-                return float(fits[here].sum())
-            return estimated_sums(fits[None, here], rest[None, there], outside[:, there], n)[0]
+                return float(sigmoid(logit)[here].sum())
+            return estimated_sums(sigmoid(logit[None, here]), sigmoid(rest[None, there]), outside[:, there], n)[0]
 
-        total = expected(passing, self._passing, self.n)
+        fits = sigmoid(logit)
+        total = expected(logit, self._of_facts(form, self.own, others), passing, self._passing, self.n)
         # The best may fit, and then something does.
-        nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(fits[:n_list].max()))
-        if self.filter is not None:  # All that fit in the gallery may be among what the filter takes away.
-            everything = expected(np.arange(len(fits)), np.arange(len(rest)), self.size)
+        nothing = min(float(sigmoid(logits.of_nothing(listed))[0]), 1 - float(sigmoid(anywhere[:n_list]).max()))
+        if self.filter is not None or any(form.facts):
+            # All that fit in the gallery may be among what the filter takes away, or at another time or place.
+            everything = expected(anywhere, others, np.arange(len(fits)), np.arange(len(others)), self.size)
             gone = max(0.0, 1 - total / max(everything, 1e-12)) ** max(1.0, everything / max(1e-12, 1 - nothing))
             nothing = min(nothing + (1 - nothing) * gone, 1 - float(fits[passing].max()))
         key = -found.distance if by_distance else logit
         order = _highest(key, found.ids, passing, k)
-        best_text = functools.partial(self.own.best_text, self.forms[i].joined)
+        best_text = functools.partial(self.own.best_text, " ".join((form.joined, *form.facts[0], *form.facts[1])))
         top = hits_of(found.take(order), sigmoid(logit)[order], best_text)
-        if not self.forms[i].without:
+        if not form.without:
             parts = logits.why(known.items(order), listed, self._nearness(i))
-            if self.forms[i].facts:
+            if any(form.facts):
                 parts["time and place"] = logit[None, order] - sum(parts.values())
             values = [dict(zip(parts, row, strict=True)) for row in np.stack([*parts.values()], 2)[0].tolist()]
             top = tuple(replace(hit, why=of_hit) for hit, of_hit in zip(top, values, strict=True))
@@ -385,6 +388,14 @@ class TextSearch:
         unjudged = 1 - float(has.mean())
         nearest = found.take([int(passing[found.distance[passing].argmin()])])
         return Ranked(top, nearest, total, nothing, self.multiplicity.get(i), unjudged)
+
+
+def _part_of(form: TextQuery, place: str, dates: str) -> float:
+    """The part of its probability that an item of this place and these words of a date keeps."""
+    part, own = 1.0, (set(map(unaccented, place.split(","))) - {""}, set(dates.split()))
+    for wanted, there in zip(form.facts, own, strict=True):
+        part *= 1.0 if there.issuperset(wanted) else _ELSEWHERE if there else _UNKNOWN
+    return part
 
 
 def _highest(key: np.ndarray, ids: Sequence[str], passing: np.ndarray, k: int) -> list[int]:
@@ -421,11 +432,15 @@ def folded(hits: Sequence[Hit], means: Mapping[str, np.ndarray], k: int, limit: 
     return tuple(_largest(group, rank) for rank, group in enumerate(groups, 1))
 
 
+_ALIKE = 0.1
+"""Difference of the probabilities of two hits up to which one may stand for the other."""
+
+
 def _largest(group: Sequence[Hit], rank: int) -> Hit:
-    """The largest image of a group, with the distance and the probability of the first."""
-    sizes = [hit.payload.get(PIXELS, "") for hit in group]
-    place = max(range(len(group)), key=lambda j: int(sizes[j]) if sizes[j].isdecimal() else 0)
-    first, best = group[0], group[place]
+    """The largest image of a group that is about as probable as the first, with the distance and probability of it."""
+    first = group[0]
+    alike = [hit for hit in group if first.match_probability - hit.match_probability < _ALIKE]
+    best = max(alike, key=lambda hit: int(size) if (size := hit.payload.get(PIXELS, "")).isdecimal() else 0)
     others = tuple(hit.id for hit in group if hit is not best)
     best = replace(best, distance=first.distance, match_probability=first.match_probability, why=first.why)
     return replace(best, rank=rank, best_text=first.best_text or best.best_text, duplicates=others)

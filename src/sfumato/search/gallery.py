@@ -5,6 +5,7 @@ answers; :class:`~sfumato.calibration.calibrator.Scorer` turns distances into pr
 items are stored.
 """
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -205,7 +206,8 @@ class Gallery(ABC):
                 else:
                     compared, n_list = near[0][i], 0
                     for one, closest, texts in zip(filters, near, agreeing, strict=True):
-                        having = self._having(forms[i].joined, own.rarity, one, self.size)
+                        asked_for = " ".join((forms[i].joined, *itertools.chain(*forms[i].facts)))
+                        having = self._having(asked_for, own.rarity, one, self.size)
                         others = {*closest[i].ids, *texts[i].ids, *having} - {*compared.ids}
                         compared = compared.joined(self._found_by(queries[i : i + 1], sorted(others)))
                         n_list = n_list or len(compared.ids)
@@ -236,8 +238,8 @@ class Gallery(ABC):
             _WORDS[self] = before = size, Counter(word for text in texts for word in words_of(text))
         return before[1]
 
-    def facts(self) -> frozenset[str]:
-        """The places of the items and the words of their dates, in lower case, or of a sample's."""
+    def facts(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The places of the items and the words of their dates, or of a sample's."""
         return self._sampled(self.size, None).facts
 
     @property

@@ -1,12 +1,13 @@
-"""Other languages: how a text of one is noticed, and where multilingual-e5 (extra `multilingual`) puts it.
+"""Words of dates and places in a text, and other languages: how one is noticed, and where e5 puts it.
 
-e5 has texts of a hundred languages in one space. The heads in encoders/packaged/languages.safetensors map it to the
-sentence embeddings of MiniLM, so that the vectors of items' texts serve all languages, and to the embeddings of
-`small`, so that photographs need no texts. They were trained on English captions and words, and on names of emoji in
-thirteen languages; scripts/make_languages.py makes them.
+Multilingual-e5 (extra `multilingual`) has texts of a hundred languages in one space. The heads in
+encoders/packaged/languages.safetensors map it to the sentence embeddings of MiniLM, so that the vectors of items' texts
+serve all languages, and to the embeddings of `small`, so that photographs need no texts. They were trained on English
+captions and words, and on names of emoji in thirteen languages; scripts/make_languages.py makes them.
 """
 
 import base64
+import contextlib
 import functools
 import itertools
 import json
@@ -17,6 +18,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
@@ -33,6 +35,72 @@ from sfumato.ids import plain_text
 def words_of(text: str) -> list[str]:
     """The words of a text in lower case, without digits."""
     return re.findall(r"[^\W\d_]+", plain_text(text).lower())
+
+
+def unaccented(text: str) -> str:
+    """The words of a text without case and accents."""
+    letters = unicodedata.normalize("NFKD", text.casefold())
+    return " ".join(re.findall(r"[^\W_]+", "".join(c for c in letters if not unicodedata.combining(c))))
+
+
+_DATE = re.compile(r"(\d{4})(?:-(\d\d)(?:-(\d\d))?)?(?!\d)")
+_SEASONS = ("winter", "spring", "summer", "autumn")
+_MONTHS = "january february x april x june july august september october november december".split()  # noqa: SIM905
+_DAYS = "monday tuesday wednesday thursday friday saturday sunday".split()  # noqa: SIM905
+
+
+def date_words(date: str) -> list[str]:
+    """The words by which people name a date: year, season of the north, month but March and May, weekday, Christmas."""
+    if not (found := _DATE.match(date)) or (year := int(found[1])) == 0:
+        return []
+    words, month, day = [found[1]], int(found[2] or 0), int(found[3] or 0)
+    if 1 <= month <= 12:
+        words += [_SEASONS[month % 12 // 3], *filter(len, [_MONTHS[month - 1].strip("x")])]
+    with contextlib.suppress(ValueError):
+        words.append(_DAYS[datetime(year, month, day).weekday()])
+        words += ["christmas"] * (month == 12 and 24 <= day <= 26)
+    return words
+
+
+_BEFORE = frozenset(("in", "at", "on", "from", "near", "during"))
+_AFTER = _BEFORE | {"and", "by", "of", "while", "with", "without"}
+_YEAR, _LONGEST_PLACE = re.compile(r"(?:19|20)\d\d"), 4
+
+
+def split_facts(text: str, places: Collection[str], dates: Collection[str]) -> tuple[str, list[str], list[str]]:
+    """A text without its words of time and place, and these, of the places (:func:`unaccented`) and words of dates that
+    there are.
+
+    Such a word is a year, or stands after "in" or the like or a comma, or beside a year, and no other noun follows it.
+    """
+    words = list(re.finditer(r"[^\W_]+", text))
+    low, gone, found = [unaccented(word[0]) for word in words], set[int](), list[str]()
+
+    def name_at(i: int) -> int:
+        """Number of words of the longest name that begins there."""
+        names = ((n, " ".join(low[i : i + n])) for n in range(_LONGEST_PLACE, 0, -1))
+        return next((n for n, name in names if i + n <= len(low) and (name in places or name in dates)), 0)
+
+    def is_year(i: int) -> bool:
+        if i >= len(low) or not (_YEAR.fullmatch(low[i]) and low[i] in dates):
+            return False
+        return not re.match(r"[-_/.:]\d", text[words[i].end() :]) and not re.search(
+            r"\d[-_/.:]$", text[: words[i].start()]
+        )
+
+    def ends(i: int) -> bool:
+        return i >= len(low) or low[i] in _AFTER or name_at(i) > 0 or "," in text[words[i - 1].end() : words[i].start()]
+
+    for i in () if "or" in low else range(len(low)):
+        before = i - 1 - (low[i - 1 : i] == ["the"])
+        comma = i > 0 and "," in text[words[i - 1].end() : words[i].start()]
+        opened = before >= 0 and (low[before] in _BEFORE or before in gone)
+        n = name_at(i)
+        if n and i not in gone and (is_year(i) or ((opened or comma or is_year(i + n)) and ends(i + n))):
+            gone.update(range(before if opened else i, i + n))
+            found.append(" ".join(low[i : i + n]))
+    rest = "".join(c for j, c in enumerate(text) if not any(words[i].start() <= j < words[i].end() for i in gone))
+    return " ".join(rest.split()).strip(" ,"), [f for f in found if f in places], [f for f in found if f not in places]
 
 
 _LETTERS = 0.6

@@ -24,7 +24,16 @@ from sfumato.search.answer import NATIVE, Answer, Duplicates, Hit, Order, QueryI
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
-from sfumato.search.languages import as_english, e5, known_words, odd_words, other_language, strange_script, words_of
+from sfumato.search.languages import (
+    as_english,
+    e5,
+    known_words,
+    odd_words,
+    other_language,
+    split_facts,
+    strange_script,
+    words_of,
+)
 from sfumato.search.stores.protocol import own_or_anchored, parse_where
 
 Modality = Literal["texts", "images"]
@@ -353,36 +362,19 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> dict[str, An
     return {"suggestion": wording.spelling(query.typed or query.text, gallery.words, known)}
 
 
-_BEFORE = frozenset(("in", "at", "on", "of", "from", "near", "during"))
-_YEAR = re.compile(r"(?:19|20)\d\d")
-_LONGEST_PLACE = 4
+_MAY_NAME = re.compile(r"\b(in|at|on|from|near|during|(19|20)\d\d)\b", re.IGNORECASE)
+"""What stands in a text that names a time or a place."""
 
 
 def with_facts(query: TextQuery, gallery: Gallery, options: SearchOptions) -> TextQuery:
-    """A query with its words of time and place apart, if items of the gallery have them and other words are left.
-
-    Such a word is a year, or stands after "in" or the like, or beside a year.
-    """
-    if gallery.texts is None or options.target != "fits" or options.is_guaranteed:
+    """A query with its words of time and place apart, if items of the gallery have them and other words are left."""
+    by_texts = gallery.texts is not None and options.target == "fits" and not options.is_guaranteed
+    if not by_texts or not _MAY_NAME.search(query.text):
         return query
-    words = re.findall(r"[^\W_]+", query.text)
-    low = [word.casefold() for word in words]
-    if _BEFORE.isdisjoint(low) and not any(map(_YEAR.fullmatch, low)):
+    rest, places, dates = split_facts(query.text, *gallery.facts())
+    if not (places or dates) or wording.FUNCTION_WORDS.issuperset(words_of(rest)):
         return query
-    known = gallery.facts()
-    years = [one in known and bool(_YEAR.fullmatch(one)) for one in (*low, "")]
-    facts, gone = list[str](), set[int]()
-    for i in range(len(low)):
-        before = i - 1 - (low[i - 1 : i] == ["the"])
-        opened = before >= 0 and (low[before] in _BEFORE or before in gone)
-        n = next((n for n in range(_LONGEST_PLACE, 0, -1) if " ".join(low[i : i + n]) in known), 0)
-        if n and i not in gone and (opened or years[i] or years[i + 1]):
-            gone.update(range(before if opened else i, i + n))
-            facts += wording.word_stems(" ".join(low[i : i + n]))
-    left = [word for i, word in enumerate(words) if i not in gone]
-    if not facts or wording.FUNCTION_WORDS.issuperset(map(str.casefold, left)):
-        return query
-    return replace(query, text=" ".join(left), facts=tuple(facts), typed=query.text)
+    return replace(query, text=rest, facts=(tuple(places), tuple(dates)), typed=query.text)
 
 
 _READ = 25

@@ -21,13 +21,13 @@ from sfumato.arrays import log_sigmoid, some_rows
 from sfumato.calibration.fits import Evidence, FitsCalibration
 from sfumato.encoders.package_weights import WIDTH, sentence_vectors
 from sfumato.ids import NUMBERS, plain_text, spelled_numbers
-from sfumato.search.languages import AsEnglish, e5_means, unpacked, words_of
+from sfumato.search.languages import AsEnglish, date_words, e5_means, unpacked, words_of
 from sfumato.search.stores.protocol import WORDS, Filter, Records, VectorStore, WordStore
 
 TEXT_FIELDS = ("captions", "title", "tags")
 """Payload fields that are texts of an item; captions and tags have one a line."""
 
-WORD_FIELDS = (*TEXT_FIELDS, "name", "place", "_when", "ocr")
+WORD_FIELDS = (*TEXT_FIELDS, "name", "place", "ocr")
 """Payload fields whose words are looked up. The words of a file's or folder's name do not say what else it shows."""
 
 FUNCTION_WORDS = frozenset(
@@ -49,9 +49,10 @@ def item_texts(payload: Mapping[str, str]) -> list[str]:
 
 
 def item_words(payload: Mapping[str, str]) -> str:
-    """All words of an item; the last line is the text in its pixels, whose own lines end anywhere."""
-    *own, written = (payload.get(name, "") for name in WORD_FIELDS)
-    return "\n".join([*own, written.replace("\n", " ")])
+    """All words of an item; the last three lines are its place, the words of its date, and the text in its pixels."""
+    *own, place, written = (payload.get(name, "") for name in WORD_FIELDS)
+    last = place, " ".join(date_words(payload.get("date", ""))), written
+    return "\n".join([*own, *(line.replace("\n", " ") for line in last)])
 
 
 def _tokens(text: str) -> list[str]:
@@ -324,19 +325,20 @@ class ItemTexts:
         return logit
 
     def best_text(self, query: str, payload: Mapping[str, str]) -> str:
-        """The text of an item that says most of the query's words, the first of equals; "" without texts."""
-        own = word_stems(query)
+        """The text of an item that says most of the query's words, the first of equals; "" without any."""
+        own, texts = word_stems(query), item_texts(payload)
 
         def found(text: str) -> float:
             has = set(word_stems(text))
             return sum(self.rarity(stem) for stem in own if not saying(stem).isdisjoint(has))
 
-        others = (payload.get(field, "").replace("\n", ", ") for field in WORD_FIELDS[3:])
-        return max([*item_texts(payload), *others], key=found)
+        others = [payload.get(field, "").replace("\n", ", ") for field in WORD_FIELDS[3:]]
+        best = max([*texts, *others, " ".join(date_words(payload.get("date", "")))], key=found)
+        return best if texts or found(best) else ""
 
 
-_MARK = "sfumatostems3"
-"""Stands before the stems: those of earlier versions lack "two" for 2, and several threads may have mixed them up."""
+_MARK = "sfumatostems4"
+"""Stands before the stems: those of earlier versions lack "two" for 2 and the words of dates."""
 
 _LONGEST_STEM, _MOST_LETTERS = 100, 20_000
 """Letters of a stem, and of all stems of an item, that are stored for the search by words."""

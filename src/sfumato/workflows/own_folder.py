@@ -18,7 +18,7 @@ from typing import Any
 
 from sfumato.data.image_decoding import PIXELS, is_cut, n_pixels, needs_extra
 from sfumato.data.images import DIGEST, FILE, POINTER, ROOT, Problem, Problems
-from sfumato.data.photographs import OCR, UNREADABLE, WHEN, date_words, lines_in
+from sfumato.data.photographs import OCR, UNREADABLE, lines_in
 from sfumato.encoders.processors import in_threads
 from sfumato.errors import UserError, counted, first_line, progress_bar
 from sfumato.files import available_cores
@@ -136,7 +136,6 @@ class Filling:
             digest = hashlib.blake2b(data, digest_size=16).hexdigest()
             payload = {**item.fields(data, own), ROOT: str(self.number), STAT: item.stat, DIGEST: digest}
             payload[PIXELS] = str(n_pixels(data))
-            payload = _with(payload, WHEN, date_words(payload.get("date", "")))
             if is_cut(data):
                 own.remark(item.image.location, "the file is cut short; the rest of the image is grey")
             if any(one.reason.startswith(UNREADABLE) for one in own.remarks):
@@ -149,10 +148,10 @@ class Filling:
                 if POINTER in known or known.get(ROOT, payload[ROOT]) != payload[ROOT]:
                     raise ValueError(f"another image has the id {item.id!r}; rename the file")
                 if known.get(DIGEST) == digest:
-                    return _Read(_with(payload, OCR, known.get(OCR)), moved=item.id, notes=own.remarks)
+                    return _Read(_with_text(payload, known.get(OCR)), moved=item.id, notes=own.remarks)
             elif before := gone.pop(digest, ""):
-                return _Read(_with(payload, OCR, self.known[before].get(OCR)), moved=before, notes=own.remarks)
-            payload = _with(payload, OCR, self._text_in(item, data, own))
+                return _Read(_with_text(payload, self.known[before].get(OCR)), moved=before, notes=own.remarks)
+            payload = _with_text(payload, self._text_in(item, data, own))
             return _Read(payload, self._prepare(data), notes=own.remarks)
         except (ValueError, OSError, MemoryError) as error:
             return _Read(error=error)
@@ -205,8 +204,8 @@ class Filling:
         self.waiting = []
 
 
-def _with(payload: dict[str, str], name: str, text: str | None) -> dict[str, str]:
-    return {**payload, name: text} if text else payload
+def _with_text(payload: dict[str, str], lines: str | None) -> dict[str, str]:
+    return {**payload, OCR: lines} if lines else payload
 
 
 def index_data(
