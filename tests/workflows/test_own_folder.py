@@ -341,6 +341,9 @@ def test_words_of_time_and_place_say_which_photographs_are_meant(sfumato, tmp_pa
             assert with_facts(one := TextQuery(query), index.gallery, SearchOptions()) is one
         there, none = (index.search(text).nothing_probability for text in ("dog in Rome", "dog in New York 2021"))
         assert there < 0.1 and none > 0.5
+        index.gallery.n_sample, index.gallery.n_exact = 3, 1  # As above 20,000 items.
+        found = {hit.payload["name"]: hit.match_probability for hit in index.search("dog in New York", 4)}
+        assert found["green"] > 0.3 and all(p < 0.3 for name, p in found.items() if name != "green")
         assert index.search("a doog in Rome").suggestion == "a dog in Rome"
         for options in (SearchOptions(target="listed"), SearchOptions(max_risk=0.1)):
             assert with_facts(one := TextQuery("dog in Rome"), index.gallery, options) is one
