@@ -159,9 +159,9 @@ def test_a_prior_predicts_few_labels_move_it_and_further_evidence_is_fitted(data
     np.testing.assert_array_equal(again.predict_proba(scores, groups=queries), plain.predict_proba(scores, queries))
     again.set_params(penalty=1e9, comparable=False).fit(scores, labels, groups=queries).save(tmp_path / "again.json")
     (tmp_path / "mine.json").unlink()
-    assert ScoreCalibrator.load(tmp_path / "again.json").formula_.weights == pytest.approx(
-        plain.formula_.weights, abs=1e-3
-    )
+    loaded = ScoreCalibrator.load(tmp_path / "again.json")
+    assert loaded.formula_.weights == pytest.approx(plain.formula_.weights, abs=1e-3)
+    assert loaded.fit(scores, labels, groups=queries).formula_.weights == again.formula_.weights
     both = np.stack([scores, labels + np.random.default_rng(3).normal(0, 0.5, len(labels))], 1)
     plain, made = (ScoreCalibrator().fit(x, labels, groups=queries) for x in (scores, both))
     assert made.score(both, labels, groups=queries) > plain.score(scores, labels, groups=queries) + 0.02

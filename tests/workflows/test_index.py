@@ -32,6 +32,7 @@ from sfumato.models.run import CALIBRATION, TRAINING_CALIBRATION, load_model, lo
 from sfumato.search.exact import rank_relevant
 from sfumato.search.searcher import open_gallery
 from sfumato.workflows import evaluation
+from sfumato.workflows import judgements as judging
 from sfumato.workflows.evaluation import cross_fitted, trust_model
 from sfumato.workflows.index import training_note
 from sfumato.workflows.judgements import RankedLists, fit_lists, score_lists
@@ -482,7 +483,7 @@ def test_verdicts_refine_the_probabilities_of_searches(sfumato, index, tmp_path)
 
 
 @pytest.mark.slow
-def test_few_verdicts_change_nothing_and_undo_a_refinement(sfumato, index, tmp_path):
+def test_few_verdicts_change_nothing_and_undo_a_refinement(sfumato, index, tmp_path, monkeypatch):
     out = tmp_path / "v.jsonl"
     write_judgements(out, verdicts := all_verdicts(index, lambda answer, hit: 1))
     sfumato.json("calibrate", index, "--judgements", out)
@@ -494,6 +495,12 @@ def test_few_verdicts_change_nothing_and_undo_a_refinement(sfumato, index, tmp_p
     with load_index(index) as searcher:
         assert searcher.gallery.fits is FitsCalibration.packaged()
     assert "constants stay" in folded(sfumato.printed("calibrate", index, "--judgements", out))
+    asked, placed = verdicts[0].query, lambda query, *_: replace(query, facts=("rome",) * (query.text == asked))
+    monkeypatch.setattr(judging, "with_facts", placed)
+    with load_index(index) as searcher:
+        found, n_asked = judging.refine(searcher, verdicts), sum(one.query == asked for one in verdicts)
+        assert 0 < n_asked == found.n_others == len(verdicts) - found.n
+        raises(judging.NotRefinedError, "time or place", judging.refine, searcher, verdicts[:1])
 
 
 COLOURS, THINGS = ("red", "green", "blue", "black"), ("cat", "dog", "bus", "cup", "tree", "hat")

@@ -68,6 +68,7 @@ class ScoreCalibrator:
 
     _estimator_type = "classifier"
     classes_ = np.array([0, 1])
+    _of_file: tuple[str, ScoreFormula] | None = None  # a prior that is a file, and what it says; read once
 
     def __init__(
         self,
@@ -257,7 +258,9 @@ class ScoreCalibrator:
             ValueError: it was not fitted and has no prior.
         """
         arguments = self.get_params() | {"prior": None if self.prior is None else str(self.prior)}
-        values = {"format": _FORMAT, "arguments": arguments, "formula": self._known().to_json()}
+        values: dict[str, Any] = {"format": _FORMAT, "arguments": arguments, "formula": self._known().to_json()}
+        if (prior := self._prior()) is not None and str(self.prior) not in priors():
+            values["prior"] = prior.to_json()
         write_json(path, {"kind": "sfumato score calibrator", **values})
 
     @classmethod
@@ -283,6 +286,8 @@ class ScoreCalibrator:
             made = cls(**values["arguments"])
             made._check_arguments()
             made.formula_ = ScoreFormula.from_json(values["formula"])
+            if "prior" in values:
+                made._of_file = str(made.prior), ScoreFormula.from_json(values["prior"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: no file of a score calibrator ({error}); fit and save it again") from error
         return made
@@ -296,10 +301,12 @@ class ScoreCalibrator:
     def _prior(self) -> ScoreFormula | None:
         if self.prior is None or str(self.prior) in priors():
             return priors().get(str(self.prior))
-        if not Path(self.prior).is_file():
-            expected = f"{', '.join(priors())}, the file of a calibrator or None"
-            raise ValueError(f"ScoreCalibrator: prior must be {expected}, got {self.prior!r}")
-        return self.load(self.prior).formula_
+        if self._of_file is None or self._of_file[0] != str(self.prior):
+            if not Path(self.prior).is_file():
+                expected = f"{', '.join(priors())}, the file of a calibrator or None"
+                raise ValueError(f"ScoreCalibrator: prior must be {expected}, got {self.prior!r}")
+            self._of_file = str(self.prior), self.load(self.prior).formula_
+        return self._of_file[1]
 
     def _known(self) -> ScoreFormula:
         """The fitted formula, or that of the prior."""

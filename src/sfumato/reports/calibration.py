@@ -182,6 +182,8 @@ def print_refined(found: Refined, folder: Path) -> None:
     print_wrapped(f"Precision {precision} {columns_are} {_UNKNOWN}")
     if found.not_found:
         print_wrapped(f"{counted(found.not_found, 'judged pair')} left out: not among the hits of this collection.")
+    if found.n_others:
+        print_wrapped(f"{counted(found.n_others, 'judged pair')} left out: of other languages, or of a time or place.")
     if found.changed:
         print_wrapped(f"Refined: {' and '.join(found.changed)}. Searches of {folder} use it from now on.")
     else:

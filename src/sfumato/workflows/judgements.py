@@ -25,10 +25,10 @@ from sfumato.evaluation import judgements
 from sfumato.evaluation.hits import HitFigures, hit_figures
 from sfumato.files import write_atomically
 from sfumato.ids import first_twice
-from sfumato.search.answer import Hit
+from sfumato.search.answer import Hit, SearchOptions, TextQuery
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.gallery import FITS
-from sfumato.search.searcher import Searcher
+from sfumato.search.searcher import Searcher, with_facts
 from sfumato.search.texts import item_texts, word_stems
 from sfumato.workflows.search import load_index
 
@@ -82,6 +82,7 @@ class Refined:
     n: int  # number of judged hits
     n_queries: int
     not_found: int  # number of judged pairs that are not among the hits
+    n_others: int  # number of judged pairs of queries of other languages and of times and places, which are left out
     judged: float  # fraction of the first hits of the judged queries that anybody judged
     before: judgements.JudgedFigures  # with the packaged constants
     after: judgements.JudgedFigures  # each query with the verdicts on the others
@@ -115,7 +116,11 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
     plain = copy.copy(gallery)  # With the packaged constants; the store is the same.
     plain.metadata = {name: value for name, value in gallery.metadata.items() if name != FITS}
     packaged = FitsCalibration.packaged()
-    queries = list(dict.fromkeys(one.query for one in verdicts))
+    queries = _plain(replace(searcher, gallery=plain), list(dict.fromkeys(one.query for one in verdicts)))
+    n_others = len({one.pair for one in verdicts if one.query not in queries})
+    if not queries:
+        raise NotRefinedError("all verdicts are on searches in other languages or for a time or place; judge others")
+    verdicts = [one for one in verdicts if one.query in queries]
     shown, hit, _ = find_hits(replace(searcher, gallery=plain), queries, min(gallery.size, _DEEP))
     known = {one.pair: one for one in shown}
     pairs = [one for one in judgements.pair_verdicts(verdicts) if one.pair in known]
@@ -136,10 +141,18 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
         n=len(pairs),
         n_queries=len({one.query for one in pairs}),
         not_found=len({one.pair for one in verdicts}) - len(pairs),
+        n_others=n_others,
         judged=len({one.pair for one in first} & {hit.pair for hit in rows}) / len(first),
         before=before,
         after=after,
     )
+
+
+def _plain(searcher: Searcher, queries: Sequence[str]) -> list[str]:
+    """The queries whose probabilities are by the constants that verdicts refine, and by nothing else."""
+    texts = [with_facts(TextQuery(query), searcher.gallery, SearchOptions()) for query in queries]
+    known = zip(queries, texts, searcher.about(texts), strict=True)
+    return [query for query, text, one in known if not text.facts and not (one.text and one.text.across)]
 
 
 def _judged_hits(pairs: Sequence[judgements.PairVerdict], found: Hits, queries: Sequence[str]) -> JudgedHits:
@@ -258,7 +271,7 @@ def _held_out(
         others = label[~asked]
         if not 0 < np.nansum(others) < (~np.isnan(others)).sum():
             return ()
-        made = ScoreCalibrator(**calibrator.get_params()).fit(score[~asked], others, groups=groups[~asked])
+        made = copy.copy(calibrator).fit(score[~asked], others, groups=groups[~asked])
         if asked.any():
             p[asked] = made.predict_proba(score[asked], groups=groups[asked])[:, 1]
     order = np.lexsort((-p, groups))
