@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from support.raising import raises
 from support.serving import KEY, begun, by_image, guard_of, in_base64, many_scans, picture, problem, served, until
 
 from sfumato.data.image_decoding import REDUCED_FROM, decode_image
+from sfumato.data.images import FolderImages
 from sfumato.encoders.processors import PixelProcessor
 from sfumato.errors import UserError
 from sfumato.serve import decoding, guard
@@ -51,6 +53,24 @@ def test_without_a_key_no_body_is_awaited_and_slow_ones_take_no_place(sources):
         for _ in range(3):
             assert client.get("/v1/search?q=a").status_code == 200
             assert client.post("/v1/search", json={"queries": [{"text": "a"}]}).status_code == 200
+
+
+def test_a_file_may_take_longer_than_the_limit_and_whoever_reads_it_takes_no_place(sources, tmp_path):
+    with (tmp_path / "000.png").open("wb") as file:
+        file.truncate(24_000_000)
+    read = replace(sources, galleries={"images": replace(sources.galleries["images"], images=FolderImages(tmp_path))})
+    line, sizes = b"GET /v1/pictures/000.png?original=true HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", []
+    with served(read, timeout=0.7, max_requests=1) as client:
+        for pauses in ([0.05] * 24, [2.0]):
+            with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=20) as connection:
+                connection.sendall(line)
+                got = 0
+                for pause in pauses:
+                    got += len(connection.recv(1_000_000, socket.MSG_WAITALL))
+                    time.sleep(pause)
+                    assert client.get("/v1/info").status_code == 200
+                sizes.append(got + sum(map(len, iter(lambda: connection.recv(1_000_000), b""))))
+    assert sizes[1] < 24_000_000 < sizes[0]  # Nothing was taken of the second for longer than the limit.
 
 
 def test_half_a_request_is_hung_up_on_and_a_line_that_comes_again_is_logged_once_a_second(sources):

@@ -10,7 +10,7 @@ import pytest
 from serve.test_conventions import fitting
 from support.lazy import Lazy
 from support.processes import short_folder
-from support.serving import KEY, picture, search, served
+from support.serving import KEY, add, picture, search, served
 
 from sfumato.evaluation.judgements import read_judgements
 from sfumato.search.answer import verdict
@@ -416,6 +416,10 @@ def test_add_drop_and_delete(visit, collection, tmp_path):
         assert client.get("/v1/info").json()["galleries"]["images"]["n"] == 59  # not without being asked again
         page.get_by_role("button", name="Delete from the collection").click()
         expect(page.locator("#about")).to_contain_text("58 images")
+        add(client, "clip.mp4")  # An image where a video is expected.
+        page.goto("/?id=clip.mp4")
+        page.get_by_role("button", name="clip.mp4").first.click()
+        expect(page.locator("#item img")).to_have_attribute("src", re.compile("size=1600"))
         page.goto("about:blank")  # Pictures that still load would be gone.
         for _ in range(2):
             ids = [one["id"] for one in client.get("/v1/items").json()["items"]]
@@ -491,7 +495,7 @@ def test_keyboard_alone(visit, service):
 
 def test_key(visit, sources):
     with served(sources, keys=(KEY,)) as client:
-        page = visit(client, "/?q=a+red+circle", allowed=["status of 401"])
+        page = visit(client, "/?q=a+red+circle", allowed=["status of 401", "ERR_FAILED"])
         dialog = page.get_by_role("dialog", name="This service needs a key")
         dialog.get_by_label("API key").fill("not-the-right-one")
         page.keyboard.press("Enter")
@@ -503,6 +507,13 @@ def test_key(visit, sources):
         assert KEY not in page.url and page.evaluate("localStorage.length") == 0
         page.reload()
         expect(panel(page).locator(".hit")).to_have_count(24)  # not asked again in this tab
+        panel(page).locator(".pick").first.click()
+        with page.expect_popup() as opened:
+            page.get_by_role("button", name="Open file").click()
+        assert opened.value.url.startswith("blob:")
+        page.route("**/*original=true", lambda route: route.abort())
+        page.get_by_role("button", name="Open file").click()
+        expect(page.locator("#item .problem")).to_contain_text("The service does not answer")
         page.close()
 
 

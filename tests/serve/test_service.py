@@ -23,7 +23,7 @@ from sfumato.data.images import SplitImages, UploadedImages
 from sfumato.errors import UserError
 from sfumato.models.run import load_run
 from sfumato.search.answer import QueryInfo, SearchOptions, TextQuery
-from sfumato.search.folder import writers_lock
+from sfumato.search.folder import change_metadata, writers_lock
 from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.app import PAGE, create_app, route_of
@@ -230,7 +230,9 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     shown = writable.get("/v1/pictures/new/1")
     assert (decode_image(shown.content, None) == decode_image(red, None)).all()
     assert shown.headers["cache-control"] == "private, no-cache"
-    assert writable.get("/v1/pictures/new%202").headers["content-type"] == "image/jpeg"
+    for asked in ("", "?original=true"):
+        answer = writable.get(f"/v1/pictures/new%202{asked}")
+        assert answer.headers["content-type"] == "image/jpeg" and "content-disposition" not in answer.headers
     assert writable.get("/v1/pictures/000.png").status_code == 200  # Of before, from the folder.
     again = writable.post("/v1/items", json={"items": [serving.new_item("new/1", "green", payload={"by": "you"})]})
     assert again.json()["n"] == 50 and writable.get("/v1/items/new/1").json()["payload"] == {"by": "you"}
@@ -242,6 +244,15 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     )
     assert serving.remove(writable, "new 2", "new 2", "nobody").json() == {"gallery": "images", "deleted": 1, "n": 48}
     assert not [f for f in (writable.folder / "pictures").rglob("*") if f.is_file()]
+
+
+def test_what_another_process_calibrates_holds_at_once(writable):
+    calibrated = lambda: writable.get("/v1/info").json()["galleries"]["images"]["calibrated"]
+    for known in (False, True):  # Without a search between them.
+        change_metadata(writable.folder, lambda now, known=known: {"calibrated": known})
+        serving.search(writable, RED, min_probability=0.3, status=200 if known else 422)
+        change_metadata(writable.folder, lambda now, known=known: {"calibrated": not known})
+        assert calibrated() is not known
 
 
 def test_a_second_writer_is_told_so_and_leaves_no_image(run, collection, writable, caplog):

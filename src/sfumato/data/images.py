@@ -410,11 +410,8 @@ class UploadedImages:
         return POINTER in payload or (self.others is not None and self.others.has(id, payload))
 
     def path(self, id: str, payload: Mapping[str, str]) -> Path | None:
-        if POINTER not in payload:
-            return None if self.others is None else self.others.path(id, payload)
-        with contextlib.suppress(ValueError):
-            return path if (path := self.path_of(payload[POINTER])).is_file() else None
-        return None
+        # The name of an upload is a digest, which says nothing of its kind.
+        return None if POINTER in payload or self.others is None else self.others.path(id, payload)
 
     def write(self, id: str, data: bytes) -> str:
         """Store an image durably."""

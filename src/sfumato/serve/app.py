@@ -20,6 +20,7 @@ from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import BaseRoute, Mount, Route
@@ -86,6 +87,13 @@ _LOG = logging.getLogger("sfumato.serve")
 
 _READS = problems(404, 422, 503, 504)
 """What a request that reads may be refused for."""
+
+_LOOKS = {**_READS, **problems(416), **IMAGE}
+
+_ORIGINAL = (
+    "the file of an indexed folder as it is, also HEIC, RAW or a video, with its metadata and position, whatever"
+    " `size`; the image where there is no such file, or the service gives out none (`--no-metadata`)"
+)
 
 _ItemGallery = Annotated[GalleryName, Parameter(description="gallery of the item")]
 _Id = Annotated[str, PathParameter(description="id of the item; percent-encoded, but for its slashes")]
@@ -275,16 +283,16 @@ def _add_views(app: FastAPI, service: Service) -> None:
         """One item, by its id. Ids may hold slashes."""
         return _json(await service.item(id, gallery))
 
-    @app.get("/v1/pictures/{id:path}", response_class=Response, tags=["look"], responses={**_READS, **IMAGE})
+    @app.get("/v1/pictures/{id:path}", response_class=Response, tags=["look"], responses=_LOOKS)
     async def get_picture(
         request: Request,
         id: _Id,
         size: Annotated[int | None, Parameter(ge=16, le=2048, description="longest side of a smaller copy")] = None,
-        original: Annotated[bool, Parameter(description="the file itself, also of a video, if it may be")] = False,
+        original: Annotated[bool, Parameter(description=_ORIGINAL)] = False,
     ) -> Response:
         """The image of an item, as stored or smaller."""
         if original and (file := await service.file(id)) is not None:
-            return _file(file)
+            return await _file(file, request.headers, service)
         data, kind = await service.image(id, size)
         tag = f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
         # In a collection an image can be replaced, so browsers must revalidate.
@@ -295,17 +303,39 @@ def _add_views(app: FastAPI, service: Service) -> None:
         return Response(data, headers=headers, media_type=kind)
 
 
-def _file(path: Path) -> FileResponse:
-    """A file for a browser, which runs nothing that lies in it."""
+async def _file(path: Path, asked: Headers, service: Service) -> Response:
+    """A file for a browser, which runs nothing that lies in it; or a part of it."""
     kind = guess_type(path.name)[0] or ""
     shown = kind.startswith(("image/", "video/")) and "svg" not in kind
-    return FileResponse(
+    about = await service.threads.run(path.stat)
+    response = FileResponse(
         path,
+        stat_result=about,
         media_type=kind if shown else "application/octet-stream",
         filename=path.name,
         content_disposition_type="inline",
         headers={"Cache-Control": "private, no-cache"},
     )
+    tag, size = response.headers["etag"], about.st_size
+    if tag in asked.get("if-none-match", ""):
+        return Response(status_code=304, headers={"ETag": tag, "Cache-Control": "private, no-cache"})
+    parts = asked.get("range") if asked.get("if-range", tag) in (tag, response.headers["last-modified"]) else None
+    if parts is not None and not _has(size, parts):
+        detail = f"Range is {parts!r}, and the file has {size} bytes; expected parts of it, e.g. bytes=0-99"
+        raise Refusal(416, detail, headers={"Content-Range": f"bytes */{size}"})
+    return response
+
+
+_PART = re.compile(r"\s*(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))\s*")
+
+
+def _has(size: int, parts: str) -> bool:
+    """Whether a file of a size has all parts of a Range header; Starlette's own refusals are no problem documents."""
+    unit, _, given = parts.partition("=")
+    found = [_PART.fullmatch(one) for one in given.split(",")]
+    spans = [(int(one[1] or max(0, size - int(one[3] or 0))), one[2]) for one in found if one]
+    within = all(start < size and start <= int(last or start) for start, last in spans)
+    return unit.strip().lower() == "bytes" and all(found) and within
 
 
 CREATED: dict[int | str, dict[str, Any]] = {

@@ -238,11 +238,17 @@ class Guard:
             reply.close = False
             if body is None:
                 return
-            with self._slots.taken(1) if path.startswith("/v1/") else contextlib.nullcontext():
+            with contextlib.ExitStack() as slot:
+                if path.startswith("/v1/"):
+                    slot.enter_context(self._slots.taken(1))
+                reply.begins = slot.close  # Whoever reads slowly takes no place.
                 await self._within_time(scope, body, receive, reply)
 
     async def _within_time(self, scope: Scope, body: Body, receive: Receive, reply: "_Reply") -> None:
-        """Run the application until it has answered, the time limit is over, or the client has left."""
+        """Run the application until it has answered, or the client has left.
+
+        The time limit is that of the beginning of the answer, and then of each part.
+        """
         gone = asyncio.ensure_future(receive())
 
         async def replay() -> Message:
@@ -253,9 +259,10 @@ class Guard:
 
         answering = asyncio.ensure_future(self.app(scope, replay, reply))
         try:
-            await asyncio.wait({answering, gone}, timeout=self.settings.timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done() and gone.done() and reply.started:
-                await asyncio.wait({answering}, timeout=self.settings.timeout)
+            before = -1
+            while not answering.done() and before != reply.sent and (reply.sent or not gone.done()):
+                before, waited = reply.sent, {answering} if gone.done() else {answering, gone}
+                await asyncio.wait(waited, timeout=self.settings.timeout, return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
                 answering.result()
             elif not gone.done():
@@ -311,11 +318,14 @@ class _Reply:
 
     def __init__(self, send: Send, headers: Mapping[str, str], *, bodyless: bool, leaving: Callable[[], bool]) -> None:
         self._send, self.status, self.started, self.close = send, 499, False, False
+        self.sent = 0  # Messages that were sent.
+        self.begins: Callable[[], None] = lambda: None
         self._headers, self._bodyless, self._leaving = {**HEADERS, **headers}, bodyless, leaving
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started, self.status = True, message["status"]
+            self.begins()
             headers = MutableHeaders(scope=message)
             for name, value in self._headers.items():
                 headers.setdefault(name, value)
@@ -325,6 +335,7 @@ class _Reply:
             message = {**message, "body": b""}
         try:
             await self._send(message)
+            self.sent += 1
         except Exception as error:  # The connection is closed, or the request was not HTTP.
             self.status = 499
             raise _Gone from error

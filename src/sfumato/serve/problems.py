@@ -65,6 +65,7 @@ CODES = {
     "no-judgements": (409, "the service keeps no verdicts: it was started without --judgements"),
     "too-large": (413, "the request is larger than a limit"),
     "wrong-content-type": (415, "the content type is not the expected one"),
+    "no-such-part": (416, "the file has no such part; Content-Range has its length"),
     "invalid": (422, "the request is not valid; `errors` lists what is wrong and where"),
     "error": (500, "an error in the service; its log has the cause under the number in `detail`"),
     "busy": (503, "the service has too much to do; see Retry-After"),
@@ -160,8 +161,11 @@ _REF = "#/components/schemas/{model}"
 COMMON = (400, 401, 403, 408, 413, 500, 503)
 """Statuses of problems that every route may return."""
 
+_FILE = {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}}
+
 IMAGE: dict[int | str, dict[str, Any]] = {
-    200: {"description": "an image", "content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
+    200: {"description": "an image", **_FILE},
+    206: {"description": "the parts of an original that Range names", **_FILE},
     304: {"description": "the image has not changed since the request named by If-None-Match"},
 }
 """Responses of a route that returns an image."""

@@ -204,6 +204,7 @@ def _with_facts(served: ServedGallery, asked: Sequence[Asked], options: SearchOp
 
 def _refuse_guarantees(served: ServedGallery, asked: Sequence[Asked], options: SearchOptions) -> None:
     """Refuse guarantees that the calibration cannot give; other errors of a search are internal errors."""
+    served.gallery.follow()
     scorer = served.gallery.scorer
     given = {"abstain": options.max_risk, "coverage": options.coverage, "min_probability": options.min_probability}
     try:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -50,7 +51,7 @@ class Service:
         self.threads = Threads(settings.workers, "search", partial(set_threads, settings.threads))
         self.embedder = Embedder(sources, settings, self.metrics)
         self.searches = Searches(sources, self.metrics, self.embedder, self.threads)
-        self._infos: dict[GalleryName, tuple[int, GalleryInfo]] = {}
+        self._infos: dict[GalleryName, tuple[int, Mapping[str, Any], GalleryInfo]] = {}
         self._warming: asyncio.Task[None] | None = None
         collections = {name: served.writable for name, served in sources.galleries.items()}
         for collection in collections.values():
@@ -173,10 +174,12 @@ class Service:
 
     def _info_of(self, name: GalleryName, rights: Rights) -> GalleryInfo:
         served = self.sources.gallery(name)
-        kept = self._infos.get(name)
-        if kept is None or kept[0] != served.version:
-            self._infos[name] = kept = served.version, info_of(served)
-        return kept[1].model_copy(update={"n": served.gallery.size, "writable": kept[1].writable and rights == "write"})
+        served.gallery.follow()
+        kept, settings = self._infos.get(name), served.gallery.metadata  # Another object whenever they have changed.
+        if kept is None or kept[0] != served.version or kept[1] is not settings:
+            self._infos[name] = kept = served.version, settings, info_of(served)
+        info = kept[2]
+        return info.model_copy(update={"n": served.gallery.size, "writable": info.writable and rights == "write"})
 
     @staticmethod
     def _items(served: ServedGallery, ids: list[str]) -> GalleryRecords:

@@ -88,7 +88,7 @@ export async function send(photographs, left, { max_batch: most }, { signal, tel
 
   async function sendPart(part) {
     try {
-      const { stored, created, n } = await json("v1/items", { method: "POST", body: { gallery: "images", items: await Promise.all(part.map(item)) } });
+      const { stored, created, n } = await json("v1/items", { body: { gallery: "images", items: await Promise.all(part.map(item)) } });
       Object.assign(told, { stored: told.stored + stored, created: told.created + created, n });
       tries = 0;
     } catch (error) {

@@ -24,7 +24,7 @@ export function judging(section, { query, hits }, used) {
   const give = ({ id, match_probability: probability, to_judge }, pressed) => then(async () => {
     const yes = given.get(id) === pressed ? null : pressed;
     const judgements = [{ query, id, yes, probability, ...to_judge }];
-    ({ n } = await json("v1/judgements", { method: "POST", body: { judge: me(), judgements } }));
+    ({ n } = await json("v1/judgements", { body: { judge: me(), judgements } }));
     given.set(id, yes);
     show();
   });
@@ -39,7 +39,7 @@ export function judging(section, { query, hits }, used) {
     parentNode.append(group);
     parentNode.onkeydown = ({ key, ctrlKey, metaKey }) => void (ctrlKey || metaKey || ("yn".includes(key) && give(item, key === "y")));
   }
-  use.onclick = () => then(async () => used((await json("v1/judgements", { method: "POST", body: { use: true } })).used.text));
+  use.onclick = () => then(async () => used((await json("v1/judgements", { body: { use: true } })).used.text));
   section.querySelector(".grid").before(line);
   then(async () => {
     const told = await json(`v1/judgements?${new URLSearchParams({ query, judge: me(), figures: false })}`);

@@ -6,7 +6,7 @@ import { Refused, base64, forgetPictures, json, key, onKeyNeeded, pictureURL, se
 import { about, bar, button, closestLine, count, day, expectation, figure, h, made, megabytes, nameOf, odds, percent, some, strip, things } from "./words.js";
 
 const $ = (selector, root = document) => root.querySelector(selector);
-const $$ = (selector) => document.querySelectorAll(selector);
+const $$ = (selector, root = document) => root.querySelectorAll(selector);
 
 const SLOTS = [0, 1];
 const TONES = new Map(Object.entries({ clear: "sure", few: "sure", many: "calm", unsure: "unsure", nothing: "none", abstained: "none", unfamiliar: "none" }));
@@ -162,7 +162,7 @@ async function answerOf(query, signal) {
   if (!answers.has(key)) {
     const value = query.kind === "image" ? await base64(files.get(query.value).file) : query.value;
     const body = { ...options, queries: [{ [query.kind]: value }] };
-    const found = (await json("v1/search", { method: "POST", body, signal })).answers[0];
+    const found = (await json("v1/search", { body, signal })).answers[0];
     if (answers.size > 30) answers.delete(answers.keys().next().value);
     answers.set(key, found);
   }
@@ -270,7 +270,7 @@ const facts = (answer, n) => [
 
 function meaning(said) { // places of the template by what is said there
   const node = made("meaning");
-  for (const place of node.querySelectorAll("[data-said]")) place.replaceWith(said[place.dataset.said]);
+  for (const place of $$("[data-said]", node)) place.replaceWith(said[place.dataset.said]);
   return node;
 }
 
@@ -301,7 +301,7 @@ function filter() {
     if (!shown[slot]) continue;
     const { answer } = shown[slot];
     const section = $(`#answers [data-slot="${slot}"]`);
-    for (const item of section.querySelectorAll("[data-probability]")) item.hidden = Number(item.dataset.probability) < state.least;
+    for (const item of $$("[data-probability]", section)) item.hidden = Number(item.dataset.probability) < state.least;
     $("[data-count]", section).textContent = counted(answer);
   }
 }
@@ -355,7 +355,7 @@ function welcome() {
 // ---- an item enlarged, with its details
 
 function enlarge(slot, node) {
-  const nodes = [...node.closest("ul").querySelectorAll(".hit:not([hidden]) .pick")];
+  const nodes = [...$$(".hit:not([hidden]) .pick", node.closest("ul"))];
   view(slot, nodes.map(({ item }) => item), nodes.indexOf(node), (at) => nodes[at]);
 }
 
@@ -385,7 +385,7 @@ function viewItem() {
   const { items, at } = viewed;
   const item = items[at];
   $(".place", dialog).textContent = items.length > 1 ? `${at + 1} of ${items.length}` : "";
-  for (const node of dialog.querySelectorAll(".step")) {
+  for (const node of $$(".step", dialog)) {
     const { step: by } = node.dataset;
     node.hidden = items.length < 2;
     node.ariaDisabled = String(!items[at + Number(by)]); // a disabled one would lose the focus
@@ -401,14 +401,11 @@ function viewItem() {
   $(".open", dialog).hidden = !item.picture;
 }
 
-function enlarged({ picture, ...item }) {
-  if (/\.(mp4|m4v|mov|webm)$/i.test(item.id) && !key()) return h("video", { src: `.${picture}?original=true`, controls: "" });
-  const node = image(picture, nameOf(item));
-  pictureURL(picture, LARGE).then(async (url) => {
-    const large = h("img", { src: url });
-    await large.decode();
-    node.src = url;
-  }).catch(() => {});
+// A video, or its first frame if the browser cannot play it.
+function enlarged(item, moving = !key() && /\.(mp4|m4v|mov|webm)$/i.test(item.id)) {
+  if (moving) return h("video", { src: `.${item.picture}?original=true`, controls: "", onerror: ({ target }) => target.replaceWith(enlarged(item, false)) });
+  const node = image(item.picture, nameOf(item));
+  pictureURL(item.picture, LARGE).then((url) => h("img", { src: url }).decode().then(() => (node.src = url))).catch(() => {});
   return node;
 }
 
@@ -427,12 +424,12 @@ function why(item) {
 }
 
 function aboutItem({ id, payload, ...item }) {
-  const row = (label, value, attributes = {}) => (value === undefined || value === "" || value === null ? [] : [h("dt", attributes, label), h("dd", attributes, ...String(value).split("\n").map((line) => h("p", {}, line)))]);
+  const row = (label, value, attributes = {}) => ((value ?? "") === "" ? [] : [h("dt", attributes, label), h("dd", attributes, ...String(value).split("\n").map((line) => h("p", {}, line)))]);
   const { captions, title, tags, date, place, country, camera, ocr, folder, name, file, ...others } = payload;
   const expert = { class: "expert" };
   const time = /T(\d\d:\d\d)/.exec(date)?.[1];
   return h("dl", {},
-    row("Title", title), row("Captions", captions), row("Tags", tags?.split("\n").join(", ")), row("Date", date && day(date) + (time ? `, ${time}` : "")), row("Place", place), row("Camera", camera), row("Text in it", ocr),
+    row("Title", title), row("Captions", captions), row("Tags", tags?.replaceAll("\n", ", ")), row("Date", date && day(date) + (time ? `, ${time}` : "")), row("Place", place), row("Camera", camera), row("Text in it", ocr),
     Object.entries(others).map(([label, value]) => row(label, value)), row(/[/.]/.test(id) ? "Path" : "Id", id),
     row("Rank", item.rank, expert), row("Distance", item.distance && figure(item.distance), expert), row("Total variance", figure(item.total_variance), expert));
 }
@@ -446,7 +443,7 @@ async function remove() {
     return void (node.textContent = "Delete from the collection");
   }
   try {
-    const { n } = await json("v1/items/delete", { method: "POST", body: { gallery: state.gallery, ids: [item.id] } });
+    const { n } = await json("v1/items/delete", { body: { gallery: state.gallery, ids: [item.id] } });
     dialog.close();
     await changed(n, `${nameOf(item)} was deleted from the collection. Its file stays.`, item.id);
   } catch (error) {
@@ -454,7 +451,7 @@ async function remove() {
   }
 }
 
-function complain(dialog, { title, message }) {
+function complain(dialog, { title = "It failed", message }) {
   const line = $(".problem", dialog);
   line.textContent = `${title}. ${message}`;
   line.hidden = false;
@@ -501,7 +498,7 @@ async function add(event) {
   const { text, id: { value: id } } = event.target.elements;
   try {
     if (state.gallery === "images") return await addPhotographs(id);
-    const { n } = await json("v1/items", { method: "POST", body: { gallery: state.gallery, items: [{ id, text: text.value }] } });
+    const { n } = await json("v1/items", { body: { gallery: state.gallery, items: [{ id, text: text.value }] } });
     dialog.close();
     await changed(n, `${id} was added.`);
   } catch (error) {
@@ -558,7 +555,7 @@ async function changed(n, said, gone) {
 
 function box(slot) {
   const node = made("ask").firstElementChild;
-  const [text, file] = node.querySelectorAll("input");
+  const [text, file] = $$("input", node);
   node.dataset.ask = slot;
   text.id = `q${slot}`;
   text.ariaLabel = slot ? "Second search" : "Search";
@@ -702,19 +699,19 @@ function listen() {
   on($("#add form"), "submit", add);
   // While photographs are sent, the dialog stays until the part on its way has come.
   const leave = (event) => adding?.stop && (event.preventDefault(), event.stopImmediatePropagation(), adding.stop.abort());
-  $("#add").addEventListener("cancel", leave);
-  $("#add .close").addEventListener("click", leave);
+  on($("#add"), "cancel", leave);
+  on($("#add .close"), "click", leave);
   addEventListener("beforeunload", (event) => adding?.stop && event.preventDefault());
-  for (const node of $$("#item .step")) node.addEventListener("click", () => step(Number(node.dataset.step)));
-  $("#item").addEventListener("keydown", ({ key }) => ["ArrowLeft", "ArrowRight"].includes(key) && step(key === "ArrowLeft" ? -1 : 1));
+  for (const node of $$("#item .step")) on(node, "click", () => step(Number(node.dataset.step)));
+  on($("#item"), "keydown", ({ key }) => ["ArrowLeft", "ArrowRight"].includes(key) && step(key === "ArrowLeft" ? -1 : 1));
   let closing = false;
-  $("#item").addEventListener("close", () => {
+  on($("#item"), "close", () => {
     viewed.backTo(viewed.at)?.focus();
     if (history.state?.viewing) (closing = true), history.back();
   });
-  $("#item .delete").addEventListener("click", remove);
-  $("#item .open").addEventListener("click", async () => window.open(await pictureURL(viewed.items[viewed.at].picture)));
-  $("#item .main").addEventListener("click", () => ($("#item").close(), like(viewed.slot, viewed.items[viewed.at].id)));
+  on($("#item .delete"), "click", remove);
+  on($("#item .open"), "click", () => pictureURL(viewed.items[viewed.at].picture).then(open, (error) => complain($("#item"), error)));
+  on($("#item .main"), "click", () => ($("#item").close(), like(viewed.slot, viewed.items[viewed.at].id)));
   for (const button of $$("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close());
   const dragging = (is) => {
     document.body.classList.toggle("dragging", is);

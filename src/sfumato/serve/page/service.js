@@ -9,6 +9,7 @@ const TITLES = new Map([
   [503, "The service is busy"],
 ]);
 const blobs = new Map(); // path -> promise of a URL of a picture that was fetched with the key
+let original; // URL of the last file
 
 let askKey = () => {};
 export const onKeyNeeded = (ask) => (askKey = ask);
@@ -23,11 +24,11 @@ export class Refused extends Error {
   }
 }
 
-async function call(path, { method = "GET", body, signal } = {}) {
+async function call(path, { body, signal } = {}) {
   const headers = { ...(key() && { Authorization: `Bearer ${key()}` }), ...(body && { "Content-Type": "application/json" }) };
   let response;
   try {
-    response = await fetch(path, { method, signal, headers, body: body && JSON.stringify(body) });
+    response = await fetch(path, { method: body ? "POST" : "GET", signal, headers, body: body && JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refused(0, { title: "The service does not answer", detail: "Is it still running, and are you connected to it?" });
@@ -51,9 +52,10 @@ export const base64 = (file) => new Promise((resolve, reject) => {
 export async function pictureURL(picture, size) {
   const path = `.${picture}?${size ? `size=${size}` : "original=true"}`; // below a proxy's path, too
   if (!key()) return path;
-  if (!blobs.has(path))
-    blobs.set(path, call(path).then((response) => response.blob()).then((blob) => URL.createObjectURL(blob)));
-  return blobs.get(path);
+  const url = blobs.get(path) ?? call(path).then(async (response) => URL.createObjectURL(await response.blob()));
+  if (size) blobs.set(path, url);
+  else URL.revokeObjectURL(original), (original = await url); // one alone: a video is large
+  return url;
 }
 
 export const forgetPictures = () => blobs.clear();
