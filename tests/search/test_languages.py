@@ -14,6 +14,7 @@ from sfumato.encoders.package_weights import PACKAGED, shared_minilm
 from sfumato.models.run import SMALL
 from sfumato.search import languages, searcher
 from sfumato.search.languages import as_english, odd_words, other_language
+from sfumato.search.texts import ItemTexts
 
 TEXTS = {
     "a": "a dog runs through the snow",
@@ -101,6 +102,9 @@ def test_other_languages_find_english_texts_and_english_stays_as_it_is(sfumato, 
         plain, sure = (gallery.search("Hund im Schnee", 5, **how) for how in ({"target": "listed"}, {"max_risk": 0.5}))
         for answer in (plain, sure):
             assert not answer.calibrated and answer.warning == languages.MATCHED_BY_DISTANCE and answer.verdict is None
+        with monkeypatch.context() as patch, load_index(index) as old:  # Items that were indexed without the extra.
+            patch.setattr(ItemTexts, "by_e5", np.zeros((5, 384), np.float32))
+            assert all(hit.why["texts"] == 0 for hit in old.search("Hund im Schnee", 5))
         gallery.gallery.metadata["model"] = "another"
         same = [hit.why["image"] for hit in gallery.search("Hund im Schnee", 5) if hit.id != "bare.png"]
         assert len(same) == 4 and same == pytest.approx([same[0]] * 4)  # The image says nothing.

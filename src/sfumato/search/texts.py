@@ -279,10 +279,10 @@ class ItemTexts:
     ) -> Evidence:
         """What the texts say for q queries, or one of another language. vectors (q, 384); image (q, n) logits; prior
         (q,)."""
-        cosine = vectors @ self.vectors.T
-        if across is not None:
-            cosine = np.where(self.by_e5.any(1), across.by_e5[: len(queries)] @ self.by_e5.T, cosine)
-        agreement = np.where(self.has_texts, cosine * self.lengths, np.nan)
+        cosine, known = vectors @ self.vectors.T, self.has_texts
+        if across is not None:  # Of items indexed before, the image speaks alone.
+            cosine, known = across.by_e5[: len(queries)] @ self.by_e5.T, known & self.by_e5.any(1)
+        agreement = np.where(known, cosine * self.lengths, np.nan)
         stems = [word_stems(query) for query in queries]
         words, missing, together = (np.zeros_like(image) for _ in range(3))
         for i, own in enumerate(stems):
