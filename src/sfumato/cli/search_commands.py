@@ -160,15 +160,10 @@ def _index_data(model: "Model", out: Path, given: IndexFlags, as_json: bool) -> 
     """Fill a collection from a person's files, or bring it in step with them."""
     from sfumato.data.photographs import reads_text
     from sfumato.search.folder import is_collection
-    from sfumato.search.languages import reads_languages
     from sfumato.workflows.index import check_new
     from sfumato.workflows.own_folder import add_data, index_data, move_sources, sync_data
 
     store, exclude, ocr = given.store or "file:", given.exclude or [], reads_text() and not given.no_ocr
-    if ocr:
-        say("note: text in new photographs is read, .07 s each, .3 s where there is some; --no-ocr leaves it out")
-    if reads_languages():
-        say("note: new texts get a second vector for other languages (extra multilingual), .01 to .02 s each")
     with writing(out):
         if given.sync:
             if given.images is not None:
