@@ -159,27 +159,14 @@ def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_
             serving.problem(client.get(f"/v1/pictures/001.png{asked}"), 404)  # An item whose file has gone.
         whole = client.get("/v1/pictures/000.png?original=true")
         assert whole.content == (folder / "000.png").read_bytes() and whole.headers["content-type"] == "image/png"
-        ask = lambda **headers: client.get("/v1/pictures/000.png?original=true", headers=headers)
-        for end, expected in (("3-9", whole.content[3:10]), ("-4", whole.content[-4:]), ("9-", whole.content[9:])):
-            part = ask(Range=f"bytes={end}")
-            assert part.status_code == 206 and part.content == expected
-        for wrong in (
-            "bytes=999999-",
-            "bytes=9-3",
-            "bytes=-0",
-            "bytes=x",
-            "bytes",
-            "items=0-3",
-            f"bytes={'9' * 5000}-",
-        ):
-            refused = ask(Range=wrong)
-            assert serving.problem(refused, 416)["code"] == "no-such-part"
-            assert refused.headers["content-range"] == f"bytes */{len(whole.content)}"
-        assert ask(Range="bytes=999999-", **{"If-Range": '"of before"'}).content == whole.content
-        again = ask(Range="bytes=0-3", **{"If-None-Match": whole.headers["etag"]})
-        assert again.status_code == 304 and not again.content
-        described = client.get("/openapi.json").json()["paths"]["/v1/pictures/{id}"]["get"]["responses"]
-        assert {"206", "304", "416"} <= set(described)
+        ask = lambda part, **more: client.get("/v1/pictures/000.png?original=true", headers={"Range": part, **more})
+        for part, expected in (("bytes=3-9", whole.content[3:10]), ("bytes=-4", whole.content[-4:])):
+            assert (ask(part).status_code, ask(part).content) == (206, expected)
+        for wrong in ("bytes=999999-", "bytes=9-3", "bytes=-0", "bytes=x", "items=0-3", f"bytes={'9' * 5000}-"):
+            assert serving.problem(ask(wrong), 416)["code"] == "no-such-part"
+            assert ask(wrong).headers["content-range"] == f"bytes */{len(whole.content)}"
+        assert ask("bytes=999999-", **{"If-Range": '"of before"'}).content == whole.content
+        assert ask("bytes=0-3", **{"If-None-Match": whole.headers["etag"]}).status_code == 304
 
 
 @pytest.mark.slow
