@@ -108,7 +108,7 @@ def test_other_languages_find_english_texts_and_english_stays_as_it_is(sfumato, 
         gallery.gallery.metadata["model"] = "another"
         same = [hit.why["image"] for hit in gallery.search("Hund im Schnee", 5) if hit.id != "bare.png"]
         assert len(same) == 4 and same == pytest.approx([same[0]] * 4)  # The image says nothing.
-        monkeypatch.setattr(type(gallery.gallery), "has_texts", False)  # So nothing can be read.
+        monkeypatch.setattr(type(gallery.gallery), "is_read_by_e5", False)  # So nothing can be read.
         nothing = gallery.search("Hund im Schnee").warning
         assert "hardly any words of German" in nothing and "pip install" not in nothing
     printed = folded(sfumato.printed("search", index, "Hund im Schnee", "--why"))

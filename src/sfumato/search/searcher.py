@@ -348,7 +348,7 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> dict[str, An
     if (strange or odd) and gallery.scorer.direction == "t2i" and e5() is not None:
         found = as_english([query.joined, *query.parts], str(gallery.metadata.get("model")))
         strange = strange or ("of another language" if found.foreign[0] > _FOREIGN else "")
-        if strange and (found.embeddings is not None or gallery.has_texts):
+        if strange and (found.embeddings is not None or gallery.is_read_by_e5):
             own = None if found.embeddings is None else combined([query], found.embeddings[1:])
             text = replace(query, across=replace(found, embeddings=own))
             return {"text": text, "unfamiliar": False, "warning": languages.MATCHED}

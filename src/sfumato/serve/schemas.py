@@ -170,8 +170,8 @@ class ResultRecord(Item):
     duplicates: list[str] = Field([], description="ids of nearly the same images that are folded into it")
     why: dict[str, float] = Field(
         {},
-        description="the log odds of match_probability by what they come from, for target fits: image, texts, other"
-        " results, query and, where the query names some, time and place; they add up to it",
+        description="parts that add up to the log odds of match_probability, for target fits: image, texts, other"
+        " results, query and, if it names some, time and place",
     )
 
 

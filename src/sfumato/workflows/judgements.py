@@ -81,8 +81,7 @@ class Refined:
     changed: tuple[str, ...]  # kinds of items whose logits changed: "with texts", "without texts"
     n: int  # number of judged hits
     n_queries: int
-    not_found: int  # number of judged pairs that are not among the hits
-    n_others: int  # number of judged pairs of queries of other languages and of times and places, which are left out
+    not_found: int  # number of judged pairs that are not among the hits, or whose query is not plain
     judged: float  # fraction of the first hits of the judged queries that anybody judged
     before: judgements.JudgedFigures  # with the packaged constants
     after: judgements.JudgedFigures  # each query with the verdicts on the others
@@ -116,17 +115,15 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
     plain = copy.copy(gallery)  # With the packaged constants; the store is the same.
     plain.metadata = {name: value for name, value in gallery.metadata.items() if name != FITS}
     packaged = FitsCalibration.packaged()
-    queries = _plain(replace(searcher, gallery=plain), list(dict.fromkeys(one.query for one in verdicts)))
-    n_others = len({one.pair for one in verdicts if one.query not in queries})
-    if not queries:
-        raise NotRefinedError("all verdicts are on searches in other languages or for a time or place; judge others")
-    verdicts = [one for one in verdicts if one.query in queries]
-    shown, hit, _ = find_hits(replace(searcher, gallery=plain), queries, min(gallery.size, _DEEP))
+    packaged_searcher, queries = replace(searcher, gallery=plain), list(dict.fromkeys(one.query for one in verdicts))
+    shown, hit, _ = find_hits(packaged_searcher, queries, min(gallery.size, _DEEP))
+    queries = _plain(packaged_searcher, queries)
+    shown = [one for one in shown if one.query in queries]
     known = {one.pair: one for one in shown}
     pairs = [one for one in judgements.pair_verdicts(verdicts) if one.pair in known]
     if not pairs:
         others = f"none of the items that were judged is among the hits of {searcher.source}"
-        raise NotRefinedError(f"{others}; give its own verdicts")
+        raise NotRefinedError(f"{others}, or all are of {NOT_PLAIN}; give its own verdicts")
     hits = _judged_hits(pairs, hit, queries)
     changes = packaged.corrections(hits, seed=seed)
     gallery.keep({FITS: packaged.refined(hits, seed=seed).to_json() if changes else None})
@@ -141,18 +138,20 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
         n=len(pairs),
         n_queries=len({one.query for one in pairs}),
         not_found=len({one.pair for one in verdicts}) - len(pairs),
-        n_others=n_others,
         judged=len({one.pair for one in first} & {hit.pair for hit in rows}) / len(first),
         before=before,
         after=after,
     )
 
 
+NOT_PLAIN = "searches in other languages or for a time or place"
+
+
 def _plain(searcher: Searcher, queries: Sequence[str]) -> list[str]:
     """The queries whose probabilities are by the constants that verdicts refine, and by nothing else."""
     texts = [with_facts(TextQuery(query), searcher.gallery, SearchOptions()) for query in queries]
     known = zip(queries, texts, searcher.about(texts), strict=True)
-    return [query for query, text, one in known if not text.facts and not (one.text and one.text.across)]
+    return [query for query, text, one in known if not any(text.facts) and not (one.text and one.text.across)]
 
 
 def _judged_hits(pairs: Sequence[judgements.PairVerdict], found: Hits, queries: Sequence[str]) -> JudgedHits:

@@ -28,7 +28,7 @@ from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.folder import is_collection
-from sfumato.search.languages import reads_languages
+from sfumato.search.languages import e5
 from sfumato.search.searcher import open_gallery
 from sfumato.search.stores.protocol import own_or_anchored
 from sfumato.search.texts import item_texts
@@ -106,8 +106,11 @@ class Filling:
     def fill(self, items: Sequence[Item], gone: dict[str, str]) -> None:
         """Embed the items that are new or changed; ``gone`` has the ids of vanished ones by the digest of the file."""
         todo = [item for item in items if not self._unchanged(item)]
-        if todo and not self.done.new + self.done.changed:  # Of several sources the first tells.
-            self._tell()
+        is_first = len(todo) > 0 and not self.done.new + self.done.changed
+        if is_first and self.ocr:
+            say("note: text in new photographs is read, .07 s each, .3 s where there is some; --no-ocr leaves it out")
+        if is_first and e5() is not None:
+            say("note: new texts get a second vector for other languages (extra multilingual), .01 to .02 s each")
         batch: list[tuple[Item, _Read]] = []
         with progress_bar("embedding images", len(todo)) as advance:
             for item, found in in_threads(todo, partial(self._read, gone=gone), available_cores(), ahead=2 * _BATCH):
@@ -124,13 +127,6 @@ class Filling:
                 advance(1)
             self._embed(batch)
             self._store()
-
-    def _tell(self) -> None:
-        """Say what takes longer than embedding."""
-        if self.ocr:
-            say("note: text in new photographs is read, .07 s each, .3 s where there is some; --no-ocr leaves it out")
-        if reads_languages():
-            say("note: new texts get a second vector for other languages (extra multilingual), .01 to .02 s each")
 
     def _unchanged(self, item: Item) -> bool:
         known = self.known.get(item.id)
@@ -167,7 +163,7 @@ class Filling:
             return _Read(error=error)
 
     def _text_in(self, item: Item, data: bytes, problems: Problems) -> str:
-        """The text in an image; nothing, with a remark, where the reader fails: the image is embedded without it."""
+        """The text in an image; where the reader fails, nothing and a remark."""
         try:
             return lines_in(data) if self.ocr else ""
         except Exception as error:
