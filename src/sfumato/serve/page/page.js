@@ -264,7 +264,7 @@ const facts = (answer, n) => [
     h("div", {}, h("p", {}, expectation(answer.expected_matches, among())), !filtered() && strip(answer.expected_matches, n)),
     answer.hits.length > 0 && h("div", {}, h("p", {}, "First result: right in ", h("b", {}, odds(number(answer))), " such searches"),
       h("span", { class: "strip", role: "img", "aria-label": `probability ${percent(number(answer))}` }, bar(number(answer))))),
-  meaning({ target: made(answer.target), among: filtered() ? among() : `the ${among()}`, sum: about(answer.expected_matches), first: percent(number(answer)), whole: filtered() ? "" : "The strip is the whole gallery." }),
+  meaning({ target: made(answer.target), among: filtered() ? among() : `the ${among()}`, sum: about(answer.expected_matches), first: percent(number(answer)), whole: filtered() || answer.target === "fits" ? "" : "The strip is the whole gallery." }),
   h("p", { class: "expert count" }, `Distance ${answer.distance}; total variance of the search ${figure(answer.total_variance)}.${answer.multiplicity === null ? "" : ` Among COCO's 123,287 photographs, people would find ${about(answer.multiplicity)} or more for such words.`}`),
 ];
 
@@ -418,7 +418,7 @@ function why(item) {
   const best = query.kind === "text" && closestLine(query.value, item.payload, item.best_text);
   const words = query.kind !== "text" ? "It was found by its likeness to what you searched by."
     : best ? `Its ${best.what} “${best.line}” shares ${best.shared.map((word) => `“${word}”`).join(", ")} with your search.`
-    : captions || tags || title || text || label ? "No word of your search is in its texts." : "It has no captions or tags: the image alone speaks for it.";
+    : captions || tags || title || text || label ? "No word of your search is in its captions or tags." : "It has no captions or tags.";
   const parts = Object.entries(item.why ?? {}).filter(([, value]) => Math.abs(value) >= 0.05).map(([name, value]) => `${name} ${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(1)}`);
   return [h("h3", {}, "Why it matched"), h("p", {}, p !== null && ["Its probability is ", h("b", {}, percent(p)), `: ${odds(p)} such results are right. `], words), parts.length > 0 && h("p", { class: "expert" }, `Log odds: ${parts.join(", ")}.`)];
 }
