@@ -500,7 +500,7 @@ def test_few_verdicts_change_nothing_and_undo_a_refinement(sfumato, index, tmp_p
     with load_index(index) as searcher:
         found, n_asked = judging.refine(searcher, verdicts), sum(one.query == asked for one in verdicts)
         assert 0 < n_asked == found.not_found == len(verdicts) - found.n
-        raises(judging.NotRefinedError, "time or place", judging.refine, searcher, verdicts[:1])
+        raises(judging.NotRefinedError, "time and place", judging.refine, searcher, verdicts[:1])
 
 
 COLOURS, THINGS = ("red", "green", "blue", "black"), ("cat", "dog", "bus", "cup", "tree", "hat")

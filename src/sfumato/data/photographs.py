@@ -117,9 +117,7 @@ OCR = "ocr"
 _READ, _LOOK, _SURE = 1280, 320, 0.8
 """Pixels of the sides of the copies in which text is read and looked for, and confidence from which a line counts."""
 
-_WORDY = re.compile(
-    r"\w{3}|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]{2}"
-)  # of Chinese, Japanese and Korean two letters
+_WORDY = re.compile(r"\w{3}|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]{2}")  # two of Chinese, Japanese, Korean
 
 _READING = threading.Lock()
 

@@ -9,7 +9,7 @@ from sfumato.errors import counted
 from sfumato.evaluation.judgements import JudgedFigures
 from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import ARROWS, MISSING, compact_interval, percent, print_table, print_wrapped
-from sfumato.workflows.judgements import NOT_PLAIN, FittedLists, Judged, Refined
+from sfumato.workflows.judgements import FittedLists, Judged, Refined
 
 if TYPE_CHECKING:
     from sfumato.workflows.adopt import AdoptedModel
@@ -181,7 +181,8 @@ def print_refined(found: Refined, folder: Path) -> None:
     columns_are = "Before: packaged constants. After: each query with the verdicts on the others."
     print_wrapped(f"Precision {precision} {columns_are} {_UNKNOWN}")
     if found.not_found:
-        print_wrapped(f"{counted(found.not_found, 'judged pair')} left out: not among these hits, or of {NOT_PLAIN}.")
+        others = "not among these hits, or of searches in other languages or for a time or place"
+        print_wrapped(f"{counted(found.not_found, 'judged pair')} left out: {others}.")
     if found.changed:
         print_wrapped(f"Refined: {' and '.join(found.changed)}. Searches of {folder} use it from now on.")
     else:

@@ -123,7 +123,7 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
     pairs = [one for one in judgements.pair_verdicts(verdicts) if one.pair in known]
     if not pairs:
         others = f"none of the items that were judged is among the hits of {searcher.source}"
-        raise NotRefinedError(f"{others}, or all are of {NOT_PLAIN}; give its own verdicts")
+        raise NotRefinedError(f"{others} in plain English, without time and place; give its own verdicts")
     hits = _judged_hits(pairs, hit, queries)
     changes = packaged.corrections(hits, seed=seed)
     gallery.keep({FITS: packaged.refined(hits, seed=seed).to_json() if changes else None})
@@ -142,9 +142,6 @@ def refine(searcher: Searcher, verdicts: Sequence[judgements.Judgement], *, k: i
         before=before,
         after=after,
     )
-
-
-NOT_PLAIN = "searches in other languages or for a time or place"
 
 
 def _plain(searcher: Searcher, queries: Sequence[str]) -> list[str]:
