@@ -29,12 +29,6 @@ ALL = """() => DATA.queries.map((query) => {
     return {query, text, expected, nothing, hits: rows};
 })"""
 
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *given):
-        pass
-
-
 rounded = lambda vectors: vectors.astype(np.float16).astype(np.float32)
 
 
@@ -58,7 +52,7 @@ def searcher(items, tmp_path_factory):
 def site(searcher, items, tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     demo_page.write_page(searcher, items, folder / "below" / "demo")
-    handler = functools.partial(Quiet, directory=str(folder))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield folder / "below" / "demo", f"http://127.0.0.1:{server.server_port}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.estimating import MATCHING, M, N, scene
+from support.batches import MATCHING, M, N, scene
 from support.raising import raises
 
 from sfumato import DISTANCES, ESTIMATORS, Estimator, Relevance, estimate_uncertainty, measure_trust, register_estimator

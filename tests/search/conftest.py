@@ -1,7 +1,6 @@
 import pytest
 from support import stores_contract
 from support.postgresql import postgresql
-from support.rare_words import quick_vectors
 
 from sfumato.search import texts
 
@@ -20,7 +19,7 @@ def _stores_are_closed():
 
 @pytest.fixture
 def quick_texts(monkeypatch):
-    monkeypatch.setattr(texts, "sentence_vectors", quick_vectors)
+    monkeypatch.setattr(texts, "sentence_vectors", stores_contract.quick_vectors)
 
 
 @pytest.fixture(scope="module")

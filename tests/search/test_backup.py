@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from support.raising import raises
-from support.rare_words import quick_vectors
+from support.stores_contract import quick_vectors
 
 from sfumato import (
     Calibration,

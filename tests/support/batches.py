@@ -1,7 +1,9 @@
-"""One small batch for all loss tests: n, m, d differ; unnormalised means, soft labels, several matches per item."""
+"""One small batch for all loss tests: n, m, d differ; unnormalised means, soft labels, several matches per item.
+A small scene for estimators of uncertainty."""
 
 import torch
 
+from sfumato.evaluation.estimators import Matching
 from sfumato.gaussian import GaussianEmbedding
 
 
@@ -14,3 +16,10 @@ def batch(n=4, m=6, d=5, seed=0, dtype=torch.float64):
 MATCH = torch.tensor(
     [[1, 0, 0, 0, 0.9, 0], [0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0.7], [0, 0, 0, 1, 0, 0.3]], dtype=torch.float64
 )
+N, M, D, MATCHING = 13, 37, 5, Matching("csd", 1.3, 2.0)
+
+
+def scene(seed=0, n=N, m=M, d=D):
+    generator = torch.Generator().manual_seed(seed)
+    noise = [[torch.randn(k, d, generator=generator) for _ in range(2)] for k in (n, m)]
+    return [GaussianEmbedding(2 * mean + 1, 0.7 * log_var - 1) for mean, log_var in noise]

@@ -36,8 +36,3 @@ def csd_by_loops(mean_x, var_x, mean_y, var_y):
             gap = np.float64(mean_x[i]) - np.float64(mean_y[j])
             result[i, j] = (gap * gap).sum() + np.float64(var_x[i]).sum() + np.float64(var_y[j]).sum()
     return result
-
-
-def squared_l2_by_broadcast(a, b):
-    """(n, m) squared Euclidean distances in float64, from the differences."""
-    return np.stack([((np.float64(row) - np.float64(b)) ** 2).sum(1) for row in np.asarray(a)])

@@ -1,5 +1,6 @@
 """What every vector store must do: subclass StoreContract. In small galleries, a thorough approximate one is exact."""
 
+import hashlib
 import itertools
 import random
 import signal
@@ -9,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from sfumato.errors import UserError
 from sfumato.search.stores import protocol as stores
@@ -23,6 +25,13 @@ AWKWARD = (
     *("plain", "with space", "it's", 'double "quotes"', "'; DROP TABLE items; --", "back\\slash", "%wild_card*"),
     *("{brace}[bracket]", "Grüße/日本語/🦊", "line\nbreak", "a" * 200),
 )
+
+
+def quick_vectors(texts):
+    """Another vector for each text, without MiniLM."""
+    seeds = [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") for text in texts]
+    rows = [torch.randn(384, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return torch.nn.functional.normalize(torch.stack(rows) if rows else torch.empty(0, 384), dim=1).numpy()
 
 
 def create_store(url, dim):

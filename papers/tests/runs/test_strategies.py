@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from support.references_metrics import csd_by_loops, metrics_by_definition, squared_l2_by_broadcast
+from scipy.spatial.distance import cdist
+from support.references_metrics import csd_by_loops, metrics_by_definition
 
 from papers.runs.strategies import STRATEGIES, STRATEGY_SETS, FaissRanker, evaluate_strategies
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs, in_folds
@@ -44,8 +45,8 @@ def distance_of(name, images, texts):
     arrays = [x.numpy() for e in (images, texts) for x in (e.mean, e.var)]
     if name == "csd":
         return csd_by_loops(*arrays)
-    means = squared_l2_by_broadcast(arrays[0], arrays[2])
-    return means + squared_l2_by_broadcast(np.sqrt(arrays[1]), np.sqrt(arrays[3])) * (name == "wasserstein2")
+    means = cdist(arrays[0], arrays[2], "sqeuclidean")
+    return means + cdist(np.sqrt(arrays[1]), np.sqrt(arrays[3]), "sqeuclidean") * (name == "wasserstein2")
 
 
 def expected_order(name, images, texts, candidates, direction):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from support.estimating import MATCHING, D, N, scene
+from support.batches import MATCHING, D, N, scene
 
 from papers.uncertainty import estimators as module
 from papers.uncertainty.estimators import ESTIMATORS, MORE
