@@ -142,7 +142,7 @@ def test_keys_of_recipes_that_a_guide_names_exist():
 
 
 RECORDED: dict[str, Any] = json.loads((ROOT / "recipes" / "results.json").read_text(encoding="utf-8"))["recipes"]
-CODE = re.findall(r"`([^`\n]+)`", (ROOT / "papers" / "README.md").read_text(encoding="utf-8"))
+LISTED = re.findall(r"`([^`\n]+)`", (ROOT / "papers" / "README.md").read_text(encoding="utf-8"))
 
 
 def wrapped(label: str, text: str) -> list[str]:
@@ -183,7 +183,7 @@ def test_headers_and_pages_state_what_the_results_file_and_the_tables_have(sfuma
             for value in run["metrics"].values():
                 assert re.search(rf"(?<![\d.]){re.escape(value)}(?!\d)", text), (run["experiment"], value)
             assert run["commit"] == "not recorded" or run["commit"] in text, run
-    for code in CODE:
+    for code in LISTED:
         if code.startswith("sfumato ") and "--" in code:
             words = code.split()
             command = words[1:3] if words[1] == "evaluate" else words[1:2]
