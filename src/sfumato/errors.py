@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,12 @@ def explain_os_error(error: BaseException) -> str:
 def counted(n: int, one: str, many: str = "") -> str:
     """A number with its noun, in the singular for 1."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The question after a name that is like a known one; else another hint."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 def expected_columns(found: Sequence[str], expected: Sequence[str]) -> str:

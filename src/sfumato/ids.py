@@ -43,6 +43,13 @@ def id_error(id: str) -> str:
     return ""
 
 
+def check_id(id: str) -> str:
+    """The id itself, unless no gallery takes it."""
+    if error := id_error(id):
+        raise ValueError(error)
+    return id
+
+
 def is_text(value: object) -> bool:
     """Whether every store can keep it, see :data:`NO_TEXT`: a string that UTF-8 can write, and without NUL."""
     return isinstance(value, str) and len(value) <= MOST_TEXT and "\0" not in value and not _SURROGATE.search(value)

@@ -405,8 +405,7 @@ class Scorer:
 
     def pair_logit(self, distance: Array, n_gallery: int) -> Array:
         """Logit that a random pair at these distances is listed. distance (..., c) -> (..., c)."""
-        shift = self.prior_shift(n_gallery)
-        return match_logit(distance, self.logit_scale, self.logit_bias + shift)
+        return match_logit(distance, self.logit_scale, self.logit_bias + self.prior_shift(n_gallery))
 
     def radius(self, coverage: float) -> float:
         """Radius of the set that contains a match with a given probability."""

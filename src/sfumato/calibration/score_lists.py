@@ -107,9 +107,7 @@ class ScoreCalibrator:
             The calibrator itself.
         """
         given = {"higher_is_better": higher_is_better, "comparable": comparable, "penalty": penalty, "prior": prior}
-        for name, value in given.items():
-            if value is not _SAME:
-                setattr(self, name, value)
+        vars(self).update({name: value for name, value in given.items() if value is not _SAME})
         return self
 
     def __sklearn_tags__(self) -> Any:
@@ -245,8 +243,7 @@ class ScoreCalibrator:
         weight = ~np.isnan(label) / lists.rank()
         if not weight.any():
             raise ValueError("ScoreCalibrator: no label of y is 0 or 1; give some")
-        loss = log_losses(logit, np.nan_to_num(label))
-        return -float(np.average(loss, weights=weight))
+        return -float(np.average(log_losses(logit, np.nan_to_num(label)), weights=weight))
 
     def save(self, path: str | Path) -> None:
         """Write the calibrator as JSON.

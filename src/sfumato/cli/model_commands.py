@@ -129,8 +129,7 @@ def calibrate(
         return print(json.dumps(asdict(refined))) if as_json else print_refined(refined, run)
     if is_collection(run):
         raise UserError(f"{run} is a collection; refine its probabilities with --judgements FILE")
-    fitted = calibrate_run(run, split, population=queries, device="auto")
-    result = describe_calibration(fitted)
+    result = describe_calibration(calibrate_run(run, split, population=queries, device="auto"))
     if as_json:
         return print(json.dumps(result))
     print_calibration(result)

@@ -379,6 +379,5 @@ def serve(
     if images:
         move_sources(folder, images)
         say(f"the images of {folder} are looked for in {', '.join(images)} from now on")
-    sources = open_sources(folder, texts, run=run, store=store, device="auto")
-    app = create_app(sources, settings)
+    app = create_app(open_sources(folder, texts, run=run, store=store, device="auto"), settings)
     server.run_app(app, host=host, port=port, access_log=access_log, log_format=log_format)

@@ -296,8 +296,7 @@ def read_karpathy(path: str | Path, images: str | Path, problems: Problems) -> d
             in it is usable.
     """
     images = Path(images)
-    entries = karpathy_entries(path)
-    if not (items := list(_karpathy_items(entries, images, archive_of(images), problems))):
+    if not (items := list(_karpathy_items(karpathy_entries(path), images, archive_of(images), problems))):
         raise UserError(f"{path} with {images} gives no usable pair:\n{problems.summary()}")
     return make_splits(items)
 

@@ -10,7 +10,6 @@ The source "datasets" is here, too: images with captions in the format of the Hu
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from sfumato.data.layouts import CubOptions, read_cub, read_embedding_pairs, rea
 from sfumato.data.pairs import EpochOver, EqualTexts, PairData, Positives, SourceItem
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.splits import parse_part
-from sfumato.errors import UserError, expected_columns, first_line, need
+from sfumato.errors import UserError, did_you_mean, expected_columns, first_line, need
 from sfumato.imports import claim_name
 
 _CAPTIONS = ("captions", "caption", "texts", "text", "sentences")
@@ -340,9 +339,8 @@ def register_source(
 def get_source(name: str) -> Source:
     """The entry of a name."""
     if name not in SOURCES:
-        near = get_close_matches(name, SOURCES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown source {name!r}; {hint}known: {', '.join(SOURCES)}")
+        hint = did_you_mean(name, SOURCES, "")
+        raise ValueError(f"unknown source {name!r}; {hint and hint + ' '}known: {', '.join(SOURCES)}")
     return SOURCES[name]
 
 

@@ -305,8 +305,7 @@ def _backbone(side: Side, config: _ClipConfig, description: Mapping[str, Any] | 
     width, depth, heads = ARCHITECTURES[config.architecture][side]
     kind = kinds[f"clip_{part}_model"]
     size = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": depth}
-    sizes = kind.config_class(**size, num_attention_heads=heads, hidden_act=config.activation, **own)
-    return kind(sizes)
+    return kind(kind.config_class(**size, num_attention_heads=heads, hidden_act=config.activation, **own))
 
 
 def _check_size(size: int, patch: int) -> None:

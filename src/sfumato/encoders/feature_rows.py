@@ -308,5 +308,4 @@ def build_frozen(
 ) -> tuple[FrozenProcessor, FeatureInput]:
     """Build a side of kind "frozen". Returns (processor, encoder)."""
     processor = frozen_processor(config, context.cache)
-    channels = processor.backbone.channels
-    return processor, FeatureInput(channels, context.feature_dropout, whiten=config.whiten)
+    return processor, FeatureInput(processor.backbone.channels, context.feature_dropout, whiten=config.whiten)

@@ -54,8 +54,7 @@ class _FrozenConfig(protocol.EncoderConfig):
     def extras(self) -> frozenset[str]:
         if is_open_clip(self.base_model):
             return frozenset({"open-clip"})
-        needed = {self.packaged.get(part, "backbones") for part in self.base_model.split("+")}
-        return frozenset(needed - {""})
+        return frozenset({self.packaged.get(part, "backbones") for part in self.base_model.split("+")} - {""})
 
 
 class FrozenImageConfig(_FrozenConfig, protocol.ImageEncoderConfig):

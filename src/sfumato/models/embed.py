@@ -25,7 +25,7 @@ from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data,
 from sfumato.evaluation.protocols import EmbeddedSet, Evaluation, EvaluationOptions, evaluate_retrieval
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding, Sides
-from sfumato.ids import NO_TEXT, check_ids, id_error, is_text, plain_id
+from sfumato.ids import NO_TEXT, check_id, check_ids, id_error, is_text, plain_id
 from sfumato.models.model import Model
 from sfumato.models.process_group import ALONE, ProcessGroup
 from sfumato.models.run import Run
@@ -215,8 +215,7 @@ def embed_sources(
 
 def _read_item(source: ImageSource, id: str) -> bytes:
     """The bytes of an image whose id a gallery takes."""
-    if error := id_error(id):
-        raise ValueError(error)
+    check_id(id)
     return source.read_bytes()
 
 

@@ -1,6 +1,5 @@
 """Checkpoints of other authors: reading without running code, sizes, and names and shapes of their tensors."""
 
-import contextlib
 import math
 import pickle
 import re
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from sfumato.encoders import clip
 from sfumato.errors import UserError, first_line
@@ -156,9 +155,10 @@ def renamed(
     with torch.device("meta"):
         model = build()
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    layers = dict(model.named_modules(remove_duplicate=False))
     released: dict[str, list[str]] = {}
     for ours, theirs in prefixes.items():
-        layer = _submodule(model, ours.rstrip("."))
+        layer = layers.get(ours.rstrip("."))  # None where a model has no such layer.
         blocks = text_variance if isinstance(layer, clip.ClipTextEncoder) else _VARIANCE_BLOCKS
         for name in (name.removeprefix(ours) for name in own if name.startswith(ours)):
             there = _openai_name(name, layer, blocks) if isinstance(layer, clip.ClipEncoder) else name
@@ -173,13 +173,6 @@ def renamed(
         parts = [tensors[there]] if len(names) == 1 else tensors[there].chunk(len(names))
         state |= dict(zip(names, parts, strict=True))
     return build(), state
-
-
-def _submodule(model: DualEncoder, name: str) -> nn.Module | None:
-    """None where a model has no such layer."""
-    with contextlib.suppress(AttributeError):
-        return model.get_submodule(name)
-    return None
 
 
 _RELEASED = {

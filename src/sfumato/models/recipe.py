@@ -21,7 +21,7 @@ from sfumato.data.feature_tables import resolved_table
 from sfumato.data.sources import DataConfig
 from sfumato.encoders.encoder_protocol import ImageEncoderConfig, TextEncoderConfig
 from sfumato.encoders.registry import ENCODERS
-from sfumato.errors import UserError
+from sfumato.errors import UserError, did_you_mean
 from sfumato.files import LAST, MODEL, RECIPE, recipe_folder, write_atomically
 from sfumato.ids import Side
 from sfumato.imports import HOW, import_own, load_plugins
@@ -154,8 +154,7 @@ def check_recipe(values: dict[str, Any], where: str, *, of_run: bool = False) ->
     try:
         return Recipe.model_validate(values, context={"of_run": of_run})
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]
-        raise UserError(f"{where}: " + "\n  ".join(lines)) from error
+        raise UserError(f"{where}: " + "\n  ".join(map(_explain, error.errors()))) from error
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
@@ -251,9 +250,8 @@ def _explain(item: Any) -> str:
     if item["type"] == "union_tag_invalid":
         known_tags = sorted(re.findall(r"'([^']+)'", item["ctx"]["expected_tags"]))
         key, tag = f"{shown}.{item['ctx']['discriminator'].strip(chr(39))}", item["ctx"]["tag"]
-        near = difflib.get_close_matches(tag, known_tags, n=1)
         own = f"; {HOW}" if path[-1] == "loss" else ""
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known_tags)}{own}"
+        hint = did_you_mean(tag, known_tags, f"known: {', '.join(known_tags)}{own}")
         return f"{key}: unknown {tag!r}; {hint}"
     if item["type"] == "union_tag_not_found":
         return f"{shown}: needs its {item['ctx']['discriminator']}, which determines the other keys"
@@ -302,8 +300,7 @@ def find_recipe(name: str) -> Path:
         return Path(name)
     known = recipe_files()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`sfumato recipes` lists them"
+        hint = did_you_mean(name, known, "`sfumato recipes` lists them")
         raise UserError(f"no recipe {name!r}: neither a file nor one that comes with the package; {hint}")
     return Path(str(known[name]))
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from sfumato.calibration.fits import N_FOLDS
 from sfumato.errors import counted
 from sfumato.evaluation.judgements import JudgedFigures
-from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import ARROWS, MISSING, compact_interval, percent, print_table, print_wrapped
 from sfumato.workflows.judgements import FittedLists, Judged, Refined
 
@@ -138,16 +137,10 @@ def print_fitted_lists(found: FittedLists, name: object) -> None:
 _UNKNOWN = "Hits that nobody judged are unknown and do not count. Intervals: 95 %, over queries."
 
 
-def _percents(value: Interval) -> str:
-    if value.low is None or value.high is None:
-        return percent(value.value)
-    return f"{percent(value.value)} [{percent(value.low)}, {percent(value.high)}]"
-
-
 def _calibration_rows(figures: JudgedFigures) -> list[list[str]]:
     by_chance = figures.calibration_error_by_chance
     return [
-        ["mean probability", _percents(figures.said)],
+        ["mean probability", compact_interval(figures.said, percent)],
         ["mean probability minus precision", compact_interval(figures.excess)],
         ["calibration error", compact_interval(figures.calibration_error)],
         ["  of perfect probabilities", MISSING if by_chance is None else f"{by_chance:.3f}"],
@@ -160,8 +153,8 @@ def print_judged(found: Judged, title: str) -> None:
     judged = f"{percent(figures.judged)} ({figures.n:,} of {round(figures.n / figures.judged):,} hits)"
     rows = [
         [f"judged fraction of hits 1 to {k}", judged],
-        [f"precision of hits 1 to {k}", _percents(figures.precision)],
-        ["precision of hit 1", _percents(figures.first)],
+        [f"precision of hits 1 to {k}", compact_interval(figures.precision, percent)],
+        ["precision of hit 1", compact_interval(figures.first, percent)],
         ["nDCG of judged hits", compact_interval(figures.ndcg)],
         *_calibration_rows(figures),
     ]
@@ -177,7 +170,9 @@ def print_refined(found: Refined, folder: Path) -> None:
     rows = [[name, before, after] for (name, before), (_, after) in columns]
     judged = f"{counted(found.n, 'judged hit')} of {counted(found.n_queries, 'query', 'queries')}"
     print_table(f"{folder}: {judged}", ["figure", "before", "after"], rows)
-    precision = f"{_percents(found.before.precision)}. {percent(found.judged)} of the first hits are judged."
+    precision = (
+        f"{compact_interval(found.before.precision, percent)}. {percent(found.judged)} of the first hits are judged."
+    )
     columns_are = "Before: packaged constants. After: each query with the verdicts on the others."
     print_wrapped(f"Precision {precision} {columns_are} {_UNKNOWN}")
     if found.not_found:

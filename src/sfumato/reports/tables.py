@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,13 +100,13 @@ def compact_number(value: float | None) -> str:
     return MISSING if value is None else re.sub(r"^(-?)0\.", r"\1.", f"{value:.2f}")
 
 
-def compact_interval(value: Interval | None) -> str:
+def compact_interval(value: Interval | None, number: Callable[[float | None], str] = compact_number) -> str:
     """A value and its interval in short form, for wide tables on the console."""
     if value is None or value.value is None:
         return MISSING
     if value.low is None or value.high is None:
-        return compact_number(value.value)
-    return f"{compact_number(value.value)} [{compact_number(value.low)}, {compact_number(value.high)}]"
+        return number(value.value)
+    return f"{number(value.value)} [{number(value.low)}, {number(value.high)}]"
 
 
 def in_words(name: str) -> str:

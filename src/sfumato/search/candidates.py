@@ -221,8 +221,7 @@ def even_sample(batches: Iterator[Records], n: int, e: int, seed: int = 0) -> Re
         last = digests[-1] if len(digests) == n else b"\xff" * 9
         if not (low := [i for i, digest in enumerate(new) if digest < last]):
             continue
-        part = batch.take(low)
-        both = joined_rows([kept, part])
+        both = joined_rows([kept, batch.take(low)])
         digests += [new[i] for i in low]
         order = sorted(range(len(digests)), key=digests.__getitem__)[:n]
         kept, digests = both.take(order), [digests[i] for i in order]

@@ -192,8 +192,7 @@ class GaussianIndex(Gallery):
     @exact.quiet
     def _nearest(self, queries: GaussianEmbedding, k: int, chosen: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """:meth:`nearest` among all items, or exactly among those at some ascending positions."""
-        n = len(self) if chosen is None else len(chosen)
-        k = min(k, n)
+        k = min(k, len(self) if chosen is None else len(chosen))
         if self._lifts:
             screen = self._screen if chosen is None else self._screen.among(chosen)
             distance, found = screen.closest(queries, k)

@@ -245,7 +245,6 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
 def _add_searches(app: FastAPI, service: Service) -> None:
     refusals = problems(404, 413, 415, 422, 503, 504)
-    post = partial(app.post, response_model=schemas.SearchResponse, tags=["search"], responses=refusals)
 
     @app.get("/v1/search", response_model=schemas.SearchResponse, tags=["search"], responses=_READS)
     async def search_by_text(parameters: Annotated[schemas.TextSearch, Parameter()]) -> Response:
@@ -253,7 +252,7 @@ def _add_searches(app: FastAPI, service: Service) -> None:
         asked = asked_text(parameters.q, parameters.also, parameters.without, "query.q")
         return await _answers(service, [asked], parameters)
 
-    @post("/v1/search")
+    @app.post("/v1/search", response_model=schemas.SearchResponse, tags=["search"], responses=refusals)
     async def search(wanted: schemas.SearchRequest) -> Response:
         """Search by texts, images, ids of stored items and vectors, also mixed. A search by id also finds the item."""
 

@@ -92,8 +92,7 @@ def shown(data: bytes, size: int | None, copied: bool = False) -> Message:
             return {"type": _SHOWN[kind]}, b""
         if size is not None:
             image.draft(None, (2 * size, 2 * size))
-        transparent = image.has_transparency_data
-        kind = "JPEG" if kind in _PHOTOGRAPHS and not transparent else "PNG"
+        kind = "JPEG" if kind in _PHOTOGRAPHS and not image.has_transparency_data else "PNG"
         if kind == "JPEG" and image.format not in ("JPEG", "MPO"):  # Scans of 16 bits, say.
             upright = Image.fromarray(decode_image(data, None).transpose(1, 2, 0))
         else:

@@ -58,8 +58,7 @@ class Batcher(Generic[Given, Result]):
 
     def start(self) -> None:
         """Begin to compute."""
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._work()) for _ in range(self._workers)]
+        self._tasks = [asyncio.create_task(self._work()) for _ in range(self._workers)]
 
     async def submit(self, items: Sequence[Given]) -> list[Result | BaseException]:
         """Compute items. If the caller is cancelled, its waiting items are dropped."""

@@ -227,7 +227,8 @@ class Guard:
                 raise self._not_permitted()
         if method == "HEAD":  # Every path that takes GET takes HEAD; the reply has no body.
             scope = {**scope, "method": "GET"}
-        if _announces_body(headers) and not (method == "POST" and path.startswith("/v1/")):
+        announced = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        if announced and not (method == "POST" and path.startswith("/v1/")):
             reply.close = True  # The body is not awaited.
             if method in _WITHOUT_BODY:
                 raise Refusal(413, f"{method} takes no body here; GET /docs lists the paths that do")
@@ -254,8 +255,7 @@ class Guard:
         async def replay() -> Message:
             if not body.parts:
                 return await asyncio.shield(gone)
-            piece = body.take()
-            return {"type": "http.request", "body": piece, "more_body": bool(body.parts)}
+            return {"type": "http.request", "body": body.take(), "more_body": bool(body.parts)}
 
         answering = asyncio.ensure_future(self.app(scope, replay, reply))
         try:
@@ -360,10 +360,6 @@ def _name(host: str) -> str:
     """The name in a Host header, without the port."""
     host = host.lower()
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
-
-
-def _announces_body(headers: Headers) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _netloc(origin: str) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, model_validator
 
-from sfumato.ids import id_error
+from sfumato.ids import check_id
 from sfumato.search.answer import SearchOptions
 from sfumato.search.stores.protocol import Filter, parse_where
 from sfumato.serve.problems import NO_NUL, WORD, Model, Refusal, example
@@ -17,13 +17,7 @@ QueryKind = Literal["text", "image", "id"]
 ItemId = Annotated[str, Field(min_length=1, max_length=512, pattern=NO_NUL, description="id of an item")]
 
 
-def _new_id(id: str) -> str:
-    if error := id_error(id):
-        raise ValueError(error)
-    return id
-
-
-NewId = Annotated[str, Field(min_length=1, max_length=512, description="id of the item"), AfterValidator(_new_id)]
+NewId = Annotated[str, Field(min_length=1, max_length=512, description="id of the item"), AfterValidator(check_id)]
 Text = Annotated[str, Field(min_length=1, max_length=2000, pattern=WORD, description="any text")]
 Short = Annotated[str, Field(max_length=2000, pattern=NO_NUL)]
 Payload = Annotated[

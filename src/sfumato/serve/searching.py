@@ -178,8 +178,7 @@ class Searches:
         about = [
             QueryInfo(one.name, native=one.is_native(served)) if one.text is None else next(known) for one in asked
         ]
-        queries = GaussianEmbedding.cat([one.query for one in searches])
-        found = served.gallery.search(queries, k, options, about)
+        found = served.gallery.search(GaussianEmbedding.cat([one.query for one in searches]), k, options, about)
         answers = []
         for one, answer in zip(asked, found, strict=True):
             self._count(gallery, options, answer)

@@ -123,8 +123,7 @@ class Service:
         items = await self.threads.run(self._items, served, [id])
         if not items.ids:
             raise Refusal(404, f"There is no item {id!r} among the {gallery}")
-        (item,) = _as_items(served, items)
-        return item
+        return _as_items(served, items)[0]
 
     async def items(self, gallery: GalleryName, cursor: str | None, limit: int) -> ItemList:
         """Items in the order of their ids."""

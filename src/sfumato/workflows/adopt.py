@@ -313,14 +313,12 @@ class _Split:
 
     def part(self, images: np.ndarray) -> "_Split":
         """Some of the images, with their texts."""
-        chosen = np.isin(self.data.pairs[:, 0], images)
-        texts = np.unique(self.data.pairs[chosen, 1])
+        texts = np.unique(self.data.pairs[np.isin(self.data.pairs[:, 0], images), 1])
         return _Split(self.images[images], self.texts[texts], self.data.keep_images(images))
 
     def pairs(self, distance: str) -> tuple[Array, np.ndarray]:
         """(n, m) distances and matches."""
-        match = self.data.relevance().to_dense()
-        return get_distance(distance).matrix(self.images, self.texts), match
+        return get_distance(distance).matrix(self.images, self.texts), self.data.relevance().to_dense()
 
 
 def _embedded(run: Run, data: PairData, problems: Problems, name: str, most: int) -> _Split:

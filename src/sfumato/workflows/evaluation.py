@@ -21,7 +21,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.data.splits import WORDINGS, images_of_part
 from sfumato.distances import get_distance
-from sfumato.errors import UserError, say
+from sfumato.errors import UserError, did_you_mean, say
 from sfumato.evaluation import trust
 from sfumato.evaluation.estimators import Matching, usable_estimators
 from sfumato.evaluation.hits import Fold, HitFigures, measure_hits, without_nearest
@@ -157,8 +157,7 @@ def group_runs(runs: Sequence[SavedRun], keys: Sequence[str]) -> dict[tuple[Any,
     values = [recipe_values(run.recipe) for run in runs]
     known = sorted(set().union(*values))
     if unknown := next((key for key in keys if key not in known), None):
-        near = difflib.get_close_matches(unknown, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`cat RUN/recipe.toml` shows them"
+        hint = did_you_mean(unknown, known, "`cat RUN/recipe.toml` shows them")
         raise UserError(f"--group {unknown}: no recipe of these runs has this key; {hint}")
     groups: dict[tuple[Any, ...], list[SavedRun]] = {}
     for run, own in zip(runs, values, strict=True):

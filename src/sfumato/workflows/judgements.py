@@ -212,9 +212,8 @@ class RankedLists:
 
 
 def _row(path: Path, number: int, line: str) -> tuple[str, str, float]:
-    columns = line.split()
     try:
-        query, _, item, _, score, _ = columns
+        query, _, item, _, score, _ = line.split()
         value = float(score)
     except ValueError:
         value, query, item = math.nan, "", ""

@@ -23,7 +23,7 @@ from sfumato.encoders.processors import in_threads
 from sfumato.errors import UserError, counted, first_line, progress_bar, say
 from sfumato.files import available_cores
 from sfumato.gaussian import GaussianEmbedding
-from sfumato.ids import NO_TEXT, id_error, is_text
+from sfumato.ids import NO_TEXT, check_id, is_text
 from sfumato.models.embed import embedding_steps, encode_each, file_endings
 from sfumato.models.model import Model
 from sfumato.search.collection import GaussianCollection
@@ -136,8 +136,7 @@ class Filling:
     def _read(self, item: Item, *, gone: dict[str, str]) -> _Read:
         own = Problems()
         try:
-            if error := id_error(item.id):
-                raise ValueError(error)
+            check_id(item.id)
             data = item.image.read_bytes()
             digest = hashlib.blake2b(data, digest_size=16).hexdigest()
             payload = {**item.fields(data, own), ROOT: str(self.number), STAT: item.stat, DIGEST: digest}

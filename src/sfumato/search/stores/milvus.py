@@ -243,8 +243,7 @@ class MilvusStore(StoreBase):
         """The next ids in the order of their UTF-8 bytes."""
         found: list[str] = []
         while len(found) < n:
-            last = found[-1] if found else after
-            rows = self._next(last, min(n - len(found), self.most_rows), ["id"])
+            rows = self._next(found[-1] if found else after, min(n - len(found), self.most_rows), ["id"])
             if not rows:
                 break
             found += [row["id"] for row in rows]
