@@ -346,8 +346,7 @@ def _usable_sentences(entry: KarpathyEntry, seen: set[str], problems: Problems) 
     """(id, caption) of each usable one; the ids are added to the seen ids."""
     usable = []
     for identity, raw in entry.sentences:
-        text = " ".join(raw.split())
-        if not text:
+        if not (text := " ".join(raw.split())):
             problems.remark(f"{entry.location} sentence {identity}", "empty caption")
         elif identity in seen:
             problems.remark(f"{entry.location} sentence {identity}", "this sentid occurred before; it is left out")

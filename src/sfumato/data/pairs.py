@@ -260,8 +260,7 @@ class PairSampler:
 
     def _pair_weights(self, kind_weights: dict[str, float]) -> np.ndarray:
         kinds = np.array(self.data.text_kinds)
-        unknown = set(kind_weights) - set(self.data.text_kinds)
-        if unknown:
+        if unknown := set(kind_weights) - set(self.data.text_kinds):
             known = f"the texts are of the kinds {sorted(set(self.data.text_kinds))}"
             raise ValueError(f"PairSampler: kind_weights names {sorted(unknown)}, but {known}")
         weight = np.array([kind_weights.get(kind, 0.0) for kind in kinds])[self.data.pairs[:, 1]]

@@ -182,8 +182,7 @@ def _braces(pattern: str) -> list[str]:
     found, left = list[str](), [pattern]
     while left:
         name = left.pop()
-        brace = re.search(r"\{([^{}]*)\}", name)
-        if brace is None:
+        if (brace := re.search(r"\{([^{}]*)\}", name)) is None:
             found.append(name)
             continue
         values = _between(brace[1], pattern)
@@ -195,8 +194,7 @@ def _braces(pattern: str) -> list[str]:
 
 def _between(text: str, pattern: str) -> list[str]:
     """The values that the text between two braces stands for."""
-    limits = re.fullmatch(r"(\d{1,20})\.\.(\d{1,20})", text, re.ASCII)
-    if limits:
+    if limits := re.fullmatch(r"(\d{1,20})\.\.(\d{1,20})", text, re.ASCII):
         first, last = int(limits[1]), int(limits[2])
         padded = any(limit.startswith("0") and len(limit) > 1 for limit in limits.groups())
         width = max(map(len, limits.groups())) if padded else 1

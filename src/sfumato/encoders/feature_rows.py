@@ -261,8 +261,7 @@ class RegionEncoder(Encoder):
 
     def forward(self, inputs: protocol.Inputs) -> TokenFeatures:
         """Token features of region features. inputs (n, r, c) -> (n, r, width)."""
-        mask = inputs.mask
-        if mask is None:
+        if (mask := inputs.mask) is None:
             mask = torch.ones(inputs.values.shape[:2], dtype=torch.bool, device=inputs.values.device)
         if self.training and self.region_dropout:
             mask = drop_regions(mask, rate=self.region_dropout)

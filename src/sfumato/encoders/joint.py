@@ -82,8 +82,7 @@ def _joint(
 def _joint_transformers(name: str, side: Side, precision: weights.Precision) -> weights.Backbone:
     source, transformers = weights.joint_name(name), weights.import_transformers()
     model = weights.from_pretrained(transformers.AutoModel, source)
-    embed = getattr(model, f"get_{side}_features", None)
-    if embed is None:
+    if (embed := getattr(model, f"get_{side}_features", None)) is None:
         found = f"{name!r} is a {type(model).__name__}, which has no joint embedding of images and texts"
         ways = "give a CLIP or SigLIP model, or train heads on its features: sfumato train own-pictures"
         raise UserError(f"{found}; {ways}")

@@ -62,8 +62,7 @@ class Tower(nn.Module, BaseTower):
         """Embed a batch. Returns (n, d)."""
         tokens = self.encoder(inputs)
         if self.training and self.token_dropout:
-            present = tokens.mask
-            if present is None:
+            if (present := tokens.mask) is None:
                 present = torch.ones(tokens.mean.shape[:2], dtype=torch.bool, device=tokens.mean.device)
             tokens = replace(tokens, mask=drop_tokens(present, rate=self.token_dropout))
         return self.head(tokens.float())

@@ -280,8 +280,7 @@ def _calibrate_run(run: Run, split: str, population: logits.Population, file: st
 def embed_reference(model: TwoTowers, config: DataConfig, *, split: str = "train", seed: int = 0) -> Sides | None:
     """Embed some images and texts of the training, which become the reference queries of a calibration."""
     problems = Problems()
-    data = load_splits(config, problems).get(split)
-    if data is None:
+    if (data := load_splits(config, problems).get(split)) is None:
         return None
     some = data.keep_images(some_positions(len(data.image_ids), logits.N_REFERENCE, seed))
     prepared = prepare_split(model, some, problems, f"reference ({split})")

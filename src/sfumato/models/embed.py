@@ -189,8 +189,7 @@ def embed_folder(model: Model, folder: Path) -> NamedItems:
         what = f"{folder} is a file; give a folder of images" if folder.exists() else f"there is no folder {folder}"
         raise UserError(what)
     endings, problems = file_endings(model.model), Problems()
-    ids = image_files(folder, problems, endings=endings)
-    if not ids:
+    if not (ids := image_files(folder, problems, endings=endings)):
         why = f" (looked for {spelt(endings)})" if problems.is_empty else f":\n{problems.summary()}"
         raise UserError(f"no images in {folder}{why}")
     return embed_sources(model, [FileImage(folder / i) for i in ids], ids, problems)

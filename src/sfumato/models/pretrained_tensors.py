@@ -47,8 +47,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             warnings.simplefilter("ignore", UserWarning)  # Of rare protocols, which torch then reads or refuses.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
-        foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if foreign is None:
+        if (foreign := re.search(r"GLOBAL ([\w.]+)", str(error))) is None:
             raise UserError(f"{path}: damaged, or not a checkpoint of torch.save") from error
         found = f"holds a {foreign[1]}, and reading that would run code; only tensors and plain settings are read"
         way = "load it where it was made and save only its state dict: torch.save(model.state_dict(), path)"

@@ -129,8 +129,7 @@ def _summary(
         gaps.append(f"{own['ece']:.1%} ({DIRECTIONS[d.key]}; perfect probabilities: {own['ece_of_perfect']:.1%})")
     sentences.append(f"{which} are off by {' and '.join(gaps)} on average at first results.")
     plausible = sum(m["plausible"] for m in mistakes.values())
-    wrong = sum(m["wrong"] for m in mistakes.values())
-    if wrong:
+    if wrong := sum(m["wrong"] for m in mistakes.values()):
         found = f"Of {wrong:,} wrong first results, {plausible:,} have a match probability of one half or more"
         sentences.append(f"{found}; the most probable ones are shown below.")
     return sentences

@@ -250,8 +250,7 @@ def lowered(vectors: np.ndarray, total_variance: np.ndarray, distance: str, cent
 
 
 def _lift(distance: str) -> Lift:
-    lift = get_distance(distance).lift
-    if lift is None:
+    if (lift := get_distance(distance).lift) is None:
         those = f"a Euclidean distance of lifted vectors (those are {', '.join(LIFTED_DISTANCES)})"
         raise ValueError(f"distance {distance!r} is not {those}; a GaussianIndex searches by it in memory")
     return lift

@@ -267,8 +267,7 @@ class _Process:
     def do(self, task: Task[Result], data: bytes) -> Result:
         """See Decoders.run."""
         for _ in range(2):  # A process that ended for a reason of its own is replaced, and the image tried again.
-            answer = self._ask(task, data)
-            if answer is not None:
+            if (answer := self._ask(task, data)) is not None:
                 break
         else:
             raise ValueError("cannot be decoded: it stops the program that decodes images; save it in another format")

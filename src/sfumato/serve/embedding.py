@@ -88,8 +88,7 @@ class Batcher(Generic[Given, Result]):
             if self.window and self._company() and len(self._queue) < self.size:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._enough.wait(), self.window)
-            batch = self._next()
-            if not batch:
+            if not (batch := self._next()):
                 continue
             self._observe(len(batch))
             try:

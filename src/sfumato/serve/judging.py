@@ -171,8 +171,7 @@ class Judging:
         """Refine the probabilities by all verdicts; searches use the result at once."""
 
         def refined(served: ServedGallery) -> JudgementsUsed:
-            verdicts = self._verdicts(served)
-            if not verdicts:
+            if not (verdicts := self._verdicts(served)):
                 raise Refusal(422, "There are no verdicts to use yet; judge some results first")
             try:
                 found = refine(self.service.sources.searcher("images"), verdicts)

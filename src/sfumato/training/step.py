@@ -414,7 +414,6 @@ class Learner:
 
     def logits(self) -> dict[str, float]:
         """The match logits of the loss, if it has any."""
-        logits = getattr(self.loss, "logits", None)
-        if logits is None:
+        if (logits := getattr(self.loss, "logits", None)) is None:
             return {}
         return {"logit_scale": float(logits.logit_scale.detach()), "logit_bias": float(logits.logit_bias.detach())}

@@ -104,8 +104,7 @@ def fill_collection(
     model: Model, sources: Iterator[GalleryPart], folder: Path, store: str | None
 ) -> GaussianCollection:
     """Store embedded items in a new collection, or, if store is None, in an existing one."""
-    first = next(sources, None)
-    if first is None:
+    if (first := next(sources, None)) is None:
         raise UserError("there is nothing to index: no item could be embedded")
     if store is None:
         collection = GaussianCollection.open(folder, unfinished=True)

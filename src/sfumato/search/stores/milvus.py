@@ -170,8 +170,7 @@ class MilvusStore(StoreBase):
         there = []
         for part in _parts(list(dict.fromkeys(ids)), 1000):
             wanted = {"filter": milvus_place.among(part), "output_fields": ["id"], "consistency_level": "Strong"}
-            found = [row["id"] for row in self._call("query", wanted)]
-            if found:
+            if found := [row["id"] for row in self._call("query", wanted)]:
                 self._call("delete", {"filter": milvus_place.among(found)})
             there += found
         return len(there)
@@ -233,8 +232,7 @@ class MilvusStore(StoreBase):
         condition, last = milvus_place.condition_on(filter), ""
         limit = min(batch, self._rows_a_message())
         while True:
-            rows = self._next(last, limit, _COLUMNS, condition)
-            if not rows:
+            if not (rows := self._next(last, limit, _COLUMNS, condition)):
                 return
             yield self._records(rows)
             last = rows[-1]["id"]

@@ -335,8 +335,7 @@ def _factory(url: str) -> Any:
 
 def scheme(url: str) -> str:
     """The scheme of a store URL."""
-    found = re.match(f"({_SCHEME}):", url)
-    if found is None:
+    if (found := re.match(f"({_SCHEME}):", url)) is None:
         return "file"
     if found[1] not in STORES:
         raise UserError(f"store {redacted(url)}: unknown kind {found[1]!r}; known: {', '.join(STORES)}, or a path")
