@@ -329,7 +329,7 @@ def test_words_of_time_and_place_say_which_photographs_are_meant(sfumato, tmp_pa
     plain = found("dog")
     assert plain == found("dog", "no"), "what names no time or place is not changed"
     meant = {
-        "dog in Rome": {"red", "blue"}, "dog in Rome 2021": {"red"}, "a dog in summer 2021": {"red"},
+        "dog, Rome": {"red", "blue"}, "dog in Rome 2021": {"red"}, "a dog in summer 2021": {"red"},
         "dog in the summer": {"red"}, "Dog, New York 2022": {"green"}, "dog 2022": {"green", "blue"},
         "dog at Christmas in New York": {"green"}, "dog on Sunday": {"red", "green"},
     }  # fmt: skip

@@ -362,7 +362,7 @@ def advice(query: TextQuery, gallery: Gallery, model: TwoTowers) -> dict[str, An
     return {"suggestion": wording.spelling(query.typed or query.text, gallery.words, known)}
 
 
-_MAY_NAME = re.compile(r"\b(in|at|on|from|near|during|(19|20)\d\d)\b", re.IGNORECASE)
+_MAY_NAME = re.compile(r",|\b(in|at|on|from|near|during|(19|20)\d\d)\b", re.IGNORECASE)
 """What stands in a text that names a time or a place."""
 
 
