@@ -58,8 +58,6 @@ def baselines(
     training_texts: Sequence[str],
     training_features: np.ndarray,
     training_counts: np.ndarray,
-    *,
-    n_nearest: int = 5,
 ) -> dict[str, np.ndarray]:
     """Trivial predictors of the number of matches of texts, which need no model of images.
 
@@ -68,7 +66,7 @@ def baselines(
     log_count = np.log(np.maximum(training_counts, 1))
     own = dict(zip(training_texts, log_count.tolist(), strict=True))
     a, b = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12) for x in (features, training_features))
-    nearest = np.argpartition(-(a @ b.T), n_nearest, axis=1)[:, :n_nearest]
+    nearest = np.argpartition(-(a @ b.T), 5, axis=1)[:, :5]
     return {
         "lookup": np.array([own.get(text, 0.0) for text in texts]),
         "nearest texts": log_count[nearest].mean(1),

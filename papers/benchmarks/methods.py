@@ -14,7 +14,6 @@ the machine; a resumed run has neither.
 
 import argparse
 import datetime
-import hashlib
 import json
 import multiprocessing
 import resource
@@ -28,6 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from papers.runs.grid import run_folder
 from sfumato.evaluation.benchmarks import COMPARED
 from sfumato.files import LAST, RECIPE
 from sfumato.metrics.retrieval import RECALLS
@@ -78,13 +78,11 @@ class Runs:
     def cost(self, name: str, rate: float, seed: int) -> tuple[Path, dict[str, float]]:
         """The folder of a run, and what its training took; trained in a new process unless that was done before."""
         own_rate = load_recipe(find_recipe(name), self.overrides, own=True).optim.lr
-        changes = [*self.overrides, f"optim.lr={rate * own_rate!r}"]
-        recipe = load_recipe(find_recipe(name), changes, own=True)
-        digest = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()[:8]
-        folder = self.out / f"{Path(name).stem}-{digest}-{seed}"
+        changes = [*self.overrides, f"optim.lr={rate * own_rate!r}", f"train.seed={seed}"]
+        folder = run_folder(load_recipe(find_recipe(name), changes, own=True), self.out)
         if not (folder / COST).exists():
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                pool.submit(train, name, [*changes, f"train.seed={seed}"], folder).result()
+                pool.submit(train, name, changes, folder).result()
         cost: dict[str, float] = json.loads((folder / COST).read_text())
         return folder, cost
 

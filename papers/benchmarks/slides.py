@@ -5,11 +5,13 @@ python -m papers.benchmarks.slides preference            four rankings: metrics 
 python -m papers.benchmarks.slides weights FOLDER        PCME's gradients by pairs of samples (3.2.2, A.2)
 python -m papers.benchmarks.slides saturation FOLDER     gradients of matches and of others by their distance
 python -m papers.benchmarks.slides toy FILE.gif [METHOD] the samples while they are trained
+python -m papers.benchmarks.slides plausible FOLDER INSTANCES IMAGES    PCME's figures C.1 and C.2, of COCO
 """
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,10 @@ from torch.nn import functional
 from papers.drawing import write_drawing
 from papers.shown import markdown
 from papers.studies.toy import toy_data, train_toy
+from papers.tables.drawn import show_image
 from sfumato.charts import FIRST, INK, SECOND, SOFT, new_axes, require_matplotlib
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
+from sfumato.files import read_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.losses.pcmepp import PCMEPPOptions, pcmepp_loss
 from sfumato.metrics.relevance import Relevance
@@ -171,11 +175,41 @@ def animate_toy(path: Path, method: str = "csd", *, updates: int = UPDATES) -> l
     return [path]
 
 
+def categories(instances: Path) -> dict[str, set[str]]:
+    """The categories in each image that has an object, by its file."""
+    loaded, found = read_json(instances), dict[str, set[str]]()
+    files = {one["id"]: one["file_name"] for one in loaded["images"]}
+    names = {one["id"]: one["name"] for one in loaded["categories"]}
+    for one in loaded["annotations"]:
+        found.setdefault(files[one["image_id"]], set()).add(names[one["category_id"]])
+    return found
+
+
+def draw_plausible(folder: Path, instances: str, images: str) -> list[Path]:
+    """Categories by image, and an image with others that lack or add 0, 1 and 2 of its categories."""
+    files, sets = zip(*categories(Path(instances)).items(), strict=True)
+    counts, differ = np.array([*map(len, sets)]), np.array([[len(a ^ b) for b in sets] for a in sets])
+    np.fill_diagonal(differ, 99)
+    query = next(k for k in np.argsort(-counts, kind="stable").tolist() if {0, 1, 2} <= {*differ[k].tolist()})
+    titles = ["image", *(f"ζ = {z}: {(differ <= z).sum(1).mean():.2f} others" for z in range(3))]
+    figure: Any = new_axes(14, 3, "").get_figure()
+    figure.clear()
+    first, *others = figure.subplots(1, 5)
+    first.bar(*np.unique(counts, return_counts=True))
+    first.set(xlabel="categories of an image", ylabel="images", title=f"two or more: {(counts > 1).mean():.0%}")
+    for z, (axis, title) in enumerate(zip(others, titles, strict=True)):
+        k = int((differ[query] == z - 1).argmax()) if z else query
+        show_image(axis, (Path(images) / files[k]).read_bytes(), title)
+        axis.set_xlabel(fill(", ".join(sorted(sets[k])), 24))
+    return write_drawing(figure, folder, "plausible")
+
+
 TABLES: dict[str, Callable[[], Table]] = {"negatives": false_negatives, "preference": preference}
 DRAWINGS: dict[str, Callable[..., list[Path]]] = {
     "weights": draw_weights,
     "saturation": draw_saturation,
     "toy": animate_toy,
+    "plausible": draw_plausible,
 }
 
 

@@ -169,14 +169,9 @@ def treebank_tokenizer(words: Mapping[str, int], where: str) -> Tokenizer:
     if missing:
         raise UserError(f"{where}: word2idx has no {missing[0]!r}; expected {', '.join(_SPECIAL)} among its words")
     tokenizer = Tokenizer(models.WordLevel(dict(words), unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence(
-        [
-            normalizers.Lowercase(),
-            normalizers.Replace(Regex(r'^"'), "``"),
-            normalizers.Replace(Regex(r'(?<=[\s(\[{<])"'), "``"),
-            normalizers.Replace('"', "''"),
-        ]
-    )
+    quotes = (Regex(r'^"'), "``"), (Regex(r'(?<=[\s(\[{<])"'), "``"), ('"', "''")
+    replaced = (normalizers.Replace(*one) for one in quotes)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *replaced])
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS)]
     )

@@ -25,7 +25,7 @@ from sfumato.encoders.encoder_protocol import Item, Store
 from sfumato.encoders.heads import AveragePool, GaussianHead, TokenFeatures
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Query
-from sfumato.evaluation.trust import many_to_many, resampled_together
+from sfumato.evaluation.trust import resampled_together
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Side
 from sfumato.metrics.relevance import Relevance
@@ -114,11 +114,6 @@ class FrozenSplit(TwoSides):
             return [self]
         order = np.random.default_rng(seed).permutation(n)
         return [self.select_images(np.sort(part)) for part in np.array_split(order, n_parts)]
-
-    @property
-    def many_to_many(self) -> bool:
-        """Whether texts match several images, so that the number of matches measures ambiguity."""
-        return many_to_many(self.relevance("image"))
 
     @cached_property
     def data(self) -> PairData:

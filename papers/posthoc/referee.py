@@ -46,7 +46,7 @@ from papers.uncertainty.corruption import corruption_statistics
 from sfumato.calibration.calibrator import Calibration
 from sfumato.errors import UserError
 from sfumato.evaluation.protocols import Query
-from sfumato.evaluation.trust import error_statistics
+from sfumato.evaluation.trust import error_statistics, many_to_many
 from sfumato.files import read_json, write_json
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import DIRECTION_OF, OTHER_SIDE, Direction, Side
@@ -364,7 +364,7 @@ def _absent(contestant: Contestant, scene: _Scene, every: list[np.ndarray], opti
 
 def _ambiguity(contestant: Contestant, scene: _Scene, options: RefereeOptions) -> Interval | None:
     """Balanced Spearman with the true number of matches in the whole split, for data that lists many for one text."""
-    if not scene.whole.many_to_many:
+    if not many_to_many(scene.whole.relevance("image")):
         return None
     counts = scene.whole.relevance(scene.side).counts
     kept = np.flatnonzero(counts)

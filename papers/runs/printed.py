@@ -7,10 +7,9 @@ from papers.runs.paired import RSUM, Difference
 from papers.runs.strategies import StrategyResult
 from papers.runs.table import LEVEL, RunsTable
 from papers.shown import write_files
-from papers.tables.items import common_figures
 from sfumato.reports import evaluation as reports
 from sfumato.reports.evaluation import metric_cell
-from sfumato.reports.tables import MISSING, Table, number, print_table, print_wrapped, short_name, tex
+from sfumato.reports.tables import MISSING, Table, print_table, print_wrapped, short_name, tex
 
 _ALSO = 6
 """Number of further keys that a note names."""
@@ -73,19 +72,7 @@ def _notes(table: RunsTable, marks: str) -> list[str]:
 
 
 def print_strategies(strategies: Mapping[str, StrategyResult]) -> None:
-    """COCO in the columns of PCME++'s table C.7; anything else by ground truth and direction."""
-    own = {name: common_figures(result.figures) for name, result in strategies.items()}
-    names = list(dict.fromkeys(name for figures in own.values() for name in figures))
-    if names:
-        print_table(
-            "strategies: mean of both directions, per cent",
-            ["strategy", *names, "seconds"],
-            [
-                [result.strategy.label, *(number(own[key].get(name), 1) for name in names), f"{result.seconds:.2f}"]
-                for key, result in strategies.items()
-            ],
-        )
-        return
+    """By ground truth and direction."""
     figures = [one for result in strategies.values() for one in result.figures.values()]
     metrics = list(dict.fromkeys(name for one in figures for name in one["i2t"] if not name.startswith("n_")))
     rows = []

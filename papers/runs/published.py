@@ -1,7 +1,6 @@
 """Published figures of the papers beside the own ones."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ def beside_published(file: Path, tables: Sequence[str] | None = None) -> tuple[l
     own = own_figures(truths, *of_variance, measure=values.get("uncertainty_measure", "total_variance"))
     chosen = DEFAULT_TABLES if tables is None else tuple(tables)
     every = [row for table in chosen for row in published_rows(table)]
-    rows = [row for row in every if any(row.own_name(name) in own for name in row.figures)]
+    rows = [row for row in every if any(row.item.own_name(name) in own for name in row.figures)]
     if not rows:
         raise UserError(
             f"no published table has figures of {', '.join(truths)} (looked in {', '.join(chosen)}); published figures"
@@ -30,29 +29,30 @@ def beside_published(file: Path, tables: Sequence[str] | None = None) -> tuple[l
     return rows, own
 
 
-def to_json(rows: Sequence[PublishedRow], own: dict[str, float]) -> dict[str, Any]:
+def to_json(published: Sequence[PublishedRow], own: dict[str, float]) -> dict[str, Any]:
     """Both as JSON values."""
-    return {"own": own, "rows": [asdict(row) for row in rows]}
+    about = ("paper", "source", "about", "benchmark", "direction")
+    rows = [vars(r) | {"table": r.item.number} | {key: getattr(r.item, key) for key in about} for r in published]
+    return {"own": own, "rows": [{key: value for key, value in row.items() if key != "item"} for row in rows]}
 
 
 def print_published(published: Sequence[PublishedRow], figures: dict[str, float]) -> None:
     """Print each published table with the evaluation below it, in the columns that both have."""
-    for full_table in dict.fromkeys(row.full_table for row in published):
-        rows = [row for row in published if row.full_table == full_table]
-        names = {name: row.own_name(name) for row in rows for name in row.figures if row.own_name(name) in figures}
-        first = rows[0]
-        sides = {"both": "mean of both directions", "each": "by direction"}.get(first.direction, first.direction)
+    for id, item in {row.item.id: row.item for row in published}.items():
+        rows = [row for row in published if row.item.id == id]
+        names = {name: own for row in rows for name in row.figures if (own := item.own_name(name)) in figures}
+        sides = {"both": "mean of both directions", "each": "by direction"}.get(item.direction, item.direction)
         skipped = 0 if any(row.backbone for row in rows) else 1  # The column of backbones, where a table has none.
         places = {name: _decimals([row.figures[name] for row in rows if name in row.figures]) for name in names}
         cells = [[row.backbone, row.method, *(number(row.figures.get(n), places[n]) for n in names)] for row in rows]
         cells.append(["", "this", *(number(figures[key], places[name]) for name, key in names.items())])
         print_table(
-            f"beside {first.paper}, table {first.table} ({first.about}): {sides}, per cent",
+            f"beside {item.paper}, table {item.number} ({item.about}): {sides}, per cent",
             ["backbone", "method", *map(short_name, names)][skipped:],
             [row[skipped:] for row in cells],
             left=2 - skipped,
         )
-    for source in dict.fromkeys(row.source for row in published):
+    for source in dict.fromkeys(row.item.source for row in published):
         print_wrapped(f"published figures: {source}")
 
 

@@ -236,7 +236,7 @@ def study_crops(
     texts = list(dict.fromkeys(text for found in chosen.values() for one in found for text in one.captions))
     captions, position = retrieval_model.model.embed_texts(texts), {text: k for k, text in enumerate(texts)}
     figures = [
-        {"threshold": threshold, "n": len(found), "left_out": len(pictures) - len(found), **_sizes(found)}
+        {"threshold": threshold, "n": len(found), "left_out": len(pictures) - len(found)}
         | measure_crops(
             {role: crops[np.array([place[one.keys()[k]] for one in found])] for k, role in enumerate(ROLES)},
             {role: captions[np.array([position[one.captions[k]] for one in found])] for k, role in enumerate(ROLES)},
@@ -245,20 +245,8 @@ def study_crops(
         for threshold, found in chosen.items()
         if found
     ]  # fmt: skip
-    return {
-        "uncertainty": uncertainty,
-        "n_pictures": len(pictures),
-        "thresholds": figures,
-        "problems": _reasons(problems),
-    }
-
-
-def _sizes(found: Sequence[Chosen]) -> dict[str, Any]:
-    """By role the mean fraction of the image's area, and the mean overlap of A and B."""
-    boxes, areas = np.stack([one.triplet.boxes for one in found]), np.array([one.area for one in found])
-    fraction = ((boxes[:, :, 2:] - boxes[:, :, :2]).prod(2) / areas[:, None]).mean(0)
-    overlaps = [overlap(one.triplet.boxes[0], one.triplet.boxes[1:2])[0] for one in found]
-    return {"area": dict(zip(ROLES, fraction.tolist(), strict=True)), "overlap": float(np.mean(overlaps))}
+    found = {"uncertainty": uncertainty, "n_pictures": len(pictures), "thresholds": figures}
+    return found | {"problems": _reasons(problems)}
 
 
 def cut_crops(

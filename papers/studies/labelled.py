@@ -88,8 +88,7 @@ def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, whe
     bad = next((i for i, own in enumerate(texts) if len(own) != 1), None)
     if bad is not None:
         raise UserError(
-            f"{where}: image {data.image_ids[bad]} has {len(texts[bad])} texts; expected one each, the name of its"
-            f" class"
+            f"{where}: image {data.image_ids[bad]} has {len(texts[bad])} texts; expected one each, its class"
         )
     keys = [next(iter(own)) for own in texts]
     return _labelled(data.images, data.image_ids, keys, names or {k: k for k in sorted(set(keys))}, where)

@@ -37,7 +37,6 @@ def table(
     *,
     name: str | None = word(None, 'Table or figure, e.g. "PCME++ 3" or "PCME++ Fig. 3".', "ID"),
     overrides: list[str] | None = word(None, _OVERRIDES, "SECTION.KEY=VALUE"),
-    listed: bool = flag(False, "List all rows of the papers, as `python -m papers list`.", "--list"),
     flags: RepeatFlags,
 ) -> None:
     """Repeat a table or a figure of the papers.
@@ -45,7 +44,7 @@ def table(
     Trains the runs that are missing, evaluates them, and prints ours beside published. The same command goes on where
     it was interrupted.
     """
-    if listed or name is None:
+    if name is None:
         return list_rows(flags.as_json)
     from papers.tables import drawn, figure_numbers, paper_tables, printed
     from papers.tables.items import find_item

@@ -238,7 +238,7 @@ def _sets(figure: Figure) -> "Drawing":
         pictures = {str(item["name"]): str(item["picture"]) for item in pair["items"]}
         for name, (letter, colour, about) in pages.MADE.items():
             heading = textwrap.fill(f"{letter}: {about}", 24)
-            _show(axes[name], figure.pictures.get(pictures[name]), heading, colour)
+            show_image(axes[name], figure.pictures.get(pictures[name]), heading, colour)
             axes[name].title.set_fontsize(8)
         make_plane(axes["plane"])
         ellipses, times = pages.pair_ellipses(pair)
@@ -248,7 +248,7 @@ def _sets(figure: Figure) -> "Drawing":
     return drawing
 
 
-def _show(ax: "Axes", content: bytes | None, heading: str = "", colour: str = INK) -> None:
+def show_image(ax: "Axes", content: bytes | None, heading: str = "", colour: str = INK) -> None:
     """An image without ticks; an empty frame if there is none."""
     from PIL import Image
 
@@ -294,7 +294,7 @@ def _examples(figure: Figure) -> "Drawing":
 def _item(ax: "Axes", item: Mapping[str, Any], figure: Figure, colour: str, heading: str = "") -> None:
     """A text in its frame, or an image; the id and a caption of one that cannot be read."""
     content = figure.pictures.get(item.get("picture") or "")
-    _show(ax, content, heading, SOFT)
+    show_image(ax, content, heading, SOFT)
     ax.title.set_fontsize(8)
     for spine in ax.spines.values():
         spine.set(visible=True, color=colour, linewidth=2)

@@ -79,6 +79,10 @@ class PaperItem:
         """Whether it shows PMRP, whose plausible matches come from COCO's instances."""
         return self._has_column("pmrp") or self.draw.startswith("pmrp")
 
+    def own_name(self, name: str) -> str:
+        """The name of a figure in :func:`own_figures`."""
+        return f"{self.direction} {name}" if self.direction in ("i2t", "t2i") else name
+
     def _has_column(self, *prefixes: str) -> bool:
         return any(word.startswith(prefixes) for column in self.columns for word in column.split())
 
@@ -215,24 +219,10 @@ DEFAULT_TABLES = ("PCME++ 1", "PCME E.4", "PCME E.5", "PVSE++ 1", "PVSE++ 2", "P
 class PublishedRow:
     """A row of a published table."""
 
-    paper: str  # short name, as in docs/concepts/index.md
-    source: str  # author, title, venue and number
-    table: str  # number of the table in that paper
-    about: str  # subject of the table
-    benchmark: str  # "coco" for COCO 1K and 5K, CxC, RPC2, PMRP and ECCV Caption; "cub", "flickr30k" or "imagenet"
-    direction: str
+    item: PaperItem
     backbone: str  # of the method; empty if the table names none
     method: str  # as printed; the paper marks figures from an official checkpoint or another paper with †
     figures: dict[str, float]
-
-    @property
-    def full_table(self) -> str:
-        """Paper and table, e.g. "PCME++ C.3"."""
-        return f"{self.paper} {self.table}"
-
-    def own_name(self, name: str) -> str:
-        """The name of a figure in :func:`own_figures`."""
-        return f"{self.direction} {name}" if self.direction in ("i2t", "t2i") else name
 
 
 def published_rows(table: str | None = None) -> list[PublishedRow]:
@@ -240,17 +230,17 @@ def published_rows(table: str | None = None) -> list[PublishedRow]:
     rows = _rows()
     if table is None:
         return list(rows)
-    key = "full_table" if " " in table else "table"
-    if chosen := [row for row in rows if getattr(row, key) == table]:
+    key = "id" if " " in table else "number"
+    if chosen := [row for row in rows if getattr(row.item, key) == table]:
         return chosen
-    known = dict.fromkeys(getattr(row, key) for row in rows)
+    known = dict.fromkeys(getattr(row.item, key) for row in rows)
     raise ValueError(f"published_rows: no figures for table {table!r}; known: {', '.join(known)}")
 
 
 def common_figures(figures: Mapping[str, Mapping[str, Any]], direction: str = "both") -> dict[str, float]:
     """Convert the figures of an evaluation to the form of the published ones."""
     found = {}
-    for name in dict.fromkeys(name for row in _rows() if row.direction == direction for name in row.figures):
+    for name in dict.fromkeys(name for row in _rows() if row.item.direction == direction for name in row.figures):
         first, _, rest = name.partition(" ")
         sides, key = ((first,), rest) if direction == "each" and rest else (_SIDES.get(direction, (direction,)), name)
         ground_truth, _, metric = key.rpartition(" ")
@@ -288,9 +278,7 @@ _SIDES = {"both": ("i2t", "t2i")}
 @cache
 def _rows() -> tuple[PublishedRow, ...]:
     return tuple(
-        PublishedRow(
-            item.paper, item.source, item.number, item.about, item.benchmark, item.direction, backbone, method, figures
-        )
+        PublishedRow(item, backbone, method, figures)
         for item in paper_items().values()
         for (backbone, method), figures in item.published.items()
     )

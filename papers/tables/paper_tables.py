@@ -301,16 +301,12 @@ def table_columns(item: PaperItem, data: TableData) -> dict[str, str]:
     published one whose gallery is nearest in size.
     """
     if data.name == item.benchmark == "coco":
-        return {_own_name(item, name): name for name in item.columns}
+        return {item.own_name(name): name for name in item.columns}
     found: dict[str, str] = {}
     for name in sorted(item.columns, key=_nearness):
-        found.setdefault(_short(_own_name(item, name)), name)
-    order = [_short(_own_name(item, name)) for name in item.columns]
+        found.setdefault(_short(item.own_name(name)), name)
+    order = [_short(item.own_name(name)) for name in item.columns]
     return {name: found[name] for name in dict.fromkeys(order)}
-
-
-def _own_name(item: PaperItem, name: str) -> str:
-    return f"{item.direction} {name}" if item.direction in ("i2t", "t2i") else name
 
 
 def _short(name: str) -> str:

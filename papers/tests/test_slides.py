@@ -39,8 +39,12 @@ def test_the_gradients_of_the_match_loss_saturate_on_the_right_side():
     assert found["no match"].tolist() == pytest.approx([-5 * x for x in s], rel=1e-4)
 
 
-def test_the_drawings_are_written(tmp_path):
+def test_the_drawings_are_written(tmp_path, shared):
     image = pytest.importorskip("PIL.Image")
+    coco = shared / "data" / "tiny_coco" / "tiny_coco"
+    slides.draw_plausible(tmp_path, coco / "annotations" / "instances_val2017.json", coco / "val2017")
+    drawn = (tmp_path / "plausible.svg").read_text(encoding="utf-8")
+    assert all(text in drawn for text in ("two or more: 71%", "ζ = 0: 0.25 others", "ζ = 2: 6.00 others"))
     slides.draw_weights(tmp_path)
     slides.draw_saturation(tmp_path)
     slides.animate_toy(tmp_path / "toy.gif", "wasserstein2", updates=21)

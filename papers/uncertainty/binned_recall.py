@@ -14,16 +14,11 @@ import numpy as np
 
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, none_if_nan, pearson, spearman
 
-RecallBinning = Literal["count", "width", "uclip", "probvlm_spacing", "probvlm_samples", "asymvlm"]
-"""How queries come into bins: by the first two every query into exactly one, by the others as released.
+RecallBinning = Literal["count", "width"]
+"""How queries come into bins, every query into exactly one.
 
 "count": equally many, the first bins one more where the number does not divide; equal uncertainties in their order.
 "width": equal widths between the least and the greatest uncertainty, left-closed, the last one closed.
-"uclip": as "width" of the confidences -u, with edges in float32; the extreme queries may be lost.
-"probvlm_spacing": nested bins up to each of n_bins edges, by ProbVLM and GroVE; that smooths the recall and inflates S.
-"probvlm_samples": their equal numbers, which lose a query at every border, and fill bin 0 twice where the number does
-not divide.
-"asymvlm": floor(n / n_bins) queries a bin; the most uncertain remainder is left out.
 """
 
 
@@ -52,7 +47,7 @@ def binned_recall(
 ) -> BinnedRecall:
     """Recall in bins of ascending uncertainty, and -S*R^2 with its bootstrap interval.
 
-    Source: ProbVLM (ICCV 2023) and its issue 3; the released code of uCLIP, ProbVLM, GroVE and AsymVLM.
+    Source: ProbVLM (ICCV 2023) and its issue 3.
 
     uncertainty (n,), hit (n,).
     """
@@ -93,22 +88,7 @@ def _score(recall: np.ndarray) -> tuple[float, float, float]:
 
 def _members(ordered: np.ndarray, binning: RecallBinning, n_bins: int) -> list[np.ndarray]:
     """The positions of each bin, given (n,) ascending uncertainties."""
-    every, low, high = np.arange(len(ordered)), ordered[0], ordered[-1]
-    size = len(ordered) // n_bins
     if binning == "count":
-        return np.array_split(every, n_bins)
-    if binning == "width":
-        return np.split(every, np.searchsorted(ordered, np.linspace(low, high, n_bins + 1)[1:-1]))
-    if binning == "uclip":
-        edges = np.linspace(np.float32(-high), np.float32(-low), n_bins + 1, dtype=np.float32)
-        number = np.searchsorted(edges, -ordered, side="right") - (-ordered == edges[-1])
-        return [every[number == k] for k in range(n_bins, 0, -1)]
-    if binning == "probvlm_spacing":
-        return [every[:end] for end in np.searchsorted(ordered, np.linspace(low, high, n_bins), side="right")]
-    if binning == "asymvlm":
-        return np.split(every[: size * n_bins], n_bins)
-    lost = range(size + 1, len(ordered), size)
-    parts = [part[k > 0 :] for k, part in enumerate(np.split(every, lost))]
-    if len(ordered) % n_bins:
-        parts[:2] = [np.concatenate(parts[:2])]
-    return [*parts, every[:0]][:n_bins]
+        return np.array_split(np.arange(len(ordered)), n_bins)
+    edges = np.linspace(ordered[0], ordered[-1], n_bins + 1)[1:-1]
+    return np.split(np.arange(len(ordered)), np.searchsorted(ordered, edges))

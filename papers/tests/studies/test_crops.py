@@ -241,9 +241,6 @@ def test_table_4_is_measured_drawn_and_said(work, papers, tmp_path):
     found = json.loads(out)["numbers"]
     assert found["n_pictures"] == 3
     assert [(row["threshold"], row["n"], row["left_out"]) for row in found["thresholds"]] == [(0.08, 3, 0), (0.3, 3, 0)]
-    # The largest square below 0.08 of 10,800 pixels, 864: sides 29, 27 and 24.
-    row = found["thresholds"][0]
-    assert row["area"]["A"] == pytest.approx((29**2 + 27**2 + 24**2) / 3 / 10800) and 0 <= row["overlap"] < 0.5
     kinds = ("extends beyond", "no pixel", "is missing")
     assert [sum(n for reason, n in found["problems"].items() if kind in reason) for kind in kinds] == [3, 3, 1]
     drawn = {panel["name"]: panel["series"] for panel in found["panels"]}

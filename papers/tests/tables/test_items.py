@@ -20,10 +20,10 @@ TWO_DECIMALS = re.compile(r"PCME\+\+ (5|v1 6)|PVSE\+\+ [78]|PCME (1|D\.[13]|E\.[
 
 
 def as_printed(row):
-    if row.full_table == "PCME++ C.5":
+    if row.item.id == "PCME++ C.5":
         *first, rho = row.figures.values()
         return [f"{v:.1f}" if v > 1e-3 else "2e-4" for v in first] + [f"{rho:.2f}".removesuffix("0")]
-    if TWO_DECIMALS.fullmatch(row.full_table):
+    if TWO_DECIMALS.fullmatch(row.item.id):
         return [f"{v:.2f}" for v in row.figures.values()]
     return [f"{v:.2f}" if round(v, 1) != v else f"{v:.1f}" for v in row.figures.values()]
 
@@ -84,7 +84,7 @@ def test_rows_are_chosen_and_what_is_missing_is_told():
     figures = [figure for row in published_rows() for figure in row.figures.items()]
     assert all(0 <= value <= 100 for name, value in figures if not name.endswith(("rsum", "log_sigma")))
     assert published_rows("PCME E.1") == published_rows("E.1")
-    assert {row.paper for row in published_rows("1")} == {"PCME", "PCME++", "PVSE++"}
+    assert {row.item.paper for row in published_rows("1")} == {"PCME", "PCME++", "PVSE++"}
     raises(ValueError, r"no figures for table 'C.12'; known: 1, 2, 3, 4, 5, C.1", published_rows, "C.12")
     raises(ValueError, "no figures for table 'PCME C.3'; known: PCME.. 1, PCME.. 2", published_rows, "PCME C.3")
 
