@@ -3,10 +3,10 @@
 Builds the sdist and the wheel into dist/ and a second wheel from the sdist, checks what is in them, renders their
 metadata, validates CITATION.cff, and installs the wheel into a new environment outside the tree. There it indexes,
 searches and serves pictures without torch, and says how large the environment is and how long each step takes; then it
-adds the extra `train`, trains a tiny model on the embedded emoji set, indexes, searches and serves it. Beside sdist and
-wheel it writes what was installed with the wheel, as a software bill of materials in CycloneDX's JSON, and the
-checksums of all three. Versions come from constraints.txt. It needs a package index for pip; the tools (build, twine,
-cffconvert, cyclonedx-bom) get environments of their own.
+adds the extra `train`, trains a tiny model on the embedded emoji set, indexes, searches and serves it. uvx and pipx run
+the wheel, too. Beside sdist and wheel it writes what was installed with the wheel, as a software bill of materials in
+CycloneDX's JSON, and the checksums of all three. Versions come from constraints.txt, but for those of uvx and pipx. It
+needs a package index for pip; the tools (build, twine, cffconvert, cyclonedx-bom) get environments of their own.
 """
 
 import argparse
@@ -191,9 +191,18 @@ def try_without_torch(commands: Path, folder: Path) -> None:
     if len(json.loads(found)[0]["hits"]) != 3:
         raise SystemExit(f"release-check: the search without torch found {found}")
     refused = tried(commands / "sfumato", "demo", cwd=folder)
-    if refused.returncode != 2 or "pip install 'sfumato[train]'" not in refused.stderr:
+    if refused.returncode != 2 or 'pip install "sfumato[train]"' not in refused.stderr:
         raise SystemExit(f"release-check: the demo without torch says {refused.stderr}")
     try_service(commands, folder, "collection")
+
+
+def try_runners(tools: Path, wheel: Path, folder: Path, version: str) -> None:
+    """Run the command of the wheel by uvx and pipx, which make an environment for it."""
+    run(tools / "python", "-m", "pip", "install", "--quiet", "uv", "pipx")
+    os.environ |= {"UV_CACHE_DIR": str(folder / "uv"), "PIPX_HOME": str(folder / "pipx")}
+    for runner in ((tools / "uvx", "--from", wheel), (tools / "pipx", "run", "--spec", wheel)):
+        if version not in timed(*runner, "sfumato", "--version", cwd=folder):
+            raise SystemExit(f"release-check: {runner[0].name} does not run the command of the wheel")
 
 
 def try_commands(commands: Path, folder: Path, version: str) -> None:
@@ -321,12 +330,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         timed(*install, f"{wheel}[serve]", cwd=ROOT)
         run(commands / "python", "-m", "pip", "check")
         try_without_torch(commands, work)
+        try_runners(tools, wheel, folder, version)
         run(*install, f"{wheel}[serve,train]")
         try_commands(commands, work, version)
         try_service(commands, work)
         bill = write_bill(environment(kept / "bill"), commands, folder, version)
         (ROOT / "dist/SHA256SUMS").write_text(checksums([sdist, wheel, bill]), "utf-8")
         run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=ROOT / "dist")
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
         print(f"release-check: {sdist.name} and {wheel.name} are good; they and {bill.name} lie in {ROOT / 'dist'}")
     return 0
 

@@ -9,8 +9,10 @@ import signal
 import subprocess
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
+import typer
 from support.processes import Started, command
 from support.serving import Process, ready, until
 from support.toy import make_toy
@@ -110,9 +112,30 @@ def test_the_service_of_the_readme_starts(visited):
     assert process.end(signal.SIGTERM)[0] == 0
 
 
+@pytest.mark.slow
+def test_the_commands_of_your_own_images_run(visited):
+    folder, _ = visited
+    (folder / "pictures" / "old").mkdir()
+    shutil.copy(folder / "pictures" / "000.png", folder / "pictures" / "old" / "tree.png")
+    elsewhere = "my-dataset", " serve "  # They need a data set or a network; the service starts in another test.
+    lines = [line for line in commands("docs/start/your-own-images.md") if not any(one in line for one in elsewhere)]
+    printed = folded(printed_by(run_lines, folder, [re.sub("my-index|mine-index", "again", line) for line in lines]))
+    assert len(lines) > 12 and "all epochs are done" in printed and "excluded: private 0, *.gif 0" in printed
+
+
 def commands(document):
     joined = "".join(block.replace("\\\n", " ") for block in blocks("bash", read(document)))
     return [line.strip() for line in joined.splitlines() if re.search(r"\bsfumato [a-z]", line)]
+
+
+def known_options(line):
+    """Parse a command of a page, of which nothing but its words has to exist."""
+    words = shlex.split(re.split(r"\bsfumato (?=[a-z])", line, maxsplit=1)[1].replace("...", ""), comments=True)
+    words = words[: next((k for k, word in enumerate(words) if word in "|;>&" or word.endswith(";")), len(words))]
+    context = click.Context(typer.main.get_command(app))
+    while isinstance(context.command, click.Group):
+        context = click.Context(context.command.commands[words.pop(0)], parent=context)
+    context.command.make_parser(context).parse_args(words)
 
 
 def test_commands_that_are_not_run_name_what_exists():
@@ -122,10 +145,30 @@ def test_commands_that_are_not_run_name_what_exists():
         command = re.split(r"\bsfumato (?=[a-z])", line, maxsplit=1)[1].split(";")[0].split()
         assert command[0] in known, line
         assert command[0] not in verbs or command[1] in verbs[command[0]], line
+        known_options(line)
         if command[0] == "train" and "--import" not in command:
             words = [w for w in shlex.split(" ".join(command[1:]), comments=True) if w != "CHANGE"]
             overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word) and "$" not in word]
             load_recipe(find_recipe(words[0]), overrides)
+
+
+def anchors(text):
+    """What a link into a page may name: its headings as GitHub and mkdocs write them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_links_into_pages_name_headings_and_others_are_addresses():
+    found, wrong = 0, []
+    for document in {*DOCUMENTS, *PAGES} - {"CHANGELOG.md"}:
+        text = read(document)
+        for place, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]*)\)", text):
+            path, found = ROOT / document if not place else (ROOT / document).parent / place, found + 1
+            wrong += [] if anchor in anchors(path.read_text("utf-8")) else [f"{document}: {place}#{anchor}"]
+        for url in re.findall(r"\]\((\w+:[^)]*)\)|<(https?:[^>]*)>", text):
+            good = re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[\w./?=&%#~+-]*)?(?<![.,;])", "".join(url))
+            wrong += [] if good else [f"{document}: {''.join(url)}"]
+    assert not wrong and found > 50
 
 
 def test_paths_that_documents_and_code_name_exist_and_none_is_of_one_machine():

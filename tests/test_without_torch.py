@@ -197,9 +197,9 @@ def test_what_needs_torch_says_how_to_get_it_and_an_error_of_another_kind_stays(
     index = "--images", "pictures", "--out", "other"
     trained = (("index", model, *index) for model in ("run", "someone/model"))
     for arguments in (("demo",), ("train", "emoji-pixels", "--out", "new"), *trained):
-        assert re.search(r"pip install 'sfumato\[train\]'", shell(*arguments, status=2)), arguments
+        assert re.search(r'pip install "sfumato\[train\]"', shell(*arguments, status=2)), arguments
     (shell.folder / "loss.py").write_text("import sfumato\nsfumato.PCMEPPLoss\n")
     process = shell.start("loss.py", stderr=subprocess.PIPE)
-    assert "sfumato.PCMEPPLoss needs torch: pip install 'sfumato[train]'" in process.communicate()[1]
+    assert 'sfumato.PCMEPPLoss needs torch: pip install "sfumato[train]"' in process.communicate()[1]
     monkeypatch.setattr(sfumato, "_load", lambda name: (_ for _ in ()).throw(ModuleNotFoundError("x", name="x")))
     raises(ModuleNotFoundError, "x", sfumato.__getattr__, "Model")

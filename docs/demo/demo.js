@@ -6,7 +6,7 @@ import { bar, button, count, h, percent, things } from "./words.js";
 const { columns, constants, fits, items, logit, queries, ...data } = window.DATA;
 const $ = (selector) => document.querySelector(selector);
 const SHOWN = 24;
-const EXAMPLES = [["animal", "A vague search"], ["cactus", "A precise search"], ["spreadsheet", "Not among the emoji"]];
+const EXAMPLES = [["animal", "A vague search"], ["volcano", "A precise search"], ["spreadsheet", "Not among the emoji"]];
 const SOME = ["a happy face", "musical instrument", "ball game", "alarm clock", "fruit", "police car", "fairy tale creatures", "hot beverage", "black cat", "money", "cat sleeping on a sofa", "quantum physics"];
 const TONES = { clear: "sure", few: "sure", many: "calm", unsure: "unsure", nothing: "none" };
 const SIGNS = { sure: "✓", calm: "●●●", unsure: "?", none: "–" }; // beside the colour, which not everyone sees

@@ -132,7 +132,7 @@ for name in MODELS:
     except sfumato.errors.UserError as error:
         print(f"{name}: left out, {str(error).splitlines()[0]}")
 if not measured:
-    sys.exit("no model could be loaded; `pip install 'sfumato[backbones,open-clip]'`, and give the network or folders")
+    sys.exit('no model could be loaded; `pip install "sfumato[backbones,open-clip]"`, and give the network or folders')
 
 # %%
 for about in measured.values():

@@ -39,6 +39,7 @@ from papers.uncertainty.corruption import corrupted_inputs
 from sfumato.data.image_inputs import regions_to_bytes
 from sfumato.data.images import Problems
 from sfumato.encoders.backbones import text_backbone
+from sfumato.errors import UserError
 from sfumato.files import write_atomically
 from sfumato.metrics.bootstrap import spearman
 from sfumato.models.build import DualEncoder
@@ -147,7 +148,9 @@ def coco_captions(work: Path, data: Path, seed: int, *, layer: int) -> FrozenMod
         embed_captions(work, captions)
     embedded = torch.from_numpy(np.load(file)).float()
     ids = (data / "coco5k_text" / "testall_ids.txt").read_text().split()
-    assert len(ids) == len(embedded) == 25_000 and all(len(set(ids[k : k + 5])) == 1 for k in range(0, 25_000, 5))
+    if not (len(ids) == len(embedded) == 25_000 and all(len(set(ids[k : k + 5])) == 1 for k in range(0, 25_000, 5))):
+        found = f"{len(ids):,} ids and {len(embedded):,} embedded captions"
+        raise UserError(f"{data / 'coco5k_text'}: {found}; expected 25,000 of each, five of an image after each other")
     images = torch.arange(0, 25_000, 5)
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
     splits, texts = [], []

@@ -18,5 +18,5 @@ def __getattr__(name: str) -> Any:
         return _load(name)
     except ModuleNotFoundError as error:
         if error.name in ("torch", "adamp"):
-            raise ImportError(f"sfumato.{name} needs torch: pip install 'sfumato[train]'", name=error.name) from error
+            raise ImportError(f'sfumato.{name} needs torch: pip install "sfumato[train]"', name=error.name) from error
         raise

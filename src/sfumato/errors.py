@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,8 +44,8 @@ def disk_cause(error: BaseException) -> str | None:
 
 
 def as_typed(*words: object) -> str:
-    """A command as a shell takes it: words with spaces are quoted."""
-    return shlex.join(map(str, words))
+    """A command as a shell takes it: words with spaces are quoted, on Windows in double quotes."""
+    return subprocess.list2cmdline(map(str, words)) if os.name == "nt" else shlex.join(map(str, words))
 
 
 def explain_os_error(error: BaseException) -> str:
@@ -126,7 +127,7 @@ def need(extra: str, what: str, instead: str = "") -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UserError(f"{what}: pip install 'sfumato[{extra}]'{instead}") from error
+        raise UserError(f'{what}: pip install "sfumato[{extra}]"{instead}') from error
 
 
 def need_pyarrow(what: str, instead: str = "") -> Any:

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -73,10 +74,21 @@ def _replace(path: Path, data: bytes | str) -> None:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        move(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename, replacing a file. Windows refuses while somebody has one of them open, so it is tried for a second."""
+    for left in reversed(range(20)):
+        try:
+            return os.replace(source, target)
+        except PermissionError:
+            if not left:
+                raise
+        time.sleep(0.05)
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -122,7 +134,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         sync_folder(unfinished)
         if folder.exists():
             folder.rmdir()
-        unfinished.rename(folder)
+        move(unfinished, folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -140,8 +152,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a text can be the name of a file in a folder, and is not a path to another folder."""
-    return name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
+    """Whether a text can be the name of a file in a folder, and is not a path to another folder or drive."""
+    return name not in ("", ".", "..") and not any(c in name for c in "/\\:\0")
+
+
+def relative_name(path: str | Path, folder: str | Path) -> str:
+    """A path from a folder on, with "/" on every system; the whole path if it lies on another drive of Windows."""
+    try:
+        return os.path.relpath(path, folder).replace(os.sep, "/")
+    except ValueError:
+        return str(path).replace(os.sep, "/")
 
 
 def recipe_folder() -> Traversable:

@@ -163,5 +163,5 @@ def test_metadata_has_the_verdict_and_calibrated_hits_are_the_most_probable_ones
 def test_an_absent_package_is_named(name, module, package):
     if find_spec(module) is not None:
         pytest.skip(f"{package} is installed")
-    with pytest.raises(UserError, match=f"needs {package}: pip install 'sfumato.{name.replace('_', '-')}."):
+    with pytest.raises(UserError, match=f"needs {package}: pip install .sfumato.{name.replace('_', '-')}."):
         importlib.import_module(f"sfumato.adapters.{name}")

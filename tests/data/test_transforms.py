@@ -419,9 +419,9 @@ def test_without_the_extra_a_file_is_named_with_the_extra_to_install(monkeypatch
     monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
     assert needs_extra("A/B.JPG") == "" and not needs_extra("a.avif")
     for name, extra in (("a.HEIC", "heif"), ("a.Cr2", "raw"), ("clip.mov", "video")):
-        assert needs_extra(name) == f"needs the extra {extra}: pip install 'sfumato[{extra}]'"
+        assert needs_extra(name) == f'needs the extra {extra}: pip install "sfumato[{extra}]"'
     (tmp_path / "clip.mov").write_bytes(b"x")
-    raises(ValueError, r"needs the extra video: pip install 'sfumato\[video\]'", still_bytes, tmp_path / "clip.mov")
+    raises(ValueError, r'needs the extra video: pip install "sfumato\[video\]"', still_bytes, tmp_path / "clip.mov")
     raises(ValueError, "needs the extra heif", decode_image, b"\0\0\0\x1cftypheic\0\0\0\0", None)
     for name in ("a/1.heic", "a/2.heic", "a/3.heic", "b.jpg", "c.dng"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -98,7 +98,7 @@ class Page(HTMLParser):
 def test_a_page_has_escaped_texts_bars_and_small_images():
     page = Page(answer()._repr_html_())
     assert set(page.tags) == {"div", "strong", "br"}
-    assert {"a <b>dog</b> & cat", "<i>0.png", 'a "label" <x>', "90.0%", "45.0%", "30.0%"} <= set(page.texts)
+    assert {"a <b>dog</b> & cat", "<i>0.png", 'a "label" <x>', "90%", "45%", "30%"} <= set(page.texts)
     assert page.widths == ["90.0", "45.0", "30.0"]
     assert any("One clear match; 1.6 matches expected" in text for text in page.texts)
     plain = Page(answer(calibrated=False)._repr_html_())
@@ -119,7 +119,7 @@ def test_lines_and_plain_values_have_no_probabilities_that_are_not_calibrated(ca
     lines = repr(answer(calibrated=calibrated)).splitlines()
     if calibrated:
         assert lines[0] == "Answer('a <b>dog</b> & cat': One clear match; 1.6 matches expected)"
-        assert lines[1] == "   90.0%  csd 0.5000  <i>0.png" and lines[2].endswith('<i>1.png  a "label" <x>')
+        assert lines[1] == "   90%  csd 0.5000  <i>0.png" and lines[2].endswith('<i>1.png  a "label" <x>')
     else:
         assert "%" not in "".join(lines[1:])
     values = answer(calibrated=calibrated, conformal_set=answer().hits[:1]).to_json()
@@ -171,7 +171,7 @@ def test_hits_are_drawn_as_bars_by_an_extra(monkeypatch):
     assert "title/dog.png" in long.figure.get_suptitle() and "/a/very" not in long.figure.get_suptitle()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for drawn in (answer(), sfumato.Reliability.of(np.array([0.5]), np.array([1]))):
-        raises(UserError, r"pip install 'sfumato\[report\]'", drawn.plot)
+        raises(UserError, r'pip install "sfumato\[report\]"', drawn.plot)
 
 
 def test_verdicts_at_both_sides_of_every_border():

@@ -124,5 +124,5 @@ def test_without_the_extra_an_answer_says_what_helps(index, monkeypatch):
         for text, noticed in (("Hund im Schnee", "of German"), ("собака", "in Cyrillic script")):
             answer = gallery.search(text)
             assert f"hardly any words {noticed}" in answer.warning
-            assert "pip install 'sfumato[multilingual]'" in answer.warning
+            assert 'pip install "sfumato[multilingual]"' in answer.warning
             assert "query" in answer[0].why

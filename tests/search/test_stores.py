@@ -155,7 +155,7 @@ def test_create_and_open_look_first_and_name_the_extra(tmp_path, monkeypatch):
     store.upsert(batch)
     store.optimise()
     assert_nearest(store, by_id(batch), queries(2, 2, 2), 3)
-    raises(UserError, r"pip install 'sfumato\[faiss\]'", create_store, f"{tmp_path}/hnsw?engine=hnsw", 2)
+    raises(UserError, r'pip install "sfumato\[faiss\]"', create_store, f"{tmp_path}/hnsw?engine=hnsw", 2)
 
 
 def test_optimise_gives_space_back(tmp_path):

@@ -400,7 +400,7 @@ def test_every_error_is_a_problem_that_can_be_said(client):
 def test_it_says_what_to_install(sfumato, monkeypatch, tmp_path):
     (tmp_path / "manifest.json").touch()
     monkeypatch.setitem(sys.modules, "sfumato.serve.app", None)
-    assert "pip install 'sfumato[serve]'" in sfumato.refused("serve", tmp_path, "--port", 0)
+    assert 'pip install "sfumato[serve]"' in sfumato.refused("serve", tmp_path, "--port", 0)
 
 
 SECRET = "a purple walrus"

@@ -28,6 +28,7 @@ from sfumato.search.index import copy_gallery
 from sfumato.search.stores.protocol import Filter
 from sfumato.serve.app import PAGE, create_app, route_of
 from sfumato.serve.embedding import vector_sides
+from sfumato.serve.problems import CODES
 from sfumato.serve.server import check_host, hosts_of, is_loopback, run_app
 from sfumato.serve.settings import ServedGallery, Settings, Sources, open_sources
 from sfumato.workflows.index import GalleryPart, build_index
@@ -155,7 +156,7 @@ def test_info_and_metrics(client):
     assert "sfumato_batch_size_bucket" in text and "sfumato_request_seconds_bucket" in text
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_the_documentation_is_in_a_sandbox(client):
+def test_the_page_and_the_documentation_need_nothing_from_elsewhere(client):
     page, docs = client.get("/"), client.get("/docs")
     assert "default-src 'self'" in page.headers["content-security-policy"]
     assert re.search("<noscript>.*needs JavaScript.*</noscript>", page.text)
@@ -164,13 +165,16 @@ def test_the_page_needs_nothing_from_elsewhere_and_the_documentation_is_in_a_san
     assert sum(len(text) for name, text in files.items() if name.endswith(".js")) < 56_000
     for name, text in files.items():
         assert not re.search(r"https://|http://(?!www\.w3\.org/)|//cdn|innerHTML|eval\(", text), name
-    policy = docs.headers["content-security-policy"]  # Its scripts come from elsewhere, and the key is in this origin.
-    assert "sandbox allow-scripts;" in policy and "default-src 'none'" in policy and "allow-same-origin" not in policy
     document = client.get("/openapi.json").json()
+    linked, there = (set(re.findall(rf'{name}="#?([^"]*)"', docs.text)) for name in ("href", "id"))
+    assert linked - there == {"./", "openapi.json", "page/page.css"} and not re.search("<script|style[=>]", docs.text)
+    assert {f"problem-{code}" for code in CODES} | set(document["components"]["schemas"]) <= there
+    assert docs.headers["content-security-policy"] == page.headers["content-security-policy"]
     assert "HTTPValidationError" not in json.dumps(document)
     for path, operations in document["paths"].items():
-        assert json.dumps(path) in docs.text
-        for operation in operations.values():
+        for method, operation in operations.items():
+            assert f"<h2><code>{method.upper()} {path}</code></h2>" in docs.text and operation["operationId"] in there
+            assert all(f"<code>{one['name']}</code>" in docs.text for one in operation.get("parameters", ()))
             assert all("application/problem+json" in operation["responses"][s]["content"] for s in ("401", "500"))
             for body in operation.get("requestBody", {}).get("content", {}).values():
                 assert body["schema"]

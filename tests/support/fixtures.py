@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from sfumato import cli
+from support.windows import windows  # noqa: F401  A fixture.
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 SHARED = Path(os.environ.get("SFUMATO_SHARED", Path(__file__).resolve().parents[3] / "shared"))

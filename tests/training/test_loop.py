@@ -32,6 +32,8 @@ from sfumato.training import step as learner
 from sfumato.training.loop import preferred_recipe, what_to_expect
 from sfumato.training.step import DivergedError
 
+pytestmark = pytest.mark.usefixtures("windows")  # What is open is in use.
+
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):

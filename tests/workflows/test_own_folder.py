@@ -27,6 +27,8 @@ from sfumato.search.stores.protocol import parse_where
 from sfumato.workflows import own_folder
 from sfumato.workflows.index import calibrate_by_captions
 
+pytestmark = pytest.mark.usefixtures("windows")  # What is open is in use.
+
 COLOURS = ("red", "green", "blue", "white", "black")
 
 

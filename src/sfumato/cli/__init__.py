@@ -5,6 +5,7 @@ lost process), 2 the user can correct it. Heavy modules are imported inside the 
 --help is fast.
 """
 
+import io
 import os
 import sys
 import warnings
@@ -42,13 +43,16 @@ def run(commands: Callable[[], None], program: str, after_interrupt: str) -> Non
     """Run the commands of a program: errors that users can correct become one line and exit status 2."""
     set_threads(os.environ, available_cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     warnings.filterwarnings("ignore", module="PIL")  # Of damaged metadata, which are left out.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not stream.isatty():  # Windows would write its old code page.
+            stream.reconfigure(encoding="utf-8", errors=stream.errors)
     debug = bool(os.environ.get("SFUMATO_DEBUG"))
     try:
         commands()
     except ModuleNotFoundError as error:
         if debug or error.name not in ("torch", "adamp"):
             raise
-        print(f"{program}: this command needs {error.name}: pip install 'sfumato[train]'", file=sys.stderr)
+        print(f'{program}: this command needs {error.name}: pip install "sfumato[train]"', file=sys.stderr)
         sys.exit(2)
     except (UserError, ValueError, OSError, RunFailedError, ArithmeticError) as error:
         if debug:

@@ -212,7 +212,7 @@ def needs_extra(name: str) -> str:
     ending = Path(name).suffix.lower()
     for extra, (package, endings) in EXTRAS.items():
         if ending in endings and importlib.util.find_spec(package) is None:
-            return f"needs the extra {extra}: pip install 'sfumato[{extra}]'"
+            return f'needs the extra {extra}: pip install "sfumato[{extra}]"'
     return ""
 
 

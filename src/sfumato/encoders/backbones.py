@@ -6,7 +6,6 @@ any model of transformers.
 
 import hashlib
 import math
-import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -22,7 +21,7 @@ from sfumato.encoders import package_weights as weights
 from sfumato.encoders import processors
 from sfumato.encoders.encoder_protocol import BaseTower, FrozenBackbone, Inputs, PixelStore, Processor, TwoTowers
 from sfumato.errors import UserError, first_line, need
-from sfumato.files import WEIGHTS, read_json
+from sfumato.files import WEIGHTS, read_json, relative_name
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Side
 
@@ -356,7 +355,7 @@ def foreign_towers(folders: Sequence[Path], device: str = "cpu") -> TwoTowers | 
     except Exception as error:  # The tokenizer's library raises no narrower class.
         held = "holds ONNX graphs, but not the settings of images and texts as immich, transformers.js or fastembed"
         reason = f"{type(error).__name__}: {first_line(error)}"
-        expected = ", ".join(os.path.relpath(file, os.path.commonpath(folders)) for file in [*graphs, *files])
+        expected = ", ".join(relative_name(file, folders[0]) for file in [*graphs, *files])
         where = "+".join(map(str, folders))
         raise UserError(f"{where}: {held} write them, or others ({reason}); expected {expected}") from error
     own = [file for graph in graphs for file in sorted(graph.parent.glob(f"{graph.name}*"))]

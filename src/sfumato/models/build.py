@@ -262,7 +262,8 @@ def load_state(
             for key, value in (tensors | numbers).items():
                 if key.startswith("optimiser/") or key in numbers:
                     i, what = key.removeprefix("optimiser/").split("/")
-                    state.setdefault(int(i), {})[what] = value
+                    # The optimiser keeps it; a tensor of a mapped file would keep Windows from replacing the file.
+                    state.setdefault(int(i), {})[what] = value.clone() if isinstance(value, Tensor) else value
             optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             reason = f"the state of the optimiser is damaged, or belongs to another one ({first_line(error)})"

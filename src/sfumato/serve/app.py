@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi import Path as PathParameter
 from fastapi import Query as Parameter
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, PlainTextResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
@@ -26,13 +26,14 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.routing import BaseRoute, Mount, Route
 
 from sfumato import __version__
+from sfumato.charts import render_page
 from sfumato.errors import UserError
 from sfumato.serve import schemas
 from sfumato.serve.decoding import Unavailable
 from sfumato.serve.guard import RIGHTS, Guard
 from sfumato.serve.judging import WEB, JudgementsRequest, JudgementsResponse, JudgementsSummary, Judging
 from sfumato.serve.monitoring import TEXT
-from sfumato.serve.problems import COMMON, IMAGE, INTRODUCTION, Refusal, busy, documented, invalid, problems
+from sfumato.serve.problems import CODES, COMMON, IMAGE, INTRODUCTION, Refusal, busy, documented, invalid, problems
 from sfumato.serve.searching import Asked, asked_by, asked_text
 from sfumato.serve.service import Service
 from sfumato.serve.settings import GalleryName, Settings, Sources
@@ -120,8 +121,8 @@ def create_app(sources: Sources, settings: Settings = Settings()) -> FastAPI:
         description=INTRODUCTION,
         responses=problems(*COMMON),
         lifespan=lifespan,
+        docs_url=None,
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
     )
     app.router.route_class = CheckedRoute
@@ -137,7 +138,6 @@ def create_app(sources: Sources, settings: Settings = Settings()) -> FastAPI:
     leaving = partial(getattr, service, "draining")
     app.add_middleware(Guard, settings=settings, metrics=service.metrics, route=partial(route_of, app), leaving=leaving)
     app.openapi = lambda: documented(app)  # type: ignore[method-assign]
-    app.swagger_ui_parameters = {"spec": app.openapi(), "supportedSubmitMethods": [], "url": "openapi.json"}
     return app
 
 
@@ -211,6 +211,10 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
         return await assets.get_response("index.html", request.scope)
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> Response:
+        return HTMLResponse(render_page("interface.html.j2", {"document": app.openapi(), "codes": CODES}))
 
     app.mount("/page", assets, name="page")
 

@@ -36,13 +36,6 @@ HEADERS = {
 }
 """Headers of every response that does not set them itself."""
 
-DOCS = {
-    "Content-Security-Policy": "sandbox allow-scripts; default-src 'none'; img-src data:; script-src 'unsafe-inline'"
-    " https://cdn.jsdelivr.net; style-src 'unsafe-inline' https://cdn.jsdelivr.net",
-    "Cross-Origin-Opener-Policy": "unsafe-none",  # The usual one would refuse a page in a sandbox.
-}
-"""Headers of FastAPI's page: its scripts come from elsewhere, and in a sandbox they reach neither key nor service."""
-
 REQUEST_ID = "X-Request-ID"
 """Header with the number of a request, which its lines in a log of JSON have too."""
 
@@ -196,7 +189,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         request_id, started = _request_id(Headers(scope=scope).get(REQUEST_ID, "")), time.perf_counter()
-        own = {REQUEST_ID: request_id, **(DOCS if scope["path"] == "/docs" else {})}
+        own = {REQUEST_ID: request_id}
         reply = _Reply(send, own, bodyless=scope["method"] == "HEAD", leaving=self.leaving)
         try:
             await self._answer(scope, receive, reply)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import HANDLED_SIGNALS
 
 from sfumato.errors import UserError, counted
 from sfumato.serve.guard import share_memory, trim_memory
@@ -200,7 +201,7 @@ def run_app(app: FastAPI, *, host: str, port: int, access_log: bool = False, log
         timeout_graceful_shutdown=service.settings.grace,
     )  # fmt: skip
     # uvicorn raises the signal again at its end, so a normal shutdown would have the status of a killed process.
-    before = {sig: signal.signal(sig, lambda *_: None) for sig in (signal.SIGTERM, signal.SIGINT)}
+    before = {sig: signal.signal(sig, lambda *_: None) for sig in HANDLED_SIGNALS}  # On Windows also Ctrl-Break.
     try:
         Server(config, service).run()
     finally:

@@ -378,9 +378,9 @@ def _run_folder(folder: Path, inputs: Sequence[Any]) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # Windows keeps tables that the error still refers to.
         if existed:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
         raise
 
 

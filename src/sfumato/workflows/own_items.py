@@ -23,7 +23,7 @@ from sfumato.data.photographs import describe_image, file_fields, names_in, side
 from sfumato.data.shards import expand_shards, read_shards
 from sfumato.data.sources import is_dataset_folder, read_dataset
 from sfumato.errors import UserError
-from sfumato.files import RECIPE, read_json
+from sfumato.files import RECIPE, read_json, relative_name
 from sfumato.ids import fits_pattern, plain_id
 from sfumato.models.embed import load_splits, split_names
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
@@ -197,7 +197,7 @@ def _manifest_items(source: Source, problems: Problems, names_of: NamesOf) -> It
     ids: dict[tuple[str, str], str] = {}  # that of each image, different from those of others
     for item, values in manifest_items(Path(source.path), Path(source.root), problems, captioned=False):
         own = {k: v for k, v in values.items() if k and k[0] != "_" and isinstance(v, str) and v and k not in COLUMNS}
-        image = os.path.relpath(os.path.join(source.root, values["image"]), source.root)  # Of an absolute path, too.
+        image = relative_name(os.path.join(source.root, values["image"]), source.root)  # Of an absolute path, too.
         id = plain_id(image if item.id == values["image"] else item.id)
         if (id, image) not in ids:
             ids[id, image] = new = next(n for k in itertools.count(1) if (n := id + f"-{k}" * (k > 1)) not in rows)
@@ -205,7 +205,9 @@ def _manifest_items(source: Source, problems: Problems, names_of: NamesOf) -> It
             if new != id:
                 problems.remark(item.location, f"the id {id!r} is that of {rows[id][0]}; {image} has the id {new!r}")
         rows[ids[id, image]][1].extend(text for _, text in item.texts)
-    above = os.path.commonpath([os.path.dirname(image) for image, *_ in rows.values()] or [""])
+    above = ""
+    with contextlib.suppress(ValueError):  # Images on several drives of Windows.
+        above = os.path.commonpath([os.path.dirname(image) for image, *_ in rows.values()] or [""])
     for id, (image, captions, own) in rows.items():
         given = own | ({"captions": "\n".join(captions)} if captions else {})
         yield _file_item(source, id, image, given, names_of, len(Path(above).parts))
@@ -218,7 +220,7 @@ def _data_items(source: Source, data: PairData) -> list[Item]:
     found = []
     for i, (id, image) in enumerate(zip(data.image_ids, data.images, strict=True)):
         path = image.path if isinstance(image, FileImage) else None
-        name = os.path.relpath(path, source.root) if path else ""
+        name = relative_name(path, source.root) if path else ""
         stat = _stat_of(path or Path(image.location.split("!")[0]))
         found.append(Item(source.begin + plain_id(id), name, stat, image, {"captions": "\n".join(captions.get(i, []))}))
     return found

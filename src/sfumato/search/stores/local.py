@@ -421,4 +421,5 @@ class LocalStore(StoreBase):
             named = connection.execute("SELECT file FROM indexes") if self._settings.engine != "flat" else []
             known = {self.path / name for (name,) in named}
         for file in set(self.path.glob("index-*.*")) - known:
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(PermissionError):  # Windows keeps what is open; a later writer removes it.
+                file.unlink(missing_ok=True)
