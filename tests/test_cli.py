@@ -295,9 +295,8 @@ BAD_INPUTS = {
     "index {run} --images {data} --split test --out {new}": "give one of --data FOLDER",
     "index {run} --out {new}": "give one of --data FOLDER",
     "index {data} --out {new}": "To index this folder of images: sfumato index --data ",
-    "search {data}": "nothing to search for",
-    "evaluate run {bare}": "tokenizer.json is missing",
-}
+    "search {data}": "nothing to search for", "evaluate run {bare}": "tokenizer.json is missing",
+}  # fmt: skip
 
 
 def test_a_bad_input_is_one_clear_message_and_status_2(work, run, sfumato, tmp_path):

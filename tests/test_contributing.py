@@ -16,7 +16,6 @@ PARTS = {name: " ".join(text.split()) for name, text in PART.findall((ROOT / "CO
 KINDS = ["distance", "loss", "encoder", "data source", "store", "estimator of uncertainty", "post-hoc method"]
 KINDS += ["workflow and its command"]
 SHARED = ("tests/test_distances.py", "tests/losses/test_shared.py", "papers/tests/posthoc/test_methods.py")
-
 USED = """
 import torch
 from typer.testing import CliRunner

@@ -114,24 +114,21 @@ class Biased(LossOptions):
     logit_bias: float = option(1.0, "bias")
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: register_loss("pcme", plain_loss), ValueError, "there is a loss 'pcme' already"),
-        (lambda: register_loss("a b", plain_loss), ValueError, "'a b' is not an identifier"),
-        (lambda: register_loss("new", 3), TypeError, "expected a function"),
-        (lambda: register_loss("new", plain_loss, dict), TypeError, "expected a dataclass derived from LossOptions"),
-        (lambda: register_loss("new", plain_loss, Undecorated), TypeError, "option 'margin' of Undecorated is none"),
-        (lambda: register_loss("new", plain_loss, Bare), TypeError, "the option 'margin' of Bare is none"),
-        (lambda: register_loss("new", plain_loss, Biased), TypeError, "logit_bias is learnt with logit_scale"),
-        (lambda: register_loss("new", LOSSES["pcme"], PlainOptions), TypeError, "needs its options as Options"),
-        (lambda: register_distance("a b", max), ValueError, "'a b' is not an identifier"),
-        (lambda: register_distance("new", 3), TypeError, "formula is 3"),
-        (lambda: register_distance("csd", max), ValueError, "there is a distance 'csd' already"),
-        (lambda: register_distance("nearest_of_2", max), ValueError, "already"),
-        (lambda: register_distance("new", max, points="some"), ValueError, "points is 'some'"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: register_loss("pcme", plain_loss), ValueError, "there is a loss 'pcme' already"),
+    (lambda: register_loss("a b", plain_loss), ValueError, "'a b' is not an identifier"),
+    (lambda: register_loss("new", 3), TypeError, "expected a function"),
+    (lambda: register_loss("new", plain_loss, dict), TypeError, "expected a dataclass derived from LossOptions"),
+    (lambda: register_loss("new", plain_loss, Undecorated), TypeError, "option 'margin' of Undecorated is none"),
+    (lambda: register_loss("new", plain_loss, Bare), TypeError, "the option 'margin' of Bare is none"),
+    (lambda: register_loss("new", plain_loss, Biased), TypeError, "logit_bias is learnt with logit_scale"),
+    (lambda: register_loss("new", LOSSES["pcme"], PlainOptions), TypeError, "needs its options as Options"),
+    (lambda: register_distance("a b", max), ValueError, "'a b' is not an identifier"),
+    (lambda: register_distance("new", 3), TypeError, "formula is 3"),
+    (lambda: register_distance("csd", max), ValueError, "there is a distance 'csd' already"),
+    (lambda: register_distance("nearest_of_2", max), ValueError, "already"),
+    (lambda: register_distance("new", max, points="some"), ValueError, "points is 'some'"),
+])  # fmt: skip
 def test_wrong_registrations_are_refused(call, error, message):
     raises(error, message, call)
 
@@ -203,15 +200,12 @@ def test_a_loss_that_a_program_registered_leaves_a_run_that_opens(tmp_path, monk
     torch.testing.assert_close(public.load(tmp_path / "run").embed_texts(["a cat"]).mean, before.mean)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("x = 1\nraise RuntimeError('no')\n", r"bad.py:2: RuntimeError: no"), ("def (:\n", r"bad.py:1: SyntaxError"),
-        ("import sys\nsys.exit(3)\n", r"bad.py:2: SystemExit: 3"),
-        ("import beside\n\nbeside.fail()\n", r"bad.py:3: ValueError: beside it"),
-        ("import sfumato\nsfumato.register_loss('pcme', max)\n", r"bad.py:2: ValueError: register_loss: there is"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "message"), [
+    ("x = 1\nraise RuntimeError('no')\n", r"bad.py:2: RuntimeError: no"), ("def (:\n", r"bad.py:1: SyntaxError"),
+    ("import sys\nsys.exit(3)\n", r"bad.py:2: SystemExit: 3"),
+    ("import beside\n\nbeside.fail()\n", r"bad.py:3: ValueError: beside it"),
+    ("import sfumato\nsfumato.register_loss('pcme', max)\n", r"bad.py:2: ValueError: register_loss: there is"),
+])  # fmt: skip
 def test_a_file_that_fails_is_named_with_its_line(tmp_path, monkeypatch, content, message):
     (tmp_path / "bad.py").write_text(content)
     (tmp_path / "beside.py").write_text("def fail():\n    raise ValueError('beside it')\n")

@@ -108,22 +108,17 @@ def _page_values(
     nearest = of_texts.search(images[np.array(described)], 8)
     metric_names = ("recall@1", "recall@5", "recall@10", "r_precision", "map@r")
     return {
-        "version": __version__,
-        "n_images": len(index),
-        "n_texts": texts.n,
-        "pairs": [cards[i : i + 2] for i in range(0, len(cards), 2)],
-        "many": MANY,
-        "seed": SEED,
+        "version": __version__, "n_images": len(index), "n_texts": texts.n,
+        "pairs": [cards[i : i + 2] for i in range(0, len(cards), 2)], "many": MANY, "seed": SEED,
         "pictures": [_described(*each, data, pictures) for each in zip(nearest, described, strict=True)],
         "expected_spearman": signed(spearman(expected, counts)),
         "expected_balanced": signed(balanced_spearman(expected, counts)),
         "variance_spearman": signed(spearman(variance, counts)),
-        "variance_balanced": signed(balanced_spearman(variance, counts)),
-        "distance": index.distance,
+        "variance_balanced": signed(balanced_spearman(variance, counts)), "distance": index.distance,
         "chart": _expected_chart(data, expected, counts),
         "table": [{"name": name, "cells": [percent(m[n]) for n in metric_names]} for name, m in table_rows(evaluation)],
         "threads": n_threads(),
-    }
+    }  # fmt: skip
 
 
 def _card(answer: Answer, data: PairData, pictures: dict[str, str]) -> dict[str, Any]:
@@ -134,14 +129,10 @@ def _card(answer: Answer, data: PairData, pictures: dict[str, str]) -> dict[str,
         p, shown = hit.match_probability, {"src": pictures[hit.id], "label": hit.payload["label"]}
         hits.append(shown | {"true": hit.id in true, "width": round(100 * p), "pct": probability(p)})
     return {
-        "query": answer.query,
-        "doubtful": said.kind == "unsure",
-        "verdict": said.text,
-        "expected": f"{expected:.0f}" if said.kind == "many" else f"{expected:.1f}",
-        "truth": len(true),
-        "top": probability(answer.best_probability),
-        "hits": hits,
-    }
+        "query": answer.query, "doubtful": said.kind == "unsure", "verdict": said.text,
+        "expected": f"{expected:.0f}" if said.kind == "many" else f"{expected:.1f}", "truth": len(true),
+        "top": probability(answer.best_probability), "hits": hits,
+    }  # fmt: skip
 
 
 def _true_images(data: PairData, text: str) -> set[str]:

@@ -153,13 +153,10 @@ def test_metadata_has_the_verdict_and_calibrated_hits_are_the_most_probable_ones
     assert calibrated(calibrator, [], 2, 0.0) == ([], 1.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "package"),
-    [
-        ("langchain", "langchain_core", "langchain-core"), ("llama_index", "llama_index", "llama-index-core"),
-        ("haystack", "haystack", "haystack-ai"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "module", "package"), [
+    ("langchain", "langchain_core", "langchain-core"), ("llama_index", "llama_index", "llama-index-core"),
+    ("haystack", "haystack", "haystack-ai"),
+])  # fmt: skip
 def test_an_absent_package_is_named(name, module, package):
     if find_spec(module) is not None:
         pytest.skip(f"{package} is installed")

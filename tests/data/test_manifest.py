@@ -275,20 +275,17 @@ def test_caption_ids_that_rows_share_or_that_do_not_fit(pictures):
     assert found == [(f":{k}", "id '1' occurred before, with another image or split") for k in (2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("content", "captions"),
-    [
-        (b"image, caption\na.png, two dogs\n", ["two dogs"]), (b"image,captions\na.png,nan\n", []),
-        (b"image,captions\na.png,\"['two dogs', 'a \"\"b\"\"']\"\n", ["two dogs", 'a "b"']),
-        (b"image,captions\na.png,\"['two dogs'\n 'a' nan]\"\n", ["two dogs", "a"]),
-        (b"image,captions\na.png,[dog] 'x'\n", ["[dog] 'x'"]), (b"image,captions\na.png,caf\xe9\n", "not UTF-8"),
-        (b"img,caption\n", "expected image among them"), (b"image;captions\na.png;x\n", "';' separates"),
-        (b"image\tcaptions\na.png\tx\n", "'.t' separates"),
-        ("image,captions\na.png,x\n".encode("utf-16"), "not UTF-8"), (b"image,captions,x\na.png,x,a\0b\n", "NUL"),
-        (b'{"image": "a.png", "captions": ["x", null, NaN]}', ["x"]),
-        (b'{"image": "a.png", "captions": NaN}', []), (b'{"image": "a.png", "x": "\\ud83d"}', "half a char"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "captions"), [
+    (b"image, caption\na.png, two dogs\n", ["two dogs"]), (b"image,captions\na.png,nan\n", []),
+    (b"image,captions\na.png,\"['two dogs', 'a \"\"b\"\"']\"\n", ["two dogs", 'a "b"']),
+    (b"image,captions\na.png,\"['two dogs'\n 'a' nan]\"\n", ["two dogs", "a"]),
+    (b"image,captions\na.png,[dog] 'x'\n", ["[dog] 'x'"]), (b"image,captions\na.png,caf\xe9\n", "not UTF-8"),
+    (b"img,caption\n", "expected image among them"), (b"image;captions\na.png;x\n", "';' separates"),
+    (b"image\tcaptions\na.png\tx\n", "'.t' separates"),
+    ("image,captions\na.png,x\n".encode("utf-16"), "not UTF-8"), (b"image,captions,x\na.png,x,a\0b\n", "NUL"),
+    (b'{"image": "a.png", "captions": ["x", null, NaN]}', ["x"]),
+    (b'{"image": "a.png", "captions": NaN}', []), (b'{"image": "a.png", "x": "\\ud83d"}', "half a char"),
+])  # fmt: skip
 def test_manifests_as_people_write_them(pictures, content, captions):
     path = pictures / ("m.jsonl" if content.startswith(b"{") else "m.csv")
     path.write_bytes(content)

@@ -288,10 +288,9 @@ def noisy_pairs(data, image_of_pair):
 
 
 @pytest.mark.parametrize(
-    "data",
-    [captions(20, 5), captions(3, 5), captions(41, 1), many_to_many()],
+    "data", [captions(20, 5), captions(3, 5), captions(41, 1), many_to_many()],
     ids=lambda d: d.text_kinds[0] + str(len(d.pairs)),
-)
+)  # fmt: skip
 @pytest.mark.parametrize("rate", [0.2, 0.5])
 def test_the_stated_number_of_pairs_is_truly_wrong(data, rate):
     clean = in_text_order(data)

@@ -184,15 +184,12 @@ def test_what_cannot_be_read_beside_an_image_is_remarked_and_stops_nothing(kind,
     assert kind != "not UTF-8" or "a.txt (kept): not UTF-8" in problems.summary()
 
 
-@pytest.mark.parametrize(
-    ("name", "date"),
-    [
-        ("IMG-20220103-WA0007", "2022-01-03"), ("Screenshot_2021-08-09-10-11-12", "2021-08-09T10:11:12"),
-        ("PXL_20230412_093015123", "2023-04-12T09:30:15"), ("a 2022-01-03 at 10.11.12", "2022-01-03T10:11:12"),
-        ("WhatsApp Image 2022-01-03 at 10.11.12 PM", "2022-01-03"), ("000000554625", None), ("20221345", None),
-        ("120220103", None), ("20220230", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "date"), [
+    ("IMG-20220103-WA0007", "2022-01-03"), ("Screenshot_2021-08-09-10-11-12", "2021-08-09T10:11:12"),
+    ("PXL_20230412_093015123", "2023-04-12T09:30:15"), ("a 2022-01-03 at 10.11.12", "2022-01-03T10:11:12"),
+    ("WhatsApp Image 2022-01-03 at 10.11.12 PM", "2022-01-03"), ("000000554625", None), ("20221345", None),
+    ("120220103", None), ("20220230", None),
+])  # fmt: skip
 def test_a_date_in_the_name_is_the_last_resort(name, date, tmp_path):
     assert file_fields(tmp_path, f"{name}.jpg", jpeg(), (), Problems().remark).get("date") == date
     (tmp_path / f"{name}.jpg.json").write_text('{"photoTakenTime": {"timestamp": "1560427269"}}')

@@ -82,10 +82,9 @@ def test_an_epoch_is_the_same_for_the_same_seed_epoch_and_process(tmp_path):
         assert len({frozenset(s.key for s in itertools.islice(source.samples(e), 18)) for e in range(8)}) > several
 
 
-@pytest.mark.parametrize(
-    ("sizes", "n_processes", "shuffle_buffer"),
-    [([7, 9, 5, 8, 6], 1, 4), ([7, 9, 5, 8, 6], 3, 1), ([7, 9, 5], 3, 1000), ([20, 21], 5, 4), ([2, 2, 2], 4, 1)],
-)
+@pytest.mark.parametrize(("sizes", "n_processes", "shuffle_buffer"), [
+    ([7, 9, 5, 8, 6], 1, 4), ([7, 9, 5, 8, 6], 3, 1), ([7, 9, 5], 3, 1000), ([20, 21], 5, 4), ([2, 2, 2], 4, 1),
+])  # fmt: skip
 def test_processes_share_the_data_out_and_a_pass_has_each_sample_once(tmp_path, sizes, n_processes, shuffle_buffer):
     shards = make_shards(tmp_path, sizes)
     options = {"n_processes": n_processes, "samples_per_epoch": 4 * n_processes, "shuffle_buffer": shuffle_buffer}

@@ -486,10 +486,9 @@ def test_karpathys_names_of_2014_find_the_images_of_2017_and_the_other_way_round
 
 def test_every_bad_entry_is_named_and_the_rest_is_read(coco):
     path = captions(
-        coco / "annotations" / "captions_val2017.json",
-        {139: padded(139), 140: padded(140), 141: padded(9)},
+        coco / "annotations" / "captions_val2017.json", {139: padded(139), 140: padded(140), 141: padded(9)},
         [(1, 139, "good"), (1, 139, "again"), (2, 139, " "), (3, 7, "no image"), (4, 140, "gone"), (5, 139, 6)],
-    )
+    )  # fmt: skip
     (coco / "val2017" / padded(9)).write_bytes(png())
     loaded = json.loads(path.read_text())
     loaded["images"] += [{"id": "139", "file_name": "x.jpg"}, {"id": 139, "file_name": "x.jpg"}]

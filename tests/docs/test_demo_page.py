@@ -22,7 +22,6 @@ from sfumato.workflows.index import GalleryPart, create_collection
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")]
 K = 24
 REAL = os.environ.get("SFUMATO_DEMO_RUN")
-
 ALL = """() => DATA.queries.map((query) => {
     const {hits, text, expected, nothing} = answerTo(query);
     const rows = hits.map(({id, distance, probability}) => [id, distance, probability]);

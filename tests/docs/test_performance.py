@@ -46,12 +46,11 @@ def test_the_benchmark_of_a_gpu_runs_small_on_a_processor(monkeypatch, tmp_path)
 
 
 SMALL = {
-    "match_loss": "--b 128 --d 256 --repeats 1 --rounds 1",
-    "distances": "--n 20 --m 30 --d 8",
+    "match_loss": "--b 128 --d 256 --repeats 1 --rounds 1", "distances": "--n 20 --m 30 --d 8",
     "exact_search": "--items 500 --d 16 --rounds 1",
     "stores": "--items 300 --d 8 --engines sqlite-faiss sfumato --steps fill search write",
     "serve": "--items 50 --d 16 --width 16 --clients 1 --seconds 0.2",
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

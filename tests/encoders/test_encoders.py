@@ -56,17 +56,14 @@ def test_gpo_and_head_options():
     raises(ValueError, "2 embeddings of an item are points; set variance=False", HeadOptions, embeddings=2)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"variance_mlp": True}, {"variance_hidden": 8},
-        *({"local_attention": True} | own for own in (
-            {}, {"covariance": "spherical-one"}, {"variance_norm": True}, {"variance_mlp": True},
-            {"variance_sigmoid": True}, {"variance_sigmoid": True, "variance_norm": True},
-            {"local_attention_of": "variance"},
-        )),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {}, {"variance_mlp": True}, {"variance_hidden": 8},
+    *({"local_attention": True} | own for own in (
+        {}, {"covariance": "spherical-one"}, {"variance_norm": True}, {"variance_mlp": True},
+        {"variance_sigmoid": True}, {"variance_sigmoid": True, "variance_norm": True},
+        {"local_attention_of": "variance"},
+    )),
+])  # fmt: skip
 def test_head_starts_at_the_stated_total_variance(options):
     torch.manual_seed(0)
     head = GaussianHead(32, 64, HeadOptions(init_total_variance=0.25, **options))
@@ -250,13 +247,10 @@ def test_the_small_text_encoder_is_a_convolution_over_each_text_alone():
     torch.testing.assert_close(encoder(Inputs(ids[:1, :5])).mean[0], found[0, :5])
 
 
-@pytest.mark.parametrize(
-    ("build", "sum_by_place"),
-    [
-        (lambda: SmallImageEncoder(8), 62113.5267566), (lambda: SmallTextEncoder(50, 16, 0.0), 22615.7064870),
-        (lambda: GaussianHead(16, 8, HeadOptions(hidden=12, variance_hidden=4)), 38749.2993264),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("build", "sum_by_place"), [
+    (lambda: SmallImageEncoder(8), 62113.5267566), (lambda: SmallTextEncoder(50, 16, 0.0), 22615.7064870),
+    (lambda: GaussianHead(16, 8, HeadOptions(hidden=12, variance_hidden=4)), 38749.2993264),
+])  # fmt: skip
 def test_a_seed_gives_the_initial_weights_that_it_gave_in_earlier_versions(build, sum_by_place):
     torch.manual_seed(0)
     flat = [parameter.detach().double().flatten() for parameter in build().parameters()]

@@ -258,8 +258,6 @@ def test_records_cut_or_of_another_fingerprint_never_come_back_with_others(tmp_p
 
 VALUES = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)).half()
 TABLE = EmbeddingTable("mine.npy", [[VALUES]])
-
-
 context = lambda tmp_path, description=None: BuildContext(8, False, 0.25, 0.0, tmp_path, description=description)
 
 

@@ -122,15 +122,12 @@ def test_pictures_are_squashed_bilinearly_without_smoothing(width, height):
     assert np.abs(ours - bilinear_loops(picture.astype(np.float64), 12)).max() <= 0.5 + 1e-3
 
 
-@pytest.mark.parametrize(
-    ("text", "whitespace", "lower", "canonicalize"),
-    [
-        ("  A\tred\n\nDOG. ", "A red DOG.", "a red dog.", "a red dog"),
-        ("it's a_b (really)!", "it's a_b (really)!", "it's a_b (really)!", "its a b really"),
-        ("fish &amp;amp; chips", "fish & chips", "fish & chips", "fish chips"),
-        ("Größe – 5 m²", "Größe – 5 m²", "größe – 5 m²", "größe – 5 m²"), ("?!", "?!", "?!", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "whitespace", "lower", "canonicalize"), [
+    ("  A\tred\n\nDOG. ", "A red DOG.", "a red dog.", "a red dog"),
+    ("it's a_b (really)!", "it's a_b (really)!", "it's a_b (really)!", "its a b really"),
+    ("fish &amp;amp; chips", "fish & chips", "fish & chips", "fish chips"),
+    ("Größe – 5 m²", "Größe – 5 m²", "größe – 5 m²", "größe – 5 m²"), ("?!", "?!", "?!", ""),
+])  # fmt: skip
 def test_cleaning(text, whitespace, lower, canonicalize):
     assert processors.CLEANINGS["whitespace"](text) == whitespace and processors.CLEANINGS["lower"](text) == lower
     assert processors.CLEANINGS["canonicalize"](text) == canonicalize

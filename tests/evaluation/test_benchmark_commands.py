@@ -290,18 +290,15 @@ def test_a_matrix_of_scores_is_the_ranking_by_it(folder, ground_truths, capsys):
     assert (tied["i2t"]["recall@1"], tied["t2i"]["recall@1"]) == (1 / N, 2 / M)
 
 
-@pytest.mark.parametrize(
-    ("scores", "kind", "message"),
-    [
-        (np.zeros((N, M)), None, "--scores-are similarity .larger is .* or --scores-are distance .* found nothing"),
-        (np.zeros((N, M)), "cosine", "found 'cosine'"),
-        (np.zeros((M, N)), "distance", "12 by 6, but .* 6 images .* expected 6 by 12.*texts by images: write it"),
-        (np.zeros((N, M + 1)), "distance", "6 by 13, but .* 12 texts .* expected 6 by 12, images by texts$"),
-        (np.full((N, M), np.nan), "distance", "the score of image 0 and text 0 is NaN"),
-        (np.zeros(N), "distance", "shape .6,. .* expected a matrix of numbers, images by texts"),
-        (np.array([["a"]]), "distance", "type <U1; expected a matrix of numbers"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("scores", "kind", "message"), [
+    (np.zeros((N, M)), None, "--scores-are similarity .larger is .* or --scores-are distance .* found nothing"),
+    (np.zeros((N, M)), "cosine", "found 'cosine'"),
+    (np.zeros((M, N)), "distance", "12 by 6, but .* 6 images .* expected 6 by 12.*texts by images: write it"),
+    (np.zeros((N, M + 1)), "distance", "6 by 13, but .* 12 texts .* expected 6 by 12, images by texts$"),
+    (np.full((N, M), np.nan), "distance", "the score of image 0 and text 0 is NaN"),
+    (np.zeros(N), "distance", "shape .6,. .* expected a matrix of numbers, images by texts"),
+    (np.array([["a"]]), "distance", "type <U1; expected a matrix of numbers"),
+])  # fmt: skip
 def test_matrices_that_cannot_be_ranked(folder, ground_truths, scores, kind, message):
     np.save(folder / "scores.npy", scores)
     raises(UserError, message, measure_scores, folder / "scores.npy", Files(scores_are=kind), ground_truths)

@@ -167,19 +167,16 @@ def test_the_installed_package_is_read_but_not_run(tmp_path, monkeypatch):
     assert matches(ground_truths["pmrp_eccv_caption"])[1]["10"] == {"1", "2"} and "eccv_caption" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cxc_image_to_caption": None}, r"cannot read .*cxc_image_to_caption\.json"),
-        ({"eccv_caption_to_image": "{"}, r"eccv_caption_to_image\.json: not usable JSON"),
-        ({"eccv_caption_to_image": '{"51": [1], "51": [2]}'}, r"key '51' occurs more than once"),
-        ({"eccv_caption_to_image": {"51": [1.5]}}, r"'51' holds \[1\.5\]; expected a list"),
-        ({"eccv_caption_to_image": {"99": [1]}}, "caption 99 is not among the 10 captions"),
-        ({"eccv_image_to_caption": {"1": [10, 999]}}, "1 of its positives are not in the gallery"),
-        ({"original_caption_to_image": {"10": [1, 2]}}, "caption 10 has 2 images, expected one"),
-        ({"original_caption_to_image": []}, "found list; expected an object"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"cxc_image_to_caption": None}, r"cannot read .*cxc_image_to_caption\.json"),
+    ({"eccv_caption_to_image": "{"}, r"eccv_caption_to_image\.json: not usable JSON"),
+    ({"eccv_caption_to_image": '{"51": [1], "51": [2]}'}, r"key '51' occurs more than once"),
+    ({"eccv_caption_to_image": {"51": [1.5]}}, r"'51' holds \[1\.5\]; expected a list"),
+    ({"eccv_caption_to_image": {"99": [1]}}, "caption 99 is not among the 10 captions"),
+    ({"eccv_image_to_caption": {"1": [10, 999]}}, "1 of its positives are not in the gallery"),
+    ({"original_caption_to_image": {"10": [1, 2]}}, "caption 10 has 2 images, expected one"),
+    ({"original_caption_to_image": []}, "found list; expected an object"),
+])  # fmt: skip
 def test_damaged_files_are_named(tmp_path, changes, message):
     raises(UserError, message, eccv_caption, small_eccv(tmp_path, **changes))
     raises(UserError, r"coco_test_ids\.npy", eccv_caption, tmp_path / "elsewhere")
@@ -276,13 +273,10 @@ def test_birds_match_by_class_in_the_public_lists(tmp_path):
     raises(UserError, "classes belongs to the benchmark cub", read_ground_truths, "emoji", classes=lists)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("t.json", '{"images": ["a", "b"], "texts": [1, 2, 3], "pairs": [["a", 1], ["a", 3], ["b", 2]]}'),
-        ("t.json", '{"a": [1, 3], "b": ["2"]}'), ("t.csv", "\ufeffimage,note,text\na,x,1\na,,3\nb,,2\n"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content"), [
+    ("t.json", '{"images": ["a", "b"], "texts": [1, 2, 3], "pairs": [["a", 1], ["a", 3], ["b", 2]]}'),
+    ("t.json", '{"a": [1, 3], "b": ["2"]}'), ("t.csv", "\ufeffimage,note,text\na,x,1\na,,3\nb,,2\n"),
+])  # fmt: skip
 def test_own_truths_in_three_layouts(tmp_path, name, content):
     (tmp_path / name).write_text(content, encoding="utf-8")
     ground_truth = read_ground_truth(tmp_path / name, metrics=["recall@1"])
@@ -293,24 +287,21 @@ def test_own_truths_in_three_layouts(tmp_path, name, content):
     assert (without.name, without.image_ids, without.i2t.counts.tolist()) == ("other", ("a", "b"), [1, 0])
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("t.json", listed(["a"], [["a", "y"]]), r"t\.json: t: pair 0 names text 'y'"),
-        ("t.json", listed(["a", "a"], [["a", "x"]]), "image 'a' is listed more than once"),
-        ("t.json", listed("a", []), "images must be a list"),
-        ("t.json", listed(["a"], [["a"]]), r"pairs\[0\]: found \['a'\]"),
-        ("t.json", listed(["a"], {}), "pairs must be a list"),
-        ("t.json", listed(["a"], []), "no image matches any text"),
-        ("t.json", '{"a": 1}', "'a' holds 1; expected a list"), ("t.json", "[]", "found list"),
-        ("t.json", "{", "not usable JSON"),
-        ("t.csv", "picture,text\na,b\n", r"t\.csv:1: the columns are picture, text; expected image and text"),
-        ("t.csv", "image,text\na,b\n,c\n", r"t\.csv:3: image or text is empty"),
-        ("t.csv", "image,text\na,b,c\n", r"t\.csv:2: more values than columns"),
-        ("t.csv", 'image,text\na,"b\n', "not CSV"), ("t.csv", "", r"the columns are \(none\)"),
-        ("t.txt", "", r"must be a \.json or \.csv file, got '\.txt'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("t.json", listed(["a"], [["a", "y"]]), r"t\.json: t: pair 0 names text 'y'"),
+    ("t.json", listed(["a", "a"], [["a", "x"]]), "image 'a' is listed more than once"),
+    ("t.json", listed("a", []), "images must be a list"),
+    ("t.json", listed(["a"], [["a"]]), r"pairs\[0\]: found \['a'\]"),
+    ("t.json", listed(["a"], {}), "pairs must be a list"),
+    ("t.json", listed(["a"], []), "no image matches any text"),
+    ("t.json", '{"a": 1}', "'a' holds 1; expected a list"), ("t.json", "[]", "found list"),
+    ("t.json", "{", "not usable JSON"),
+    ("t.csv", "picture,text\na,b\n", r"t\.csv:1: the columns are picture, text; expected image and text"),
+    ("t.csv", "image,text\na,b\n,c\n", r"t\.csv:3: image or text is empty"),
+    ("t.csv", "image,text\na,b,c\n", r"t\.csv:2: more values than columns"),
+    ("t.csv", 'image,text\na,"b\n', "not CSV"), ("t.csv", "", r"the columns are \(none\)"),
+    ("t.txt", "", r"must be a \.json or \.csv file, got '\.txt'"),
+])  # fmt: skip
 def test_bad_truths_of_ones_own(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     raises(UserError, message, read_ground_truth, tmp_path / name)

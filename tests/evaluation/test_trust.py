@@ -272,16 +272,13 @@ def test_what_ranks_no_better_than_chance_is_told_apart():
     assert not evaluate_retrieval(images[:8], texts[:8], few).above_chance
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"yes": 2}, "yes is 2, expected 0 or 1"), ({"yes": True}, "yes is True"), ({"query": ""}, "query is ''"),
-        ({"when": "yesterday"}, "yesterday"), ({"yes": 1.0}, "yes is 1.0"), ({"weight": 0}, "weight is 0"),
-        ({"weight": 10**400}, "weight is 1000"), ({"weight": math.nan}, "weight is nan"),
-        ({"target": 3}, "target is 3"), ({"probability": 1.5}, "probability is 1.5"),
-        ({"probability": "high"}, "probability is 'high'"), ({"who": "me"}, "unknown field 'who'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("wrong", "said"), [
+    ({"yes": 2}, "yes is 2, expected 0 or 1"), ({"yes": True}, "yes is True"), ({"query": ""}, "query is ''"),
+    ({"when": "yesterday"}, "yesterday"), ({"yes": 1.0}, "yes is 1.0"), ({"weight": 0}, "weight is 0"),
+    ({"weight": 10**400}, "weight is 1000"), ({"weight": math.nan}, "weight is nan"),
+    ({"target": 3}, "target is 3"), ({"probability": 1.5}, "probability is 1.5"),
+    ({"probability": "high"}, "probability is 'high'"), ({"who": "me"}, "unknown field 'who'"),
+])  # fmt: skip
 def test_a_bad_line_is_named_by_its_number(tmp_path, wrong, said):
     judgements.write_judgements(path := tmp_path / "a.jsonl", [ONE])
     path.write_text(path.read_text() + "\n" + json.dumps(asdict(ONE) | wrong) + "\n")

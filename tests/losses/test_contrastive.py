@@ -464,9 +464,8 @@ def test_parity_of_values_and_gradients():
         values = {key: tensors[f"{group}/{key}"] for key in ("img_mean", "img_head", "txt_mean", "txt_head")}
         values |= {key: torch.tensor(float(case[f"init_{key}"])) for key in ("negative_scale", "shift")}
         leaf, match = (
-            {key: value.double().requires_grad_() for key, value in values.items()},
-            tensors[f"{group}/matched"],
-        )
+            {key: value.double().requires_grad_() for key, value in values.items()}, tensors[f"{group}/matched"],
+        )  # fmt: skip
         uniformity = case.get("uniform_lambda", 0) / match.numel()
         options = PCMEOptions(sigmoid="compressed", beta=0, uniformity_weight=uniformity)
         given = {"logit_scale": leaf["negative_scale"], "logit_bias": leaf["shift"]}

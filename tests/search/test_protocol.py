@@ -68,29 +68,26 @@ def test_every_store_has_a_row_records_name_what_is_wrong_and_filters_take_lette
 OF_HNSW = "memory, exact_below, compress, m, ef_construction, ef_search, overfetch"
 
 
-@pytest.mark.parametrize(
-    "url, said",
-    [
-        ("file:?engine=flat", "names no folder"), ("store?engine=ivf", "engine must be flat or hnsw, got 'ivf'"),
-        ("store?engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe'; it has {OF_HNSW}"),
-        ("store?engine=hnsw&compress=half", "compress must be none or int8, got 'half'"),
-        ("store?engine=hnsw&m=1", "m must be a whole number from 2, got '1'"),
-        ("store?m=9", "engine flat has no option 'm'; it has memory, exact_below"),
-        ("store?memory=-5", "memory must be a whole number from 0, got '-5'"),
-        ("store?colour=red", "unknown option 'colour'; known: engine"),
-        ("milvus:runs/store", r"an embedded Milvus is milvus:PATH.db"),
-        ("milvus+http://h:19530", "a collection has letters, digits and _ in its name, got ''"),
-        ("milvus:a.db?index=SCANN", "index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got 'SCANN'"),
-        ("milvus+http://h:1/n?consistency=bounded", "consistency must be strong or session, got 'bounded'"),
-        ("milvus:a.db?index=HNSW&compress=int8", "compress=int8 goes with index=IVF_FLAT, got index=HNSW"),
-        ("postgresql://h/x?index=flat", "index must be none, hnsw or ivfflat, got 'flat'"),
-        ("postgresql://h/x?index=hnsw&compress=int8", "compress must be none, half or binary, got 'int8'"),
-        ("postgresql://h/x?compress=half", "compress=half is of an index; add index=hnsw or index=ivfflat"),
-        ("postgresql://h/x?statement_timeout=-1", "statement_timeout must be a whole number from 0, got '-1'"),
-        ("postgresql://h/x?table=a%25s", "table must be a name or schema.name, without %"),
-        ("mongodb://h/x", "unknown kind 'mongodb'; known: file, milvus"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("url, said", [
+    ("file:?engine=flat", "names no folder"), ("store?engine=ivf", "engine must be flat or hnsw, got 'ivf'"),
+    ("store?engine=hnsw&n_probe=3", f"engine hnsw has no option 'n_probe'; it has {OF_HNSW}"),
+    ("store?engine=hnsw&compress=half", "compress must be none or int8, got 'half'"),
+    ("store?engine=hnsw&m=1", "m must be a whole number from 2, got '1'"),
+    ("store?m=9", "engine flat has no option 'm'; it has memory, exact_below"),
+    ("store?memory=-5", "memory must be a whole number from 0, got '-5'"),
+    ("store?colour=red", "unknown option 'colour'; known: engine"),
+    ("milvus:runs/store", r"an embedded Milvus is milvus:PATH.db"),
+    ("milvus+http://h:19530", "a collection has letters, digits and _ in its name, got ''"),
+    ("milvus:a.db?index=SCANN", "index must be FLAT, HNSW, IVF_FLAT or AUTOINDEX, got 'SCANN'"),
+    ("milvus+http://h:1/n?consistency=bounded", "consistency must be strong or session, got 'bounded'"),
+    ("milvus:a.db?index=HNSW&compress=int8", "compress=int8 goes with index=IVF_FLAT, got index=HNSW"),
+    ("postgresql://h/x?index=flat", "index must be none, hnsw or ivfflat, got 'flat'"),
+    ("postgresql://h/x?index=hnsw&compress=int8", "compress must be none, half or binary, got 'int8'"),
+    ("postgresql://h/x?compress=half", "compress=half is of an index; add index=hnsw or index=ivfflat"),
+    ("postgresql://h/x?statement_timeout=-1", "statement_timeout must be a whole number from 0, got '-1'"),
+    ("postgresql://h/x?table=a%25s", "table must be a name or schema.name, without %"),
+    ("mongodb://h/x", "unknown kind 'mongodb'; known: file, milvus"),
+])  # fmt: skip
 def test_urls_are_checked_before_anything_is_made_or_connected(url, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     raises(UserError, said, stores.create_store, url, 3, "f")
@@ -122,19 +119,16 @@ def test_paths_passwords_and_second_stores_of_urls():
 DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "2024-06-13T12:01:09", "2025", "")
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        (["date=2024-06"], [2, 3]), (["date>=2024-06"], [2, 3, 4]), (["date<=2024-06"], [0, 1, 2, 3]),
-        (["date>2024"], [4]), (["date < 2024-06"], [0, 1]), (["date>=2024-06-13 12:01", "date<=2024"], [3]),
-        (["date>=2023", "date>=2024-06", "date<2025", "date<=2025"], [2, 3]), (["date:2025"], [4]),
-        (["folder=a", "folder=b", "date>=2024"], [1, 2, 3]), (["folder>=b"], [2, 3]), (["folder:"], [5]),
-        (["folder=b"], [2, 3]), (["folder=b/"], [2, 3]), (["folder:b"], [2, 3]), (["folder=b/c"], [3]),
-        (["odd:a=b"], [3]), (["beach"], "'beach', expected FIELD=VALUE"), (["=beach"], "expected FIELD=VALUE"),
-        (["date>=june"], "'date>=june', expected a date such as 2024, 2024-06 or 2024-06-13"),
-        (["date=2023", "date=2024"], "'date=2024' beside another date; give one span"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words, expected", [
+    (["date=2024-06"], [2, 3]), (["date>=2024-06"], [2, 3, 4]), (["date<=2024-06"], [0, 1, 2, 3]),
+    (["date>2024"], [4]), (["date < 2024-06"], [0, 1]), (["date>=2024-06-13 12:01", "date<=2024"], [3]),
+    (["date>=2023", "date>=2024-06", "date<2025", "date<=2025"], [2, 3]), (["date:2025"], [4]),
+    (["folder=a", "folder=b", "date>=2024"], [1, 2, 3]), (["folder>=b"], [2, 3]), (["folder:"], [5]),
+    (["folder=b"], [2, 3]), (["folder=b/"], [2, 3]), (["folder:b"], [2, 3]), (["folder=b/c"], [3]),
+    (["odd:a=b"], [3]), (["beach"], "'beach', expected FIELD=VALUE"), (["=beach"], "expected FIELD=VALUE"),
+    (["date>=june"], "'date>=june', expected a date such as 2024, 2024-06 or 2024-06-13"),
+    (["date=2023", "date=2024"], "'date=2024' beside another date; give one span"),
+])  # fmt: skip
 def test_a_filter_in_words(words, expected):
     if isinstance(expected, str):
         raises(ValueError, expected, stores.parse_where, words)

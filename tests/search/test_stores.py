@@ -406,19 +406,16 @@ def test_everything_is_on_the_disk_before_the_manifest_names_it(tmp_path, monkey
     assert steps.count("manifest") == 1 and path.stat().st_ino in steps[steps.index("manifest") :]
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "message"),
-    [
-        ("data-*/centre*", lambda old: old[:-1], r"centre.safetensors: damaged, \d+ bytes where \d+ were written"),
-        ("data-*/centre*", lambda old: b"x" + old[1:], "centre.safetensors: damaged, its checksum does not fit"),
-        ("data-*/calib*", None, "damaged, calibration.json is missing"),
-        ("manifest.json", lambda old: old[:50], "manifest.json: damaged"),
-        ("manifest.json", lambda old: old.replace(b'"old"', b'"odd"'), "damaged or edited"),
-        ("manifest.json", lambda old: b"\xff\xfe", "manifest.json: damaged"),
-        ("manifest.json", lambda old: b"[]", "holds None, expected 'sfumato-collection-1'"),
-        ("manifest.json", lambda old: b'{"kind": "other"}', "holds 'other', expected 'sfumato-collection-1'"),
-    ],
-)
+@pytest.mark.parametrize(("file", "change", "message"), [
+    ("data-*/centre*", lambda old: old[:-1], r"centre.safetensors: damaged, \d+ bytes where \d+ were written"),
+    ("data-*/centre*", lambda old: b"x" + old[1:], "centre.safetensors: damaged, its checksum does not fit"),
+    ("data-*/calib*", None, "damaged, calibration.json is missing"),
+    ("manifest.json", lambda old: old[:50], "manifest.json: damaged"),
+    ("manifest.json", lambda old: old.replace(b'"old"', b'"odd"'), "damaged or edited"),
+    ("manifest.json", lambda old: b"\xff\xfe", "manifest.json: damaged"),
+    ("manifest.json", lambda old: b"[]", "holds None, expected 'sfumato-collection-1'"),
+    ("manifest.json", lambda old: b'{"kind": "other"}', "holds 'other', expected 'sfumato-collection-1'"),
+])  # fmt: skip
 def test_damage_is_found_and_named(tmp_path, file, change, message):
     save(tmp_path / "folder")
     (found,) = (tmp_path / "folder").glob(file)

@@ -289,18 +289,15 @@ def test_words_have_stems_and_kinds_in_every_thread():
     assert found == [[one.stemWord(word)] for word in words]
 
 
-@pytest.mark.parametrize(
-    "typed, expected",
-    [
-        ("a red bycicle", "a red bicycle"), ("wagging tale", None), ("xqzvw 12345 бишка", None),
-        ("Bicylce and DGO", "bicycle and DGO"),  # Three letters: left alone.
-        ("bicycles", None),  # The same stem.
-        ("a bicycle at the harbor", None),  # The model knows it.
-        ("harbur", "harbour"),  # A word of the items before one of the model.
-        ("lettr", "letter"),  # No item has it.
-        ("htunedr or wettler", "thunder or wettler"),  # Two edits of the same letters; of others they are too many.
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("typed, expected", [
+    ("a red bycicle", "a red bicycle"), ("wagging tale", None), ("xqzvw 12345 бишка", None),
+    ("Bicylce and DGO", "bicycle and DGO"),  # Three letters: left alone.
+    ("bicycles", None),  # The same stem.
+    ("a bicycle at the harbor", None),  # The model knows it.
+    ("harbur", "harbour"),  # A word of the items before one of the model.
+    ("lettr", "letter"),  # No item has it.
+    ("htunedr or wettler", "thunder or wettler"),  # Two edits of the same letters; of others they are too many.
+])  # fmt: skip
 def test_misspelt_words(typed, expected):
     there = {"bicycle": 3, "red": 5, "harbour": 2, "and": 9, "dog": 4}
     known = frozenset({"harbor", "letter", "wagging", "tale", "thunder", "settled"})
@@ -370,15 +367,12 @@ def test_a_rare_word_is_found_in_a_large_gallery(tmp_path, monkeypatch):
             assert first(copied) not in ("new", "077")
 
 
-@pytest.mark.parametrize(
-    "date, words",
-    [
-        ("2023-12-25T10:00:00", "2023 winter december monday christmas"), ("", ""), ("2019", "2019"),
-        ("2023-12-27", "2023 winter december wednesday"),
-        ("2024-02", "2024 winter february"), ("2023-03-05", "2023 spring sunday"),
-        ("2023-13-45", "2023"), ("0000-00-00", ""), ("in June", ""), ("05-12-2021", ""), ("²", ""), ("20231", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("date, words", [
+    ("2023-12-25T10:00:00", "2023 winter december monday christmas"), ("", ""), ("2019", "2019"),
+    ("2023-12-27", "2023 winter december wednesday"),
+    ("2024-02", "2024 winter february"), ("2023-03-05", "2023 spring sunday"),
+    ("2023-13-45", "2023"), ("0000-00-00", ""), ("in June", ""), ("05-12-2021", ""), ("²", ""), ("20231", ""),
+])  # fmt: skip
 def test_the_words_of_a_date(date, words):
     assert " ".join(date_words(date)) == words
 
@@ -392,22 +386,16 @@ FACTS = {
 }  # fmt: skip
 PLAIN = (
     *(
-        "dog rome",
-        "dog in York",
-        "dog in 2020",
-        "summer dress",
-        "in winter coats",
-        "woman in summer dress",
+        "dog rome", "dog in York", "dog in 2020", "summer dress", "in winter coats", "woman in summer dress",
         "dog in june",
     ),
     *("children at Christmas market", "girl in nice dress", "dog in 2021 or 2022", "2021-05-04 photo", "plate of rome"),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", [*FACTS, *PLAIN])
 def test_words_of_time_and_place_are_taken_apart(text):
     places, dates = (
-        {"rome", "saint denis", "new york", "zurich", "nice"},
-        {"2021", "2022", "summer", "winter", "christmas"},
-    )
+        {"rome", "saint denis", "new york", "zurich", "nice"}, {"2021", "2022", "summer", "winter", "christmas"},
+    )  # fmt: skip
     assert split_facts(text, places, dates) == FACTS.get(text, (text, [], []))

@@ -78,9 +78,8 @@ def test_pictures_that_are_stored_or_shown():
     kept = stored(file)[1]
     copies = kept, shown(file, 16)[1], shown(file, None, copied=True)[1]
     assert all(copy and b"where I live" not in copy for copy in copies) and Image.open(io.BytesIO(kept)).size == (
-        20,
-        30,
-    )
+        20, 30,
+    )  # fmt: skip
     assert stored(serving.picture(format="WEBP"))[1].startswith(b"\x89PNG")
     told, copy = shown(serving.picture(format="BMP"), None)
     assert told == {"type": "image/png"} and copy.startswith(b"\x89PNG")

@@ -29,7 +29,6 @@ OUTLINE = """() => {
     return getComputedStyle(parent.matches('.file') ? parent : focused.nextElementSibling).outlineStyle;
 }"""
 MATHEMATICS = "variance", "csd", "distance", "calibrat", "coverage", "Spearman", "conformal"
-
 GIVE = """([kind, target, files]) => {
     const data = new DataTransfer();
     for (const [name, bytes, type] of files) data.items.add(new File([Uint8Array.from(bytes)], name, {type}));
@@ -137,8 +136,6 @@ def enter(page, text):
 
 
 alerted = lambda page, text: expect(page.get_by_role("alert").last).to_contain_text(text)
-
-
 panel = lambda page, slot=0: page.locator(f"#answers > [data-slot='{slot}']")
 
 

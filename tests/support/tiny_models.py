@@ -16,7 +16,6 @@ from sfumato.models.recipe import check_recipe, save_recipe
 from sfumato.models.run import save_assets
 
 WORDS = ["red", "green", "blue", "dark", "light", "square", "circle", "wide", "tall", "small"]
-
 COLOURS = {
     "red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "dark": (20, 20, 20), "light": (240, 240, 240),
     "square": (230, 220, 40), "circle": (210, 40, 220), "wide": (40, 220, 220), "tall": (250, 140, 20),

@@ -15,7 +15,6 @@ from sfumato.models.build import save_state
 from sfumato.models.recipe import Recipe
 
 COLOURS, SHAPES = ("red", "green", "blue", "orange", "black", "purple"), ("circle", "square", "cross", "bar")
-
 RECIPE = """
 name = "toy"
 [data]

@@ -1,6 +1,5 @@
 """Windows on Linux: what this process has open or mapped is neither replaced, moved nor removed."""
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,19 +8,14 @@ from typing import Any
 import pytest
 
 
-def opened() -> set[str]:
-    """The paths that this process has open or mapped into memory, but for locks: these are let go before."""
-    files = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
-    files |= {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()}
-    return {file for file in files if "lock" not in file.rpartition("/")[2]}
-
-
 def unless_open(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*paths: str | Path, dir_fd: int | None = None, **options: Any) -> Any:
+        opened = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+        opened |= {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text("utf-8").splitlines()}
         above = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
         for path in (os.path.realpath(os.path.join(above, path)) for path in paths):
-            if any(one == path or one.startswith(f"{path}/") for one in opened()):
-                raise PermissionError(errno.EACCES, "used by a process", path)
+            if any((one == path and "lock" not in path) or one.startswith(f"{path}/") for one in opened):
+                raise PermissionError(13, "used by a process", path)  # Locks are let go before.
         return function(*paths, **options) if dir_fd is None else function(*paths, dir_fd=dir_fd, **options)
 
     return call

@@ -67,14 +67,10 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["train.ema_decay=0.9", "model.text.dropout=0.3"], ["train.swa_epochs=2"],
-        ["train.precision=float16", "optim.name=adamp", "train.micro_batch=4"],
-    ],
-    ids=["moving-average", "mean", "float16"],
-)  # fmt: skip
+@pytest.mark.parametrize("overrides", [
+    ["train.ema_decay=0.9", "model.text.dropout=0.3"], ["train.swa_epochs=2"],
+    ["train.precision=float16", "optim.name=adamp", "train.micro_batch=4"],
+], ids=["moving-average", "mean", "float16"])  # fmt: skip
 def test_resumed_within_epochs_equals_uninterrupted(toy, tmp_path, capsys, overrides):
     fit(load_recipe(toy, overrides), tmp_path / "whole")
     recipe = load_recipe(toy, [*overrides, "train.save_minutes=1e-9"])

@@ -357,7 +357,7 @@ def test_a_run_validates_and_keeps_the_mean_of_its_last_epochs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "kept"), [("train.select=auto", 1), ("train.select=last", 3), ("train.swa_epochs=2", 2)]
+    "change, kept", [("train.select=auto", 1), ("train.select=last", 3), ("train.swa_epochs=2", 2)]
 )
 def test_the_epoch_that_is_kept(tmp_path, monkeypatch, change, kept):
     """Single weights from before the average do not compete with it: of the two averaged ones the first wins."""

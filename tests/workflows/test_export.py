@@ -391,16 +391,13 @@ def test_every_command_takes_files(tmp_path, monkeypatch, sfumato):
     assert "probability of the first hit" in folded(command("trust", run))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"texts": np.ones((9, C + 1), np.float32)}, "24 channels and texts 25"),
-        ({"images": np.ones((N, C), int)}, "floating"), ({"pairs": [(0, 0, 0)]}, "expected \\(p, 2\\)"),
-        ({"pairs": None}, "400 rows and"), ({"pairs": [(0, 99_999)]}, "is not a row number"),
-        ({"method": "best"}, "unknown method"), ({"population": "wild"}, "unknown queries"),
-        ({"images": "nothing.npy"}, "nothing.npy"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "message"), [
+    ({"texts": np.ones((9, C + 1), np.float32)}, "24 channels and texts 25"),
+    ({"images": np.ones((N, C), int)}, "floating"), ({"pairs": [(0, 0, 0)]}, "expected \\(p, 2\\)"),
+    ({"pairs": None}, "400 rows and"), ({"pairs": [(0, 99_999)]}, "is not a row number"),
+    ({"method": "best"}, "unknown method"), ({"population": "wild"}, "unknown queries"),
+    ({"images": "nothing.npy"}, "nothing.npy"),
+])  # fmt: skip
 @pytest.mark.usefixtures("windows")  # Of what is written before, nothing may be open.
 def test_mistakes_are_named(change, message, tmp_path):
     images, texts, pairs = frozen()

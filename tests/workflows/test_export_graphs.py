@@ -29,11 +29,10 @@ CASES = {
     "token": (SMALL, {"pooling": "token", "covariance": "spherical-one", "variance_bounds": [1e-6, 1.0]}),
     "local": (SMALL, {"local_attention": True}),
     "words": ((SMALL[0], {"kind": "gru", "hidden": 8, "states": "all"}), {"hidden": 8}),
-    "unc": (UNC, {"pooling": "token"}),
-    "clip": ([{**side, "variance_token": False} for side in UNC], {}),
+    "unc": (UNC, {"pooling": "token"}), "clip": ([{**side, "variance_token": False} for side in UNC], {}),
     "points": (SMALL, {"variance": False, "item_offset": True, "loss": {"name": "infonce"}}),
     **{"joint": ("clip", {"pooling": "average"}), "siglip": ("siglip", {})},
-}
+}  # fmt: skip
 
 
 def joint(folder, kind):

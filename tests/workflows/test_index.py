@@ -531,9 +531,8 @@ def scan(tmp_path_factory):
 
 def test_regions_are_embedded_indexed_searched_and_have_no_picture(scan, tmp_path, sfumato):
     changes, regions_run = (
-        [f"data.path={scan}", "model.init_total_variance=8", "augment.image_tokens=0.2"],
-        tmp_path / "run",
-    )
+        [f"data.path={scan}", "model.init_total_variance=8", "augment.image_tokens=0.2"], tmp_path / "run",
+    )  # fmt: skip
     fit(load_recipe(find_recipe("flickr8k-probabilistic-vsrn"), [*TINY, *changes]), regions_run)
     features = np.load(scan / "test_ims.npy")
     (tmp_path / "in").mkdir()

@@ -28,7 +28,6 @@ from sfumato.workflows import own_folder
 from sfumato.workflows.index import calibrate_by_captions
 
 pytestmark = pytest.mark.usefixtures("windows")  # What is open is in use.
-
 COLOURS = ("red", "green", "blue", "white", "black")
 
 

@@ -124,13 +124,10 @@ def recall_by_uncertainty(direction: DirectionResult, evaluation: Evaluation) ->
         rows.append([str(i), variance, f"{b['count']:,}", percent(b["recall"]), between])
     counts = sorted({b["count"] for b in bins})
     return {
-        "name": name,
-        "chart": chart.svg(),
+        "name": name, "chart": chart.svg(),
         "counts": f"n = {counts[0]:,}" if len(counts) == 1 else f"n = {counts[0]:,} to {counts[-1]:,}",
-        "correlation": signed(found["correlation"]),
-        "spearman": signed(found["spearman"]),
-        "rows": rows,
-    }
+        "correlation": signed(found["correlation"]), "spearman": signed(found["spearman"]), "rows": rows,
+    }  # fmt: skip
 
 
 def draw_recall_bins(axes: "Axes", recall: Sequence[float], intervals: Sequence[tuple[float, float]]) -> None:
@@ -289,15 +286,12 @@ def _query(direction: DirectionResult, thumbnails: Thumbnails, query: int, expec
         results.append(shown | {"true": item in true, **_match(p, distance)})
     kinds = data.text_kinds
     return {
-        "picture": None if of_text else thumbnails[query],
-        "text": clipped(data.captions[query]) if of_text else None,
+        "picture": None if of_text else thumbnails[query], "text": clipped(data.captions[query]) if of_text else None,
         "kind": kinds[query] if of_text and kinds is not None and len(set(kinds)) > 1 else None,
         "variance": f"{float(direction.queries[query : query + 1].total_variance):.3g}",
-        "expected": f"{expected:.1f}" if expected < 10 else f"{expected:.0f}",
-        "true": len(true),
-        "rank": f"{direction.best_rank(query):,}" if len(true) else None,
-        "results": results,
-    }
+        "expected": f"{expected:.1f}" if expected < 10 else f"{expected:.0f}", "true": len(true),
+        "rank": f"{direction.best_rank(query):,}" if len(true) else None, "results": results,
+    }  # fmt: skip
 
 
 def _match(p: float, distance: float) -> dict[str, Any]:

@@ -73,17 +73,13 @@ class Audit:
     def to_json(self, top: int) -> dict[str, Any]:
         """Convert to JSON values."""
         return {
-            **self.metadata,
-            "n_images": len(self.data.image_ids),
-            "n_texts": len(self.data.text_ids),
-            "n_pairs": len(self.listed),
-            "wrong_share": self.wrong_fraction,
+            **self.metadata, "n_images": len(self.data.image_ids), "n_texts": len(self.data.text_ids),
+            "n_pairs": len(self.listed), "wrong_share": self.wrong_fraction,
             "wrong_share_interval": None if self.wrong_interval is None else list(self.wrong_interval),
             "suspects": None if self.wrong_probability is None else int((self.wrong_probability >= 0.5).sum()),
-            "candidates": len(self.missing),
-            "pairs": self.pair_rows(varied(self.listed, top)),
+            "candidates": len(self.missing), "pairs": self.pair_rows(varied(self.listed, top)),
             "missing": self.missing_rows(varied(self.missing, top)),
-        }
+        }  # fmt: skip
 
     def _row(self, s: Scored, k: int, scores: Mapping[str, Any]) -> dict[str, Any]:
         data, image, text = self.data, int(s.image[k]), int(s.text[k])
@@ -239,15 +235,11 @@ def _joined(retrieval_model: Model, data: PairData, parts: Sequence[_Part], abou
     if log_odds is None:
         notes.append("The model is not calibrated on held-out pairs, so the audit has no probabilities.")
     return Audit(
-        data,
-        some_rows(listed, first),
-        None if wrong is None else wrong[first],
-        fraction,
-        None if log_odds is None else pair_scores.wrong_fraction_interval(log_odds),
-        some_rows(missing, close),
+        data, some_rows(listed, first), None if wrong is None else wrong[first], fraction,
+        None if log_odds is None else pair_scores.wrong_fraction_interval(log_odds), some_rows(missing, close),
         None if probability is None else probability[close],
         {**about, "distance": retrieval_model.distance, "notes": notes},
-    )
+    )  # fmt: skip
 
 
 def _if_all(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
