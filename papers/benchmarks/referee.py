@@ -149,8 +149,8 @@ def coco_captions(work: Path, data: Path, seed: int, *, layer: int) -> FrozenMod
     embedded = torch.from_numpy(np.load(file)).float()
     ids = (data / "coco5k_text" / "testall_ids.txt").read_text().split()
     if not (len(ids) == len(embedded) == 25_000 and all(len(set(ids[k : k + 5])) == 1 for k in range(0, 25_000, 5))):
-        found = f"{len(ids):,} ids and {len(embedded):,} embedded captions"
-        raise UserError(f"{data / 'coco5k_text'}: {found}; expected 25,000 of each, five of an image after each other")
+        counts = f"{len(ids):,} ids and {len(embedded):,} embedded captions"
+        raise UserError(f"{data / 'coco5k_text'}: {counts}; expected 25,000 of each, five of an image after each other")
     images = torch.arange(0, 25_000, 5)
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
     splits, texts = [], []
