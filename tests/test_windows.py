@@ -45,8 +45,8 @@ def test_what_is_open_or_mapped_is_waited_for_and_left_alone(tmp_path, monkeypat
     with file.open("rb") as stream:
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     monkeypatch.setattr(files, "time", SimpleNamespace(sleep=lambda _: None))
-    for change in (file.unlink, lambda: files.move(file.parent, tmp_path / "out")):
-        raises(PermissionError, "used by a process", change)
+    for change in ((os.unlink, file), (os.replace, file.parent, tmp_path / "out")):
+        raises(PermissionError, "used by a process", files.patiently, *change)
     raises(PermissionError, "used by a process", files.write_atomically, file, b"")
     os.utime(file, (0, 0))
     _truncate(file, 4)  # Of whole records: a mapped file is not touched.

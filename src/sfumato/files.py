@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -74,17 +74,17 @@ def _replace(path: Path, data: bytes | str) -> None:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        move(temporary, path)
+        patiently(os.replace, temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def move(source: Path, target: Path) -> None:
-    """Rename, replacing a file. Windows refuses while somebody has one of them open, so it is tried for a second."""
+def patiently(change: Callable[..., None], *paths: Path) -> None:
+    """Replace or remove files. Windows refuses while somebody has one of them open, so it is tried for a second."""
     for left in reversed(range(20)):
         try:
-            return os.replace(source, target)
+            return change(*paths)
         except PermissionError:
             if not left:
                 raise
@@ -134,7 +134,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         sync_folder(unfinished)
         if folder.exists():
             folder.rmdir()
-        move(unfinished, folder)
+        patiently(os.replace, unfinished, folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -21,7 +21,7 @@ from PIL import Image
 from sfumato.data.image_decoding import IMAGE_ENDINGS, decode_image, needs_extra, still_bytes
 from sfumato.data.photographs import names_in, sidecars
 from sfumato.errors import UserError, counted, printable
-from sfumato.files import sync_folder, write_atomically
+from sfumato.files import patiently, sync_folder, write_atomically
 from sfumato.ids import fits_pattern
 
 
@@ -426,7 +426,8 @@ class UploadedImages:
 
     def remove(self, name: str) -> None:
         """Remove an image that no payload names any more, if it exists."""
-        self.path_of(name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            patiently(os.unlink, self.path_of(name))
 
     def path_of(self, name: str) -> Path:
         """Location of an image."""

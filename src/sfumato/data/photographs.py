@@ -14,7 +14,7 @@ import re
 import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -355,7 +355,8 @@ def _of_takeout(content: bytes) -> Found:
     yield "captions", str(values.get("description", ""))
     yield from (("tags", str(person.get("name", ""))) for person in values.get("people", ()))
     if taken := values.get("photoTakenTime"):
-        yield "taken", datetime.fromtimestamp(int(taken["timestamp"]), UTC).isoformat()
+        # Windows makes no date before 1970 of a timestamp.
+        yield "taken", (datetime.fromtimestamp(0, UTC) + timedelta(seconds=int(taken["timestamp"]))).isoformat()
     if (position := values.get("geoData")) and any(position.values()):
         yield from _of_place(position["latitude"], position["longitude"])
 
