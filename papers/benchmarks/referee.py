@@ -64,9 +64,7 @@ ADAPTER_EPOCHS = 4
 
 
 ADAPTERS = tuple(adapter_epochs(1))
-
-TRAINED = ("constant", *ADAPTERS)
-"""What --adapters long fits, and what it has to beat."""
+"""What --adapters long fits, beside a constant."""
 
 
 def adapter_options(kind: str) -> dict[str, dict[str, Any]]:
@@ -197,7 +195,7 @@ def main() -> None:
         return print_all(list(of_file(options.work).values()))
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
-    suffix, methods = ("", contestants()) if options.adapters == "short" else (f"-{options.adapters}", TRAINED)
+    suffix, methods = ("", contestants()) if options.adapters == "short" else ("-long", ("constant", *ADAPTERS))
     methods = tuple(options.methods or methods)
     keys = [(name, seed) for seed in options.seeds for name in options.only]
     files = {(name, seed): options.work / f"{name}-seed{seed}{suffix}.json" for name, seed in keys}
