@@ -134,12 +134,13 @@ def test_the_container_copies_what_exists_and_needs_an_index_and_a_key(sfumato, 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     with_torch = {name for name, needs in extras.items() if any("torch" in one or "train" in one for one in needs)}
     assert set(re.findall(r"\*,([a-z-]+),\*", torch)) == with_torch - {"mteb", "dev"}
-    started = [yaml.safe_load(dict(instructions())[name]) for name in ("ENTRYPOINT", "CMD")]
-    assert started[0] == ["sfumato"]
+    pages = "".join(path.read_text("utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    assert set(",".join(re.findall(r'pip install .*?(?:sfumato|\.)\[([a-z,-]+)\]"', pages)).split(",")) <= set(extras)
+    program, words = (yaml.safe_load(dict(instructions())[name]) for name in ("ENTRYPOINT", "CMD"))
     monkeypatch.delenv("SFUMATO_API_KEY", raising=False)
-    assert "/index" in sfumato.refused(*started[1])
+    assert program == ["sfumato"] and "/index" in sfumato.refused(*words)
     (tmp_path / "manifest.json").touch()
-    there = [tmp_path if word == "/index" else word for word in started[1]]
+    there = [tmp_path if word == "/index" else word for word in words]
     assert "SFUMATO_API_KEY" in sfumato.refused(*there, "--port", 0)
 
 
