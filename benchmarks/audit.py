@@ -13,8 +13,6 @@ match beyond the list, CxC and ECCV Caption, is asked for among all captions. In
 --json FILE keeps all figures.
 """
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import command_parser, write_json
 
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
@@ -287,7 +286,7 @@ def average_precision(score: np.ndarray, positive: np.ndarray) -> float:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_parser(__doc__)
     parser.add_argument("what", choices=("injected", "trained", "hidden", "captions"))
     parser.add_argument("runs", type=Path, nargs="+", help="of captions: the folder of COCO's texts")
     parser.add_argument("--split", default="test")
@@ -295,7 +294,6 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--parts", type=Path, nargs="+", default=[])
     parser.add_argument("--resamples", type=int, default=200)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result: dict[str, Any] = {}
     for run in options.runs:
@@ -309,8 +307,7 @@ def main() -> None:
             result[str(run)] = hidden(run, options.split, options.share, options.resamples)
         print(run)
         show(result[str(run)])
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(options.json, result)
 
 
 def show(values: Mapping[str, Any], indent: str = "  ") -> None:

@@ -52,6 +52,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import command_parser, write_json
 from safetensors.torch import save_file
 from service_world import WORDS, noise, picture
 from spoiling import STRINGS, any_value, as_json, spoil_bytes, spoil_folder, spoil_safetensors, spoil_text, spoil_value
@@ -617,11 +618,10 @@ def in_a_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="bad inputs at every entrance")
+    parser = command_parser(__doc__)
     parser.add_argument("--inputs", type=int, default=10_000, help="at each entrance")
     parser.add_argument("--only", nargs="+", choices=ENTRANCES, metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -639,8 +639,7 @@ def main() -> int:
         print(f"{name:<12} {numbers} {one.get('slowest_s', 0):>10.2f} {one.get('growth_mb', 0):>10.1f}", flush=True)
         for kind, number in one["kinds"].items():
             print(f"    {number} x {kind}")
-        if options.json:
-            options.json.write_text(json.dumps({**about, "results": results}, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, {**about, "results": results})
     return int(any(one["unexpected"] or one["growth_mb"] > MOST_GROWTH for one in results.values()))
 
 

@@ -9,14 +9,13 @@ calibrates, the other is tested, both in one gallery. Split "train" has seen sty
 condition, and shows what the promises are worth then.
 """
 
-import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from measuring import command_parser, write_json
 from torch import Tensor
 
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
@@ -157,10 +156,9 @@ def halves(scores: QueryScores, n_halves: int) -> dict[str, Any]:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser()
+    parser = command_parser(__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--halves", type=int, default=200)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     run = load_run(arguments.run)
     own, seen = (calibrated(run, split) for split in ("val", "train"))
@@ -180,8 +178,7 @@ def main() -> None:
         d, y = (distance, match) if direction == "i2t" else (distance.T, match.T)
         result[f"{direction}: random halves"] = halves(QueryScores.fit(d, y, growth=0.0), arguments.halves)
     show(result)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2))
+    write_json(arguments.json, result)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -6,36 +6,27 @@ Times are medians; ratios are within this one run. Other work on the same cores 
 at the load that is reported, or set OMP_NUM_THREADS=1.
 """
 
-import argparse
-import json
 import os
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from measuring import command_parser, in_turns, write_json
 
 from sfumato.distances import DISTANCES
 from sfumato.gaussian import GaussianEmbedding
 
 
 def median_seconds(run: Callable[[], object], repeats: int) -> float:
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    """After one call that does not count."""
+    return statistics.median(in_turns({"run": run}, repeats)["run"])
 
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_parser(__doc__)
     for name, default in (("n", 1000), ("m", 5000), ("d", 512), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
     x, y = (
@@ -53,10 +44,9 @@ def main() -> None:
         seconds = median_seconds(lambda matrix=distance.matrix: matrix(x, y), options.repeats if quick else 1)  # type: ignore[misc]
         results[name] = {"seconds": seconds, "ratio": seconds / base}
         print(f"{name:<22}{seconds * 1000:10.1f} ms {seconds / base:8.1f} x product")
-    if options.json:
-        about = {name: getattr(options, name) for name in ("n", "m", "d")}
-        about |= {"threads": threads, "load": load, "product_seconds": base}
-        options.json.write_text(json.dumps({**about, "results": results}, indent=2) + "\n")
+    about = {name: getattr(options, name) for name in ("n", "m", "d")}
+    about |= {"threads": threads, "load": load, "product_seconds": base}
+    write_json(options.json, {**about, "results": results})
 
 
 if __name__ == "__main__":

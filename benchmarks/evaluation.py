@@ -23,7 +23,6 @@ import importlib.util
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from match_loss import peak_mb
+from measuring import command_parser, of_process, write_json
 from torch import Tensor
 
 from sfumato.distances import get_distance
@@ -165,8 +165,7 @@ def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[fl
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser = command_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="JSON files of eccv_caption, where it is not installed")
     parser.add_argument("--d", type=int, default=512)
     parser.add_argument("--distance", default="csd")
@@ -188,8 +187,7 @@ def main() -> int:
         forms = ["write", "embeddings", "scores"]
         for form in forms + (["official"] if installed else []):
             command = [sys.executable, __file__, *sys.argv[1:], "--only", form, folder]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            results[form] = json.loads(done.stdout.splitlines()[-1])
+            results[form] = of_process(command)
     del results["write"]
     on_top, cpu, peak = (results["embeddings"][name] for name in ("on_top_seconds", "on_top_cpu_seconds", "peak_mb"))
     print(f"{'form':11} {'seconds':>8} {'peak MB':>8}")
@@ -210,12 +208,11 @@ def main() -> int:
         summary |= {"official_ratio": ratio, "largest_difference": gap, "compared": compared}
     else:
         print("official: not measured; pip install eccv_caption")
-    if arguments.json:
-        settings = {
-            k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if k not in ("json", "only")
-        }
-        settings |= {"torch": torch.__version__, "numpy": np.__version__, "machine": platform.machine()}
-        arguments.json.write_text(json.dumps({"settings": settings, **summary, "forms": results}, indent=2) + "\n")
+    settings = {
+        k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items() if k not in ("json", "only")
+    }
+    settings |= {"torch": torch.__version__, "numpy": np.__version__, "machine": platform.machine()}
+    write_json(arguments.json, {"settings": settings, **summary, "forms": results})
     return int(failed)
 
 

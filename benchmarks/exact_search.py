@@ -17,16 +17,13 @@ k are computed again in float32 ("product"), and skips the rest. Exits with 1 if
 # mypy: disable-error-code="misc"
 # Lambdas that hold their loop variables as defaults have no type that mypy infers.
 
-import argparse
-import json
 import sys
 import time
-from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import command_parser, in_turns, write_json
 from torch import Tensor
 
 from sfumato.arrays import Array, as_numpy
@@ -58,18 +55,6 @@ def by_product(lifted: LiftedGallery, queries: GaussianEmbedding, gallery: Gauss
     return closest_candidates(queries, gallery, near, lifted.distance)[1][:, :K]
 
 
-def race(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The shortest time of each in milliseconds; one round to warm up."""
-    best = dict.fromkeys(contenders, float("inf"))
-    for turn in range(rounds + 1):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            if turn:
-                best[name] = min(best[name], 1000 * (time.perf_counter() - start))
-    return best
-
-
 def speed(items: int, d: int, batches: list[int], rounds: int) -> list[dict[str, Any]]:
     """Times and ratios for each batch."""
     import faiss
@@ -86,15 +71,13 @@ def speed(items: int, d: int, batches: list[int], rounds: int) -> list[dict[str,
     for batch in batches:
         queries = unit(batch, d, 0, generator)
         q, g, vectors = queries.mean, gallery.mean, lift_queries(queries, "csd", centre=index.centre).numpy()
-        times = race(
-            {
-                "q @ g.T": lambda q=q, g=g: q @ g.T,
-                "g @ q.T": lambda q=q, g=g: g @ q.T,
-                "faiss": lambda v=vectors: flat.search(v, K),
-                "exact": lambda q=queries: index.nearest(q, K),
-            },
-            rounds,
-        )
+        contenders = {
+            "q @ g.T": lambda q=q, g=g: q @ g.T,
+            "g @ q.T": lambda q=q, g=g: g @ q.T,
+            "faiss": lambda v=vectors: flat.search(v, K),
+            "exact": lambda q=queries: index.nearest(q, K),
+        }
+        times = {name: 1000 * min(seconds) for name, seconds in in_turns(contenders, rounds).items()}
         product = min(times["q @ g.T"], times["g @ q.T"])
         rows.append(
             {
@@ -144,7 +127,10 @@ def recalls(items: int, d: int) -> list[dict[str, Any]]:
         lifted = LiftedGallery.of(lift_gallery(gallery, "csd", centre=index.centre), "csd", index.centre)
         found = {"product": by_product(lifted, queries, gallery), "exact": index.nearest(queries, K)[1]}
         wanted = torch.stack(truth)
-        result = {n: float((wanted.unsqueeze(2) == f.unsqueeze(1)).any(2).double().mean()) for n, f in found.items()}
+        result = {
+            n: float((wanted.unsqueeze(2) == torch.as_tensor(f).unsqueeze(1)).any(2).double().mean())
+            for n, f in found.items()
+        }
         rows.append({"gallery": name, "items": items, **result})
         print(f"{name:26} product {result['product']:.3f}  exact {result['exact']:.3f}", flush=True)
     return rows
@@ -152,8 +138,7 @@ def recalls(items: int, d: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Measure, print, write JSON."""
-    parser = argparse.ArgumentParser(description="Engine exact against the bare product and FAISS flat.")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser = command_parser(__doc__)
     parser.add_argument("--items", type=int, default=200_000)
     parser.add_argument("--d", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
@@ -170,7 +155,7 @@ def main() -> int:
     if arguments.json:
         settings = {name: value for name, value in vars(arguments).items() if name != "json"}
         about = {"torch": torch.__version__, "faiss": version("faiss-cpu")}
-        arguments.json.write_text(json.dumps({"settings": settings | about, "rows": rows}, indent=2) + "\n")
+        write_json(arguments.json, {"settings": settings | about, "rows": rows})
     return int(any(row.get("exact", 1) < 1 for row in rows if "gallery" in row))
 
 

@@ -17,7 +17,6 @@ A store's relative path starts in a scratch folder; NAME in a URL is replaced by
 """
 
 import argparse
-import json
 import platform
 import re
 import resource
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import command_parser, write_json
 from torch import Tensor
 
 from sfumato.errors import progress_bar
@@ -202,7 +202,7 @@ def not_better(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description="Recall of the true csd top 10: lifted against means with re-ranking.")
+    parser = command_parser(__doc__)
     parser.add_argument("--items", type=int, default=20_000)
     parser.add_argument("--d", type=int, default=512)
     parser.add_argument("--variances", nargs="*", choices=VARIANCES, default=list(VARIANCES))
@@ -214,7 +214,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     n, seed = arguments.queries, arguments.seed
@@ -246,14 +245,13 @@ def run(arguments: argparse.Namespace, galleries: Any) -> list[dict[str, Any]]:
                         file=sys.stderr,
                         flush=True,
                     )
-            if arguments.json:
-                about = {
-                    "settings": {k: str(v) for k, v in vars(arguments).items()},
-                    "machine": platform.machine(),
-                    "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-                    "rows": rows,
-                }
-                arguments.json.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+            about = {
+                "settings": {k: str(v) for k, v in vars(arguments).items()},
+                "machine": platform.machine(),
+                "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+                "rows": rows,
+            }
+            write_json(arguments.json, about)
     return rows
 
 

@@ -15,7 +15,6 @@ or if the service does not search as before at the end. Some requests get no ans
 more will come: counted as "closed".
 """
 
-import argparse
 import contextlib
 import json
 import platform
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from measuring import command_parser, write_json
 from service_world import bomb, in_base64, picture, serving, small_sources
 
 from sfumato.serve.app import create_app
@@ -362,8 +362,7 @@ def served(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="malformed requests")
-    parser.add_argument("--json", type=Path)
+    parser = command_parser(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--schema-share", type=float, default=0.2)
     parser.add_argument("--seed", type=int, default=0)
@@ -387,8 +386,7 @@ def main() -> int:
         "wrong": wrong[:50], "searches_as_before": alike,
     }  # fmt: skip
     print(json.dumps(result, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(arguments.json, result)
     return 1 if wrong or not alike else 0
 
 

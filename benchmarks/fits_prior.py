@@ -16,7 +16,6 @@ Absent queries: words that no photograph of a draw has; of a sentence all photog
 yes, and its own.
 """
 
-import argparse
 import csv
 import json
 import random
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import command_parser
 from own_folder import Split
 from scipy.stats import spearmanr
 from torch import Tensor
@@ -368,11 +368,10 @@ def listed_probability(data: Data, own: Tensor) -> Array:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("flickr8k", type=Path)
     parser.add_argument("judgements", type=Path)
     parser.add_argument("--out", type=Path, help="where the constants go")
-    parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args()
     prior, spearman = query_prior(given.flickr8k)
     val, test = (Data(given.flickr8k, split, prior) for split in ("val", "test"))

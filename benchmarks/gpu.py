@@ -23,13 +23,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from exact_search import by_product, unit
 from match_loss import peak_mb
+from measuring import command_parser, in_turns, write_json
 from pcme_step import build_model
 from PIL import Image
 from suite import commit, machine
@@ -64,14 +64,7 @@ class Bench:
 
     def seconds(self, forms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Median seconds of forms that take turns; the first turn does not count."""
-        taken: dict[str, list[float]] = {name: [] for name in forms}
-        for turn in range(self.rounds + 1):
-            for name, run in forms.items():
-                self._wait()
-                start = time.perf_counter()
-                run()
-                self._wait()
-                taken[name] += [time.perf_counter() - start] if turn else []
+        taken = in_turns(forms, self.rounds, self._clock)
         return {name: statistics.median(several) for name, several in taken.items()}
 
     def peak(self, run: Callable[[], object]) -> float:
@@ -84,9 +77,11 @@ class Bench:
         run()
         return torch.cuda.max_memory_allocated(self.device) / 2**20
 
-    def _wait(self) -> None:
+    def _clock(self) -> float:
+        """Seconds, when the device has done all that was asked."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
 
 def drawn_images(n: int) -> ImageFileStore:
@@ -232,8 +227,7 @@ def metrics(bench: Bench) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print each figure as it is there, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser = command_parser(__doc__)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each form")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -246,8 +240,7 @@ def main() -> None:
         for arguments in PARTS[part][1]:
             record[part].append(PARTS[part][0](bench, *arguments))
             print(f"{time.perf_counter() - start:6.0f} s  {part}: {json.dumps(record[part][-1])}", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(record, indent=2) + "\n")
+            write_json(options.json, record)
 
 
 PARTS: dict[str, tuple[Callable[..., dict[str, Any]], list[tuple[Any, ...]]]] = {

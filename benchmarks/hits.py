@@ -5,15 +5,13 @@
 Each run has a calibration that was fitted on another split. Figures are means over the runs.
 """
 
-import argparse
-import json
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
 import numpy as np
 import torch
+from measuring import command_parser, write_json
 
 from sfumato.calibration.logits import Population
 from sfumato.distances import get_distance
@@ -52,12 +50,11 @@ def of_run(folder: str, split: str, sizes: list[int], population: Population) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_parser(__doc__)
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--split", default="test")
     parser.add_argument("--sizes", type=int, nargs="*", default=[100, 356])
     parser.add_argument("--population", choices=get_args(Population), default="planted")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = [of_run(run, options.split, options.sizes, options.population) for run in options.runs]
     rows: list[dict[str, Any]] = []
@@ -72,8 +69,7 @@ def main() -> None:
             rows.append(about | means)
             cells = " | ".join(f"{means[key]:.3f}" for key in COLUMNS)
             print(f"| {first.direction} | {first.n_gallery} | {first.hits} | {name} | {cells} |")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ probability, as the service does. Hits that nobody judged are unknown, and left 
 fits_prior.py, "change" its mean change by the verdicts with two standard errors over draws.
 """
 
-import argparse
 import json
 import math
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from fits_prior import N_HITS, TEXTS, Data, Lists, quality, said
+from measuring import command_parser, write_json
 
 from sfumato.calibration.fits import FitsCalibration, FitsLogits, JudgedHits
 from sfumato.evaluation.judgements import ShownHit, sample_hits
@@ -100,11 +100,10 @@ def summary(found: list[dict[str, float]], before: list[dict[str, float]], chang
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("flickr8k", type=Path)
     parser.add_argument("judgements", type=Path)
     parser.add_argument("--draws", type=int, default=60)
-    parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args()
     packaged = FitsCalibration.packaged()
     data = Data(given.flickr8k, "test", torch.tensor(packaged.prior, dtype=torch.float64))
@@ -116,8 +115,7 @@ def main() -> None:
         for texts, fraction in (("with texts", 0.0), ("without texts", 1.0)):
             result[f"{prior_name}, {texts}"] = measured(prior, lists.without_texts(fraction), given.draws)
     print(json.dumps(result, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(given.json, result)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ both states are right. Items are compared all the while. At the end every item i
 wrong.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from measuring import command_parser, write_json
 from proxy_server import ProxyServer
 from service_world import WORDS
 from soak import OWN, WAIT, Client, Ledger, Service, check_seeds, orphans, shows
@@ -298,10 +298,9 @@ def run(kills: int, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="kills of services, store and proxy under load")
+    parser = command_parser(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="of each: services, store, proxy")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="sfumato-kills-") as folder:
         Path(folder).chmod(0o755)  # PostgreSQL runs as nobody.
@@ -311,8 +310,7 @@ def main() -> int:
             figures["log"] = [line for line in log if "connection failed" not in line][-200:]
     found = {"benchmark": "kills", "python": platform.python_version(), "seed": options.seed, **figures}
     print(json.dumps(found, indent=2, ensure_ascii=False))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, found)
     return 1 if figures["wrong"] else 0
 
 

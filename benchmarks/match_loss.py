@@ -18,13 +18,13 @@ import os
 import re
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measuring import command_parser, of_process, write_json
 from torch import Tensor
 
 from sfumato.arrays import Array
@@ -113,7 +113,7 @@ def apart(form: str, b: int, d: int, repeats: int) -> dict[str, float]:
     """:func:`measure` in a process of its own."""
     numbers = ["--b", str(b), "--d", str(d), "--repeats", str(repeats)]
     command = [sys.executable, __file__, "--form", form, *numbers]
-    return dict(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    return dict(of_process(command))
 
 
 def compare(b: int, d: int, repeats: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -134,13 +134,12 @@ def compare(b: int, d: int, repeats: int, rounds: int) -> dict[str, dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_parser(__doc__)
     parser.add_argument("--large", action="store_true", help="one large batch, in tiles")
     parser.add_argument("--b", type=int, help="512; 65536 with --large")
     parser.add_argument("--d", type=int, help="1024; 512 with --large")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--form", help=argparse.SUPPRESS)
     options = parser.parse_args()
     b, d = options.b or (65536 if options.large else 512), options.d or (512 if options.large else 1024)
@@ -160,9 +159,8 @@ def main() -> None:
         print(f"{form:<28}{clock:10.1f} ms {processor:10.1f} ms cpu {ratio} {result['extra_mb']:10.0f} MB extra")
     if "broadcast" in results:
         print(f"broadcast / loss: {results['broadcast']['cpu_seconds'] / results['loss']['cpu_seconds']:.0f} x")
-    if options.json:
-        about = {"b": b, "d": d, "threads": torch.get_num_threads(), "torch": torch.__version__}
-        options.json.write_text(json.dumps({**about, "load": load, "results": results}, indent=2) + "\n")
+    about = {"b": b, "d": d, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    write_json(options.json, {**about, "load": load, "results": results})
 
 
 if __name__ == "__main__":

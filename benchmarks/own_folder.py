@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import command_parser, write_json
 
 from sfumato import load
 from sfumato.distances import get_distance
@@ -171,10 +172,9 @@ def through_collections(data: Split, folder: Path) -> dict[str, Any]:
 
 def split_arguments(description: str | None) -> argparse.Namespace:
     """The arguments of a benchmark on a split of Flickr8k."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(description)
     parser.add_argument("flickr8k", type=Path)
     parser.add_argument("--split", default="test")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
@@ -193,8 +193,7 @@ def main() -> None:
         result |= through_collections(data, Path(folder))
     for name, figures in result.items():
         print(name, json.dumps(figures))
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(given.json, result)
 
 
 if __name__ == "__main__":

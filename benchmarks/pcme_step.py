@@ -19,15 +19,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from match_loss import peak_mb
+from measuring import command_parser, in_turns, of_process, write_json
 from towers import inputs as clip_inputs
 
 from sfumato.encoders.clip import ClipImageConfig, ClipTextConfig, clip_image_encoder, clip_text_encoder
@@ -133,40 +132,24 @@ def peak(form: str, options: argparse.Namespace) -> float:
     return peak_mb()
 
 
-def interleaved(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, taking turns, after one that does not count."""
-    times: dict[str, list[float]] = {form: [] for form in runs}
-    for repeat in range(repeats + 1):
-        for form, run in runs.items():
-            start = time.process_time()
-            run()
-            if repeat:
-                times[form].append(time.process_time() - start)
-    return times
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_parser(__doc__)
     parser.add_argument("--towers", choices=("clip", "frozen"), default="clip")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", choices=FORMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
         print(json.dumps(peak(options.peak, options)))
         return
     command = [sys.executable, __file__, *sys.argv[1:], "--peak"]
-    peaks = {
-        form: json.loads(subprocess.run([*command, form], check=True, capture_output=True, text=True).stdout)
-        for form in FORMS
-    }
-    repeats = max(5, options.repeats)
+    peaks = {form: of_process([*command, form]) for form in FORMS}
+    losses = {form: loss_alone(build_loss(form, options), options) for form in FORMS}
     times = {
-        "step": interleaved(prepared(FORMS, options), options.repeats),
-        "loss": interleaved({form: loss_alone(build_loss(form, options), options) for form in FORMS}, repeats),
+        "step": in_turns(prepared(FORMS, options), options.repeats, time.process_time),
+        "loss": in_turns(losses, max(5, options.repeats), time.process_time),
     }
     print(
         f"{options.towers}, batch {options.batch}, d {options.dim}, {options.samples} draws,"
@@ -182,9 +165,8 @@ def main() -> None:
             f" ({min(ratios):.3f} to {max(ratios):.3f})"
         )
     print(f"peak  pcmepp {peaks['pcmepp']:.0f} MB, pcme {peaks['pcme']:.0f} MB: {results['peak_ratio']:.3f} x")
-    if options.json:
-        record = vars(options) | {"json": None, "results": results, "torch": torch.__version__}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    record = vars(options) | {"json": None, "results": results, "torch": torch.__version__}
+    write_json(options.json, record)
 
 
 if __name__ == "__main__":

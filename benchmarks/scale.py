@@ -19,7 +19,6 @@ second" is of 256 queries at once; "p99 of 16" is of single queries of 16 client
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from match_loss import peak_mb
+from measuring import command_parser, of_process, write_json
 from own_folder import Split
 from store_servers import SERVERS, LocalServer, family_memory
 from torch.nn.functional import normalize
@@ -101,15 +102,9 @@ class World:
         return place.gather(1, exact.topk(K, largest=False).indices).tolist()
 
 
-def peak() -> float:
-    """Largest memory of this process, in MB."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
-
-
 def written(world: World, url: str, n: int) -> dict[str, float]:
     """Store n items and build the index."""
-    before, began = peak(), time.perf_counter()
+    before, began = peak_mb(), time.perf_counter()
     store = create_store(url, D + 1, "scale")
     for batch in world.batches(n):
         store.upsert(batch)
@@ -117,12 +112,12 @@ def written(world: World, url: str, n: int) -> dict[str, float]:
     store.optimise()
     indexed = time.perf_counter()
     store.close()
-    return {"store, s": stored - began, "index, s": indexed - stored, "memory to write, MB": peak() - before}
+    return {"store, s": stored - began, "index, s": indexed - stored, "memory to write, MB": peak_mb() - before}
 
 
 def searched(world: World, url: str, n: int) -> dict[str, float]:
     """Search it, one query at a time and many at once."""
-    truth, before = json.loads(Path(f"truth-{n}.json").read_text()), peak()
+    truth, before = json.loads(Path(f"truth-{n}.json").read_text()), peak_mb()
     store = open_store(url)
     store.search(world.queries[:1], K)
 
@@ -147,7 +142,7 @@ def searched(world: World, url: str, n: int) -> dict[str, float]:
         "p99, ms": 1000 * float(p99),
         "p99 of 16, ms": 1000 * float(np.quantile([seconds for seconds, _ in together], 0.99)),
         "queries a second": 256 / many,
-        "memory to search, MB": peak() - before,
+        "memory to search, MB": peak_mb() - before,
     }
 
 
@@ -193,8 +188,7 @@ def measured(form: str, n: int, work: Path, folder: Path, flickr8k: Path) -> dic
                 server.kill()
                 server.start()
             command = [sys.executable, __file__, str(flickr8k), "--step", step, url, str(n)]
-            done = subprocess.run(command, cwd=work, check=True, stdout=subprocess.PIPE, text=True)
-            figures |= json.loads(done.stdout.splitlines()[-1])
+            figures |= of_process(command, cwd=work)
             if server is not None:
                 figures[f"memory to {step}, MB"] = family_memory(server.pid)
         milvus = url.startswith("milvus")
@@ -203,12 +197,11 @@ def measured(form: str, n: int, work: Path, folder: Path, flickr8k: Path) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("flickr8k", type=Path)
     parser.add_argument("--items", type=int, nargs="+", default=[100_000, 300_000, 1_000_000])
     parser.add_argument("--stores", nargs="+", default=STORES)
     parser.add_argument("--compressed", action="store_true", help="stores with each compression instead")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--step", nargs=3, metavar=("WHAT", "URL", "N"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.step:
@@ -226,8 +219,7 @@ def main() -> None:
                 figures = measured(form, n, folder, folder / f"{n}-{i}", given.flickr8k)
                 result["stores"].setdefault(form.replace("{}", ""), {})[str(n)] = figures
                 print(form, n, json.dumps(figures), flush=True)
-                if given.json:
-                    given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                write_json(given.json, result)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ hits with a score above 0. The queries of a set are split in halves three times:
 prior. `prior` was fitted on the validation photographs of Flickr8k; --priors writes it.
 """
 
-import argparse
 import json
 from collections import defaultdict
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from bayesian_bm25.probability import BayesianProbabilityTransform
 from bayesian_bm25.vector_probability import VectorProbabilityTransform
+from measuring import command_parser, write_json
 from own_folder import Split
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
@@ -240,10 +240,9 @@ def write_priors(folder: Path, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("flickr8k", type=Path)
     parser.add_argument("coco5k", type=Path)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--priors", type=Path)
     given = parser.parse_args()
     if given.priors:
@@ -261,8 +260,7 @@ def main() -> None:
                     f"   1 to 10: error {ten['error']:.3f} ({ten['perfect']:.3f}) log loss {ten['log loss']:.3f}",
                     flush=True,
                 )
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(given.json, result)
 
 
 if __name__ == "__main__":

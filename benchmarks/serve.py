@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import command_parser, write_json
 from service_world import WORDS, ServiceProcess, large_sources
 
 from sfumato.encoders.encoder_protocol import TwoTowers
@@ -126,8 +127,7 @@ def mean_batch(port: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="the service under load")
-    parser.add_argument("--json", type=Path)
+    parser = command_parser(__doc__)
     parser.add_argument("--items", type=int, default=10_000)
     parser.add_argument("--d", type=int, default=256)
     parser.add_argument("--width", type=int, default=256, help="of the text encoder")
@@ -171,8 +171,7 @@ def main() -> int:
         "settings": {k: v for k, v in vars(arguments).items() if k not in ("json", "serve")}, "mean_batch": batches,
         "rows": rows,
     }  # fmt: skip
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(arguments.json, result)
     return 1 if any(row[name]["failures"] for row in rows for name in ("on", "off")) else 0
 
 

@@ -41,6 +41,7 @@ import httpx
 import numpy as np
 import torch
 from faults import exchange, raw_request, wrong_with
+from measuring import command_parser, write_json
 from PIL import Image
 from service_world import WORDS, ServiceProcess, in_base64, noise, picture, random_model
 from store_servers import SERVERS, LocalServer
@@ -452,14 +453,13 @@ def _restart(service: Service, clients: list[Client], ledger: Ledger) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="mixed load for a long time")
+    parser = command_parser(__doc__)
     parser.add_argument("stores", nargs="+", metavar="STORE_URL", help="store URL, postgresql, or milvus")
     parser.add_argument("--minutes", type=float, default=30.0, help="of load on each store")
     parser.add_argument("--rate", type=float, default=30.0, help="requests a second at most, of all clients together")
     parser.add_argument("--disturb", type=float, default=60.0, help="seconds between two kills")
     parser.add_argument("--items", type=int, default=2000, help="items that are there at first")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -473,9 +473,8 @@ def main() -> int:
             results.append(soak(store, options, Path(folder)))
         print(json.dumps(results[-1], indent=2), flush=True)
         about = {"benchmark": "soak", "python": platform.python_version(), "minutes": options.minutes}
-        if options.json:
-            found = {**about, "rate": options.rate, "seed": options.seed, "results": results}
-            options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        found = {**about, "rate": options.rate, "seed": options.seed, "results": results}
+        write_json(options.json, found)
     return 1 if any(one["wrong"] for one in results) else 0
 
 

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from exactness import synthetic
+from measuring import command_parser, write_json
 from torch import Tensor
 
 from sfumato.search.stores.protocol import Filter, Records, create_store, open_store
@@ -282,8 +283,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 command = child_command(engine, step, folder, options, f"--data={data}")
                 results[engine][step] = result = _figures(command)
                 print(f"{step:8} {engine:14} {json.dumps(result)}", flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps(_about(options) | {"engines": results}, indent=2) + "\n")
+                write_json(options.json, _about(options) | {"engines": results})
     return results
 
 
@@ -312,12 +312,11 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_parser(__doc__)
     parser.add_argument("--engines", nargs="+", choices=tuple(MODULES), default=list(MODULES))
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--d", type=int, default=512, help="dimensions of the embeddings; lifted vectors have one more")
-    parser.add_argument("--json", type=Path)
     for hidden in ("--work", "--folder", "--data"):
         parser.add_argument(hidden, type=str if hidden == "--work" else Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

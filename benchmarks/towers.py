@@ -12,15 +12,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from match_loss import peak_mb
+from measuring import command_parser, in_turns, of_process, write_json
 from torch import nn
 
 from sfumato.arrays import Array
@@ -105,12 +103,11 @@ def memory(form: str, what: str, options: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_parser(__doc__)
     parser.add_argument("--architecture", choices=list(ARCHITECTURES), default="ViT-B/32")
     parser.add_argument("--side", choices=("image", "text"), default="image")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
@@ -121,22 +118,11 @@ def main() -> None:
     towers = {form: build(form, options.side, options.architecture) for form in FORMS}
     results: dict[str, Any] = {}
     for what in PASSES:
-        runs = {form: runner(tower, batch, what) for form, tower in towers.items()}
-        for run in runs.values():
-            run()
-        times: dict[str, list[float]] = {form: [] for form in FORMS}
-        for _ in range(options.repeats):
-            for form, run in runs.items():
-                start = time.perf_counter()
-                run()
-                times[form].append(time.perf_counter() - start)
+        times = in_turns({form: runner(tower, batch, what) for form, tower in towers.items()}, options.repeats)
         ratio = statistics.median(b / a for a, b in zip(times["plain"], times["gaussian"], strict=True))
         same = ["--architecture", options.architecture, "--side", options.side, "--batch", str(options.batch)]
         command = [sys.executable, __file__, *same, "--memory"]
-        peaks = {
-            form: json.loads(subprocess.run([*command, form, what], check=True, capture_output=True, text=True).stdout)
-            for form in FORMS
-        }
+        peaks = {form: of_process([*command, form, what]) for form in FORMS}
         results[what] = {
             "seconds": {form: statistics.median(t) for form, t in times.items()},
             "ratio": ratio,
@@ -152,10 +138,9 @@ def main() -> None:
         )
     parameters = {form: sum(p.numel() for p in tower.parameters()) for form, tower in towers.items()}
     print(f"parameters {parameters['plain']:,} and {parameters['gaussian']:,}; load {os.getloadavg()[0]:.1f}")
-    if options.json:
-        about = {"json": None, "parameters": parameters, "torch": torch.__version__}
-        record = vars(options) | about | {"results": results}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    about = {"json": None, "parameters": parameters, "torch": torch.__version__}
+    record = vars(options) | about | {"results": results}
+    write_json(options.json, record)
 
 
 if __name__ == "__main__":

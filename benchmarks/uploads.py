@@ -35,6 +35,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from measuring import command_parser, write_json
 from PIL import Image
 from service_world import WORDS, ServiceProcess, in_base64, small_sources
 
@@ -191,11 +192,10 @@ def measured(service: Watched, clients: int, megabytes: float, seconds: float) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="large images from many clients")
+    parser = command_parser(__doc__)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--megabytes", type=float, default=64, help="of the images of all clients together")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--send", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -216,8 +216,7 @@ def main() -> int:
         "clients": arguments.clients, "seconds": arguments.seconds, **figures,
     }  # fmt: skip
     print(json.dumps(result, indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(arguments.json, result)
     refused = {**figures["quiet"]["statuses"], **figures["load"]["statuses"]}.keys() - {"200"}
     return 1 if figures["p99_ratio"] > 3 or figures["memory_mb"]["ratio"] > 1.1 or refused else 0
 

@@ -23,7 +23,8 @@ def test_the_page_and_the_commands_are_those_of_the_script():
     for run in suite.RUNS:
         name, *words = run.arguments.split()
         text = (FOLDER / name).read_text(encoding="utf-8")
-        options = {word.removeprefix("--") for word in [*words, "--json"] if word.startswith("--")}
+        options = {word.removeprefix("--") for word in words if word.startswith("--")}
+        assert "command_parser(__doc__)" in text, "it knows --json"
         if name != "distances.py":
             assert all(f'"--{option}"' in text for option in options), run
     for others, marked in ((0.02, False), (0.5, True), (None, True)):
