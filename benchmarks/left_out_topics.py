@@ -13,6 +13,7 @@ annotations/captions_*.json; CAPTIONS is a file with a caption of other photogra
 """
 
 import argparse
+import functools
 import json
 import random
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from fits_prior import fitted, quality
+from people import words
 
 import sfumato
 from sfumato.arrays import as_numpy, sigmoid
@@ -35,10 +37,10 @@ from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model
-from sfumato.search.answer import LINE, QueryInfo
+from sfumato.search.answer import LINE, Answer, QueryInfo
 from sfumato.search.candidates import REFERENCE_SIZE
 from sfumato.search.collection import GaussianCollection
-from sfumato.search.texts import ItemTexts
+from sfumato.search.texts import ItemTexts, says, word_stems
 from sfumato.training.loop import fit as train
 
 FOLDS = 5
@@ -53,6 +55,16 @@ TEXTS = ((0, 0), (0.5, 1), (0.5, 4), (0.9, 1), (0.9, 4))
 
 PACKAGED = fits.FitsCalibration.packaged()
 CONSTANTS = PACKAGED.of(3)
+
+THINGS = [
+    "cat", "dog", "horse", "train", "bus", "car", "truck", "boat", "pizza", "cake", "sandwich", "banana", "toilet",
+    "sink", "kitchen", "bathroom", "bed", "bedroom", "couch", "chair", "table", "laptop", "computer", "phone",
+    "clock", "vase", "flower", "bird", "elephant", "giraffe", "zebra", "bear", "cow", "sheep", "kite", "surfboard",
+    "skateboard", "snowboard", "ski", "tennis", "baseball", "frisbee", "umbrella", "bench", "street", "sign", "beach",
+    "snow", "grass", "woman", "man", "child", "boy", "girl", "people", "food", "plate", "window", "bicycle",
+    "motorcycle", "airplane", "tree", "water",
+]  # fmt: skip
+"""Words for what photographs of COCO show."""
 
 ABSENT = 1 / 3
 """Weight of queries that mean nothing in the gallery."""
@@ -211,7 +223,7 @@ def refit(data: Data, work: Path, write: bool) -> dict[str, Any]:
     result = {"as it is": first_hits(CONSTANTS.hit_bare, every), "fitted on the other folds": own}
     if write:
         kept = kept_captions(data, None)
-        np.save(place / "captions.npy", np.round(kept * 127 / np.abs(kept).max()).astype(np.int8))
+        np.save(place / "captions.npy", fits.in_bytes(kept))
         lengths = (*PACKAGED.lengths[:-1], replace(CONSTANTS, hit_bare=fit(every)))
         found = asdict(replace(PACKAGED, lengths=lengths))
         (place / "fits.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -229,24 +241,46 @@ def coco(folder: Path, others: Path) -> dict[str, Any]:
     known = {caption for some in captions for caption in some}
     apart = [line for line in others.read_text("utf-8").splitlines() if line not in known]
     apart, images = random.Random(0).sample(apart, 600), sfumato.load("small").embed_images(paths)
-    return {f"{n} captions": coco_with(n, paths, captions, apart, images) for n in (0, 1, 4)}
+    return {f"{n} captions": coco_with(n, paths, captions, apart, images) for n in (0, 1, 4)} | {
+        f"things, texts for {part:.0%}": coco_things(part, paths, captions, images)
+        for part in (0, 0.1, 0.2, 0.3, 0.5, 1)
+    }
+
+
+def coco_things(
+    part: float, paths: list[Path], captions: list[list[str]], images: GaussianEmbedding
+) -> dict[str, float]:
+    """Names of THINGS that captions have, asked of the photographs with four captions each for a part of them."""
+    has = random.Random(1).sample(range(len(paths)), round(part * len(paths)))
+    stems = [word_stems(" ".join(some)) for some in captions]
+    there = {thing: {str(i) for i, own in enumerate(stems) if says(own, word_stems(thing))} for thing in THINGS}
+    known = [thing for thing in THINGS if there[thing]]
+    shown = [captions[i][:4] if i in has else [] for i in range(len(paths))]
+    return words(answers_of([*map(str, range(len(paths)))], images, shown, known), [there[thing] for thing in known])
+
+
+def answers_of(
+    ids: list[str], images: GaussianEmbedding, captions: list[list[str]], queries: list[str]
+) -> list[Answer]:
+    """What a collection of images with some captions answers to queries."""
+    model, state = sfumato.load("small"), {"calibrated": True, "run": "small"}
+    with tempfile.TemporaryDirectory() as folder:
+        make = functools.partial(GaussianCollection.create, calibration=model.calibration, metadata=state, texts=True)
+        with make(f"{folder}/a", d=images.d) as store:
+            store.upsert(images, ids, payloads=[{"captions": "\n".join(some)} if some else {} for some in captions])
+            return store.search(model.embed_texts(queries), 10, about=QueryInfo.of_texts(queries))
 
 
 def coco_with(
     n: int, paths: list[Path], captions: list[list[str]], apart: list[str], images: GaussianEmbedding
 ) -> dict[str, Any]:
     """The same of photographs with n captions, by the others of these."""
-    model, column = sfumato.load("small"), {path.name: i for i, path in enumerate(paths)}
+    column = {path.name: i for i, path in enumerate(paths)}
     asked, of = [c for some in captions for c in some[n:]], np.repeat(np.arange(len(paths)), 5 - n)
     theirs = sentence_vectors([c for some in captions for c in some]).reshape(len(paths), 5, -1)
     yes = fitting(sentence_vectors(asked + apart), theirs)
     yes[np.arange(len(asked)), of] = 1
-    known, state = model.calibration, {"calibrated": True, "run": "small"}
-    with tempfile.TemporaryDirectory() as folder:
-        store = GaussianCollection.create(f"{folder}/a", d=images.d, calibration=known, metadata=state, texts=True)
-        store.upsert(images, [*column], payloads=[{"captions": "\n".join(some[:n])} if n else {} for some in captions])
-        answers = store.search(model.embed_texts(asked + apart), 10, about=QueryInfo.of_texts(asked + apart))
-        store.close()
+    answers = answers_of([*column], images, [some[:n] for some in captions], asked + apart)
     first = np.array([[a[0].match_probability, yes[q, column[a[0].id]]] for q, a in enumerate(answers)])
     kinds = np.array([a.verdict.kind if a.verdict else "" for a in answers])
     number, expected, result = len(asked), np.array([a.expected_matches for a in answers]), dict[str, Any]()

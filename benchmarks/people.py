@@ -2,16 +2,17 @@
 
     python benchmarks/people.py FLICKR8K [--split test] [--json FILE]
 
-FLICKR8K as for own_folder.py. Three draws of 400 photographs with four captions each, and without. A photograph fits a
-word if its five captions have it, a word for the same thing or a kind of it ("poodle" for "dog"). Words: those of
-own_folder.WORDS that a photograph of the draw fits. Absent: things that none fits. Odd: other languages, misspelt words
-and names. Added: 40 more photographs without texts beside the 400 with captions; the query is a caption, and right is
-its own photograph.
+FLICKR8K as for own_folder.py. Three draws of 400 photographs with four captions each, for some, and without. A
+photograph fits a word if its five captions have it, a word for the same thing or a kind of it ("poodle" for "dog").
+Words: those of own_folder.WORDS that a photograph of the draw fits. Absent: things that none fits. Odd: other
+languages, misspelt words and names. Added: 40 more photographs without texts beside the 400 with captions; the query is
+a caption, and right is its own photograph.
 """
 
 import json
 import random
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from own_folder import DRAWS, WORDS, Split, split_arguments
 from scipy.stats import spearmanr
 
-from sfumato.search.answer import Answer, QueryInfo
+from sfumato.search.answer import LINE, Answer, QueryInfo
 from sfumato.search.collection import GaussianCollection
 from sfumato.search.texts import says, word_stems
 
@@ -51,18 +52,20 @@ def first(answers: list[Answer]) -> dict[str, float]:
     return {"said": float(said.mean()), "one half": float((said >= 0.5).mean()), "nothing": float(np.mean(nothing))}
 
 
-def words(data: Split, answers: list[Answer], fitting: list[set[int]]) -> dict[str, float]:
+def words(answers: list[Answer], fitting: Sequence[set[str]]) -> dict[str, float]:
     """The same beside what is right, and the expected numbers of matches beside those of mentions."""
-    expected = np.array([answer.expected_matches for answer in answers])
+    expected = np.array([answer.expected_matches for answer in answers], float)
+    sure = np.array([answer.best_probability >= LINE for answer in answers])
     true, p, y = np.array([len(found) for found in fitting]), list[float](), list[bool]()
     for answer, found in zip(answers, fitting, strict=True):
         p += [hit.match_probability for hit in answer]
-        y += [int(hit.id) in found for hit in answer]
+        y += [hit.id in found for hit in answer]
     return first(answers) | {
-        "right": float(np.mean([int(answer[0].id) in found for answer, found in zip(answers, fitting, strict=True)])),
+        "right": float(np.mean([answer[0].id in found for answer, found in zip(answers, fitting, strict=True)])),
         "1 to 10 said": float(np.mean(p)),
         "1 to 10 right": float(np.mean(y)),
         "expected / true": float(np.median(expected / true)),
+        "within a factor of 2": float(np.mean(((expected > true / 2 - 0.5) & (expected < 2 * true + 0.5))[sure])),
         "spearman": float(spearmanr(expected, true).statistic),
     }
 
@@ -72,13 +75,15 @@ def of_draw(data: Split, folder: Path, seed: int) -> dict[str, dict[str, float]]
     drawn = random.Random(seed).sample(range(len(data.files)), 440)
     own, new, result = drawn[:400], drawn[400:], dict[str, dict[str, float]]()
     stems = {i: set[str]().union(*data.stems[i]) for i in drawn}
-    by_word = {word: {i for i in own if says(stems[i], word_stems(word))} for word in (*WORDS, *THINGS)}
+    by_word = {word: {str(i) for i in own if says(stems[i], word_stems(word))} for word in (*WORDS, *THINGS)}
     known = [word for word in WORDS if by_word[word]]
     absent = [thing for thing in THINGS if not by_word[thing]]
-    for name, captioned in (("with captions", set(own)), ("without captions", set[int]())):
+    parts = {"with captions": 1, "without captions": 0, "a tenth": 0.1, "a fifth": 0.2, "three tenths": 0.3}
+    for name, fraction in parts.items():
+        captioned = set(random.Random(1).sample(own, round(400 * fraction)))
         with data.collection(folder / f"{seed} {name}", own, captioned) as gallery:
             found = search(data, gallery, known)
-            result[f"words {name}"] = words(data, found, [by_word[word] for word in known]) | {"n": len(known)}
+            result[f"words {name}"] = words(found, [by_word[word] for word in known]) | {"n": len(known)}
             result[f"absent {name}"] = first(search(data, gallery, absent)) | {"n": len(absent)}
             for kind, queries in ODD.items():
                 result[f"{kind} {name}"] = first(search(data, gallery, queries))

@@ -63,6 +63,22 @@ def test_what_is_said_of_a_list(probabilities, expected, nothing, kind, said):
         assert fits_verdict(probabilities, expected, nothing, 0.1).kind == "nothing"
 
 
+@pytest.mark.parametrize(
+    "probabilities, expected, kind, said",
+    [
+        ([0.8, 0.7, 0.6, 0.2], 23.0, "few", "Likely matches: 2 of the 3 results above 50% should be right"),
+        ([0.9] * 8, 23.0, "many", "Likely matches: 7 of the 8 results above 50% should be right"),
+        ([0.8, 0.7], 12.0, "few", "Likely matches: both results above 50% should be right"),
+        ([0.8, 0.4], 12.0, "few", "A likely match: the first result is right with a probability of 80%"),
+        ([0.9, 0.4], 2.9, "clear", "One clear match"),
+    ],
+)
+def test_the_number_of_matches_is_not_said_where_most_items_have_no_texts(probabilities, expected, kind, said):
+    found = fits_verdict(probabilities, expected, 0.0, 0.71)
+    assert (found.kind, found.text) == (kind, said)
+    assert "about 23" in fits_verdict(probabilities, 23.0, 0.0, 0.7).text
+
+
 def test_a_list_by_texts_has_one_sentence_and_a_line(capsys):
     found = replace(answer(4, found=fits_verdict([0.9, 0.45, 0.3], 8.2, 0.0)), target="fits", expected_matches=8.2)
     assert found.sentence == found.verdict.text == "Many matches: about 8"

@@ -18,19 +18,21 @@ from support.raising import failing, raises
 from support.toy import assert_same_runs, fit_until, log_of, make_toy
 
 from sfumato import fit, load_recipe
+from sfumato.calibration.fits import KNOWN_TEXTS, FitsCalibration, known_texts
 from sfumato.data.images import Problems
 from sfumato.encoders import package_weights
 from sfumato.encoders.joint import joint_backbone
-from sfumato.encoders.package_weights import where_weights_are
+from sfumato.encoders.package_weights import sentence_vectors, where_weights_are
 from sfumato.errors import UserError
 from sfumato.models.embed import embed_split, embed_split_images, load_split
 from sfumato.models.recipe import find_recipe, save_recipe
 from sfumato.models.run import load_run
 from sfumato.training import loop as module
-from sfumato.training import saving
+from sfumato.training import saving, validation
 from sfumato.training import step as learner
 from sfumato.training.loop import preferred_recipe, what_to_expect
 from sfumato.training.step import DivergedError
+from sfumato.workflows.export import export_run
 
 pytestmark = pytest.mark.usefixtures("windows")  # What is open is in use.
 
@@ -64,6 +66,19 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
     assert len(t2i.nearest) == i2t.n_gallery and t2i.matches_per_query >= 1
     assert 0 < calibration.t2i.conformal_radius(0.5) <= calibration.t2i.conformal_radius(0.2)
     assert loaded.model.embed_texts(["a red circle"]).d == 16
+
+
+def test_a_model_knows_what_it_was_trained_on(toy, run, tmp_path, monkeypatch):
+    """Texts like those of the training are near; a run of few texts says nothing of nearness."""
+    assert not (run[0] / KNOWN_TEXTS).exists() and not len(known_texts(str(run[0])))
+    monkeypatch.setattr(validation, "_FEWEST_KNOWN", 20)
+    fit(load_recipe(toy, ["train.epochs=1"]), tmp_path / "run")
+    exported = export_run(tmp_path / "run", tmp_path / "exported")
+    asked = sentence_vectors(["a red circle", "some bar in blue", "a lawyer reads a contract", "jazz at midnight"])
+    for folder in (tmp_path / "run", exported):
+        near = FitsCalibration.nearness(asked, str(folder))
+        assert near[:2].min() > 0.75 > 0.35 > near[2:].max()
+        assert np.linalg.norm(known_texts(str(folder)), axis=1) == pytest.approx(1)
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ sentence may be said in other words.
 
 The constants lie in fits.json. They were fitted once: on people's verdicts about sentences (Hodosh, Young and
 Hockenmaier 2013, Flickr8k), and, for words, on whether captions mention them. benchmarks/fits_prior.py fits them, and
-docs/results/people.md says how well they hold. Those of sentences and items without texts also read, for the model
-`small`, how near the query is to the captions that it was trained on, and were fitted on topics that it had not seen,
-by benchmarks/left_out_topics.py.
+docs/results/people.md says how well they hold. Those of sentences and items without texts also read how near the query
+is to the captions that the model was trained on, where these are known, and were fitted on topics that `small` had not
+seen, by benchmarks/left_out_topics.py.
 
 Verdicts on one's own hits correct the logits of hits (:func:`fit_correction`). A penalty holds the correction at no
 change: with few verdicts the fitted logits stay, with many they follow. Cross-validation over queries chooses the
@@ -25,6 +25,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,10 @@ N_CLOSE = 5
 """The nearness of a query is its mean cosine with this many training captions, the closest. It is the last feature of a
 hit without texts."""
 
-MODEL = "small"
-"""The model that the nearness and the constants that read it are of; other models know other things."""
+KNOWN_TEXTS, N_KNOWN = "known_texts.npy", 2_000
+"""The file of a model's folder with the sentence vectors of that many of its training texts, in steps of one byte."""
+
+_SMALL = "small"
 
 LENGTHS = (1, 2, 3)
 """Numbers of words of the queries that have constants of their own; the last is of longer ones, too."""
@@ -108,7 +111,7 @@ class FitsLogits:
     pair_without: LinearLogit
     hit_with: LinearLogit  # of a hit: of the logit of the pair, and of the best logit and LIST_FEATURES
     hit_without: LinearLogit
-    hit_bare: LinearLogit  # of a hit without texts by `small`; also of the nearness of the query
+    hit_bare: LinearLogit  # of a hit without texts by a model of known training texts; also of the query's nearness
     nothing: LinearLogit  # that no item fits: of minus the best logit and LIST_FEATURES
 
     def is_sound(self) -> bool:
@@ -130,7 +133,7 @@ class FitsLogits:
     def of_hits(self, pair: np.ndarray, has_texts: np.ndarray, listed: np.ndarray, near: np.ndarray | None) -> Floats:
         """(q, c) logits that items fit, given the list of each query.
 
-        pair (q, c), listed (q, 5); near (q,) the nearness of the queries, None for other models than `small`.
+        pair (q, c), listed (q, 5); near (q,) the nearness of the queries, None if it is unknown.
         """
         of_list = listed[:, None]
         if near is None:
@@ -301,9 +304,9 @@ class FitsCalibration:
         return np.asarray(as_numpy(vectors) @ np.array(self.prior[:-1]) + self.prior[-1])
 
     @staticmethod
-    def nearness(vectors: Array) -> Floats:
-        """(q,) mean cosine of queries with the closest training captions of `small`. vectors (q, 384)."""
-        cosines = as_numpy(vectors) @ _training_captions().T
+    def nearness(vectors: Array, model: str = _SMALL) -> Floats:
+        """(q,) mean cosine of queries with the closest :func:`known_texts` of a model. vectors (q, 384)."""
+        cosines = as_numpy(vectors) @ known_texts(model).T
         return np.asarray(np.partition(cosines, -N_CLOSE, axis=1)[:, -N_CLOSE:].mean(1))
 
     def corrections(self, hits: JudgedHits, *, seed: int = 0) -> dict[str, Correction]:
@@ -361,11 +364,16 @@ def _with_zero(of: LinearLogit, at: int) -> LinearLogit:
     return replace(of, weights=weights, low=low, high=high)
 
 
-@functools.cache
-def _training_captions() -> np.ndarray:
-    """(2000, 384) unit vectors of captions that `small` was trained on; the file holds them in steps of one byte."""
-    with files(__package__).joinpath("captions.npy").open("rb") as file:
-        return unit(np.load(file).astype(np.float32))
+@functools.lru_cache(8)
+def known_texts(model: str) -> np.ndarray:
+    """(n, 384) unit sentence vectors of training texts of a model, by its name or folder; none of others."""
+    path = Path(__file__).with_name("captions.npy") if model == _SMALL else Path(model) / KNOWN_TEXTS
+    return unit(np.load(path).astype(np.float32)) if path.is_file() else np.empty((0, 384), np.float32)
+
+
+def in_bytes(vectors: np.ndarray) -> np.ndarray:
+    """Vectors in steps of one byte, for :data:`KNOWN_TEXTS`."""
+    return np.round(vectors * 127 / np.abs(vectors).max()).astype(np.int8)
 
 
 FEWEST_WORDS = 3

@@ -168,7 +168,7 @@ LINE = 0.5
 """Probability that the line in a list of hits stands for."""
 
 _CLEAR, _SINGLE, _FEW, _UNSURE = 0.75, 2, 3, 0.25
-_FEW_UNJUDGED = 0.1
+_FEW_UNJUDGED, _MOST_UNJUDGED = 0.1, 0.7
 _LABEL = 32
 
 
@@ -212,7 +212,7 @@ def fits_verdict(
 ) -> Verdict:
     """Put an answer by target "fits" into words: the probabilities of its hits, and that of no match at all.
 
-    unjudged: the fraction of the items without texts.
+    unjudged: the fraction of the items without texts; if most have none, the expected number is too unsure to be said.
     """
     above, best = [p for p in probabilities if p >= LINE], max(probabilities, default=0.0)
     which = "first" if not probabilities or probabilities[0] == best else "most probable"
@@ -224,16 +224,17 @@ def fits_verdict(
                 return Verdict("unsure", f"Nothing sure: no result is likely, and {those} have no texts")
             return Verdict("nothing", "Nothing here shows this")
         return Verdict("unsure", f"No likely match: {found}")
-    if expected_matches < _FEW and len(above) == 1:
-        if best >= _CLEAR:
+    right, n, counts = round(sum(above)), len(above), unjudged <= _MOST_UNJUDGED
+    if n == 1 and (expected_matches < _FEW or not counts):
+        if best >= _CLEAR and expected_matches < _FEW:
             return Verdict("clear", "One clear match")
         return Verdict("few", f"A likely match: {found}")
-    kind: Literal["many", "few"] = "many" if expected_matches >= MANY else "few"
-    right, n = round(sum(above)), len(above)
-    about = max(round(expected_matches), right)
-    of = f"all {n}" if right == n else f"{right} of the {n}"
-    line = f"; {of} results above {LINE:.0%} should be right" if n > 2 else ""
-    return Verdict(kind, f"{'Many' if kind == 'many' else 'A few'} matches: about {about}{line}")
+    many = (expected_matches if counts else right) >= MANY
+    of = "both" if right == n == 2 else f"all {n}" if right == n else f"{right} of the {n}"
+    line = f"{of} results above {LINE:.0%} should be right"
+    about = f"{'Many' if many else 'A few'} matches: about {max(round(expected_matches), right)}"
+    said = f"{about}{f'; {line}' if n > 2 else ''}" if counts else f"Likely matches: {line}"
+    return Verdict("many" if many else "few", said)
 
 
 def shown_probability(p: float) -> str:
@@ -367,9 +368,8 @@ class Answer:
                 return f"the first result is right with a probability of {_percent(self.best_probability)}"
             by = "distance and texts" if self.target == "fits" else "distance"
             return f"by {by}; match probabilities are not calibrated for such queries"
-        if self.target == "fits" or self.verdict.kind == "unfamiliar" or "about" in self.verdict.text:
-            return self.verdict.text
-        if self.expected_matches is None:
+        said = self.target == "fits" or self.verdict.kind == "unfamiliar" or "about" in self.verdict.text
+        if said or self.expected_matches is None:
             return self.verdict.text
         return f"{self.verdict.text}; {self.expected_matches:.1f} matches expected"
 

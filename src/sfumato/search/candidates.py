@@ -277,7 +277,7 @@ class TextSearch:
     own: ItemTexts  # the texts of the sample
     n: int  # number of items that may be found
     size: int  # number of all items
-    model: str  # name of the model
+    model: str  # name or folder of the model
     filter: Filter | None  # of what may be found, while lists are those of the whole gallery
 
     def __post_init__(self) -> None:
@@ -290,7 +290,8 @@ class TextSearch:
         kinds = [FitsCalibration.packaged(fitted.ACROSS) if i in across else self.fits for i in range(len(texts))]
         self.logits = [kind.of(len(word_stems(text))) for kind, text in zip(kinds, texts, strict=True)]
         self.prior = self.fits.query_prior(self.vectors)  # (q,)
-        self.near = self.fits.nearness(self.vectors) if self.model == fitted.MODEL else None  # (q,)
+        known = len(fitted.known_texts(self.model))
+        self.near = self.fits.nearness(self.vectors, self.model) if known else None  # (q,)
         n_words = np.array([len(words_of(text)) for text in texts])
         long = np.flatnonzero(n_words >= fitted.FEWEST_WORDS)
         like_captions = np.array([i for i in long if i not in across], np.int64)

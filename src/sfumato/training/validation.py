@@ -7,6 +7,7 @@ becomes one number of the query itself, also for queries that the training never
 """
 
 import contextlib
+import io
 import math
 from dataclasses import replace
 from typing import Any
@@ -17,11 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.fits import KNOWN_TEXTS, N_KNOWN, in_bytes
 from sfumato.calibration.logits import N_REFERENCE, fit_logits
 from sfumato.data.pairs import PairData
 from sfumato.data.splits import WORDINGS
 from sfumato.distances.distance import Distance
 from sfumato.encoders.encoder_protocol import Store
+from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.errors import UserError, progress_bar, say
 from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
 from sfumato.evaluation.protocols import EmbeddedSplit, Evaluation, Query, evaluate_retrieval
@@ -39,6 +42,10 @@ from sfumato.models.sections import VarianceStageConfig
 from sfumato.search.exact import distance_blocks
 from sfumato.training.saving import Training
 from sfumato.training.step import DivergedError, averaged, clip_gradients
+
+_FEWEST_KNOWN = 1_000
+"""Training texts from which on the nearness of a query to them says something: `small`, whose constants they are, has
+2,000."""
 
 
 def validate(
@@ -147,10 +154,15 @@ def _keep_last_weights(training: Training) -> None:
 
 
 def _remember_items(training: Training) -> None:
-    """Write what is known of the training texts' words, and the digests of the training images."""
+    """Write what is known of the training texts' words, vectors of some, and the digests of the training images."""
     assert training.data.indexed is not None
     model, data = training.learner.model, training.data.indexed.sampler.data
     remember_words(model, data.texts, training.folder / WORDS)
+    if not model.text.processor.reads and len(data.texts) >= _FEWEST_KNOWN:
+        chosen = np.random.default_rng(0).permutation(len(data.texts))[:N_KNOWN]
+        vectors, file = sentence_vectors([data.texts[i] for i in chosen]), io.BytesIO()
+        np.save(file, in_bytes(vectors))
+        write_atomically(training.folder / KNOWN_TEXTS, file.getvalue())
     if not model.image.processor.reads:
         write_atomically(training.folder / TRAINED, "".join(f"{image_digest(image)}\n" for image in data.images))
 
