@@ -281,9 +281,9 @@ class FitsCalibration:
         read = [{name: LinearLogit.from_json(of) for name, of in one.items()} for one in values["lengths"]]
         for one in read:  # An earlier version had hit_without for all galleries; verdicts may have refined it.
             if "hit_bare" not in one:
-                one["hit_bare"] = _with_zero(one["hit_without"], len(LIST_FEATURES) + 1)
+                one["hit_bare"] = with_zero(one["hit_without"], len(LIST_FEATURES) + 1)
             if len(one["pair_with"].weights) < len(PAIR_FEATURES):  # Another did not count the texts.
-                one["pair_with"] = _with_zero(one["pair_with"], PAIR_FEATURES.index("missing in few"))
+                one["pair_with"] = with_zero(one["pair_with"], PAIR_FEATURES.index("missing in few"))
         lengths = tuple(FitsLogits(**one) for one in read)
         prior = tuple(values["prior"])
         sound = all(one.is_sound() for one in lengths) and all(map(math.isfinite, prior))
@@ -358,7 +358,7 @@ def _kinds(hits: JudgedHits) -> dict[str, np.ndarray]:
     return {"hit_with": hits.has_texts, "hit_without": ~hits.has_texts}
 
 
-def _with_zero(of: LinearLogit, at: int) -> LinearLogit:
+def with_zero(of: LinearLogit, at: int) -> LinearLogit:
     """The same logit with one more feature, of no weight."""
     weights, low, high = ((*some[:at], 0.0, *some[at:]) for some in (of.weights, of.low, of.high))
     return replace(of, weights=weights, low=low, high=high)
