@@ -180,3 +180,10 @@ def data_url(content: bytes) -> str:
     """The bytes of an image file as a URL that a page can hold."""
     kind = "png" if content[:4] == b"\x89PNG" else "webp" if content[:4] == b"RIFF" else "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def shown_probability(p: float) -> str:
+    """A probability in per cent that never rounds to 0% or 100%."""
+    if p >= 0.995:
+        return ">99%"
+    return "<1%" if p < 0.005 else f"{p:.0%}"

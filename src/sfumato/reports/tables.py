@@ -18,9 +18,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as Printed
 
+from sfumato.charts import shown_probability
 from sfumato.errors import counted, printable
 from sfumato.metrics.bootstrap import Interval
-from sfumato.search.answer import LINE, shown_probability
+from sfumato.search.answer import LINE
 from sfumato.search.texts import WORD_FIELDS
 
 MISSING = "–"

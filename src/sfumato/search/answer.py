@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from sfumato.charts import FIRST, data_url, render_page, styled_axes
+from sfumato.charts import FIRST, data_url, render_page, shown_probability, styled_axes
 from sfumato.data.images import ImageSource, handed_out, thumbnail
 from sfumato.errors import UserError
 from sfumato.ids import Direction, has_words, plain_text, spelled_numbers
@@ -235,13 +235,6 @@ def fits_verdict(
     about = f"{'Many' if many else 'A few'} matches: about {max(round(expected_matches), right)}"
     said = f"{about}{f'; {line}' if n > 2 else ''}" if counts else f"Likely matches: {line}"
     return Verdict("many" if many else "few", said)
-
-
-def shown_probability(p: float) -> str:
-    """A probability in per cent that never rounds to 0% or 100%."""
-    if p >= 0.995:
-        return ">99%"
-    return "<1%" if p < 0.005 else f"{p:.0%}"
 
 
 def _percent(p: float) -> str:
