@@ -13,16 +13,18 @@ const SIGNS = { sure: "✓", calm: "●●●", unsure: "?", none: "–" }; // b
 
 // ---- vectors in half precision
 
-function decode(text, n) { // -> n vectors
-  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  const all = Float64Array.from({ length: bytes.length / 2 }, (_, i) => half(bytes[2 * i] | (bytes[2 * i + 1] << 8)));
-  const d = all.length / n;
-  return Array.from({ length: n }, (_, i) => all.subarray(d * i, d * (i + 1)));
+const HALVES = new Float64Array(65536); // by their 16 bits; infinity and NaN do not occur
+for (let bits = 0; bits < HALVES.length; bits++) {
+  const [sign, exponent, fraction] = [bits & 0x8000 ? -1 : 1, (bits >> 10) & 31, bits & 1023];
+  HALVES[bits] = sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));
 }
 
-function half(bits) {
-  const [sign, exponent, fraction] = [bits & 0x8000 ? -1 : 1, (bits >> 10) & 31, bits & 1023];
-  return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));
+function decode(text, n) { // -> n vectors
+  const bytes = atob(text);
+  const all = new Float64Array(bytes.length / 2);
+  for (let i = 0; i < all.length; i++) all[i] = HALVES[bytes.charCodeAt(2 * i) | (bytes.charCodeAt(2 * i + 1) << 8)];
+  const d = all.length / n;
+  return Array.from({ length: n }, (_, i) => all.subarray(d * i, d * (i + 1)));
 }
 
 const vectors = Object.fromEntries(["items", "texts", "queries", "sentences"].map((name) => [name, decode(data.vectors[name], (["items", "texts"].includes(name) ? items : queries).length)]));
