@@ -40,8 +40,8 @@ from torch import Tensor
 from sfumato.distances import get_distance
 from sfumato.evaluation import protocols
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
+from sfumato.evaluation.benchmarks import Source, rank
 from sfumato.evaluation.benchmarks import figures as figures_of
-from sfumato.evaluation.benchmarks import rank
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.search.exact import distance_blocks
@@ -134,22 +134,14 @@ def measure(what: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
             stored[start : start + 500] = get_distance(arguments.distance).matrix(images[start : start + 500], texts)
         return {}
     before = peak_mb(reset=True)
-    if what == "embeddings":
-        figures, seconds = timed(
-            lambda: figures_of(
-                rank(protocols.Embeddings(images, texts, arguments.distance), whole.image_ids, whole.text_ids, chosen)
-            ),
-            arguments.repeats,
-        )
-    elif what == "scores":
-        mapped = np.load(scores, mmap_mode="r")
-        figures, seconds = timed(
-            lambda: figures_of(rank(protocols.Scores(mapped, "smaller"), whole.image_ids, whole.text_ids, chosen)),
-            arguments.repeats,
-        )
-    else:
+    if what == "official":
         figures, parts = official(np.load(scores, mmap_mode="r"), whole)
         return {"seconds": sum(parts.values()), "parts": parts, "peak_mb": peak_mb(), "figures": figures}
+    source: Source = protocols.Embeddings(images, texts, arguments.distance)
+    if what == "scores":
+        source = protocols.Scores(np.load(scores, mmap_mode="r"), "smaller")
+    ranked = source, whole.image_ids, whole.text_ids, chosen
+    figures, seconds = timed(lambda: figures_of(rank(*ranked)), arguments.repeats)
     return {**seconds, "peak_mb": peak_mb(), "extra_mb": peak_mb() - before, "figures": figures}
 
 

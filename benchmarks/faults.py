@@ -97,8 +97,7 @@ def nearly(random: random.Random) -> Any:
             {"gallery": "images", "ids": ["nobody"]},
         )
     )
-    good, place = json.loads(json.dumps(good)), None
-    place = good
+    good = place = json.loads(json.dumps(good))
     while True:
         keys = list(place) if isinstance(place, dict) else list(range(len(place)))
         if not keys:

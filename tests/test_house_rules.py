@@ -1,7 +1,6 @@
 """The rules of the house that a program can check: short functions, few parameters, complete docstrings."""
 
 import ast
-import functools
 from collections import Counter
 from pathlib import Path
 
@@ -10,23 +9,19 @@ import house
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@functools.cache
-def found():
-    return list(house.definitions(ROOT / "src" / "sfumato"))
-
-
 def test_functions_are_short_documented_and_named_once():
-    functions = [d for d in found() if not isinstance(d.node, ast.ClassDef)]
+    package = ROOT / "src" / "sfumato"
+    found = list(house.definitions(package))
+    functions = [d for d in found if not isinstance(d.node, ast.ClassDef)]
     assert not [f"{d.place}: {n}" for d in functions if (n := house.code_lines(d.node)) > 60]
     outside = [d for d in functions if "cli" not in d.path.parts]
     assert not [f"{d.place}: {n}" for d in outside if (n := len(house.parameters(d.node))) > 12]
     assert not [d.place for d in functions if d.public and d.node.args.kwarg is not None]
-    package = ROOT / "src" / "sfumato"
     tree = ast.parse((package / "__init__.pyi").read_text(encoding="utf-8"))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     names = {(node.module.replace(".", "/"), alias.name) for node in imports for alias in node.names}
     module = lambda d: d.path.relative_to(package).with_suffix("").as_posix().removesuffix("/__init__")
-    documented = [d for d in found() if d.public and (module(d), d.name.split(".")[0]) in names]
+    documented = [d for d in found if d.public and (module(d), d.name.split(".")[0]) in names]
     assert len(documented) > 150
     assert not [f"{d.place}: {missing}" for d in documented if (missing := house.missing_parts(d))]
     twice = []

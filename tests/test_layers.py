@@ -1,7 +1,6 @@
 """Which module may import which, and what macOS and Windows lack is not used unasked: Linux alone runs the tests."""
 
 import ast
-import functools
 from pathlib import Path
 
 import sfumato
@@ -47,30 +46,24 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-@functools.cache
-def imports() -> dict[str, set[str]]:
-    return {name: imports_of(path) - {name} for name, path in MODULES.items()}
-
-
-part_of = lambda name: name.split(".")[0]
-
-
 def test_arrows_go_one_way():
+    part_of = lambda name: name.split(".")[0]
+    imports = {name: imports_of(path) - {name} for name, path in MODULES.items()}
     found = {name: set(uses(ast.parse(path.read_text()))) for name, path in MODULES.items()}
     assert not {name for name, modules in found.items() if {"papers", "tests"} & {m.split(".")[0] for m in modules}}
     assert "sfumato.errors" in found["cli"]
     assert {part_of(name) for name in MODULES} == {*ORDER}, "a part without a place in ORDER, or the reverse"
     place = {part: k for k, part in enumerate(ORDER)}
-    every = ((name, other) for name, imported in imports().items() for other in imported - {"__init__"})
+    every = ((name, other) for name, imported in imports.items() for other in imported - {"__init__"})
     assert not [(name, other) for name, other in every if place[part_of(other)] > place[part_of(name)]]
-    left = dict(imports())
+    left = dict(imports)
     while ready := [name for name, imported in left.items() if not imported & set(left)]:
         for name in ready:
             del left[name]
     assert not left, f"a cycle among {sorted(left)}"
     for start, ends in NEVER.items():
         reached = {name for name in MODULES if part_of(name) == start}
-        while more := {other for name in reached for other in imports()[name]} - reached:
+        while more := {other for name in reached for other in imports[name]} - reached:
             reached |= more
         assert not ends & set(map(part_of, reached)), start
 

@@ -156,9 +156,6 @@ def test_items_without_texts_have_their_own():
         np.testing.assert_allclose(after, change.factor * before + change.shift + change.by_words / 4, rtol=1e-7)
 
 
-TEXTS = {"a man riding a wave on a surfboard": 8, "a purple giraffe plays chess with a robot": 8, "a red bus": 3}
-
-
 def by_loops(vector, n_words):
     known = load_file(Path(fits.__file__).with_name("multiplicity.safetensors"))
     cosines, own = [], vector.astype(float) @ known["axes"].astype(float)
@@ -177,7 +174,8 @@ def by_loops(vector, n_words):
 
 
 def test_it_is_the_formula_and_a_usual_sentence_means_more():
-    vectors, n_words = sentence_vectors(list(TEXTS)), np.array([*TEXTS.values()])
+    texts = {"a man riding a wave on a surfboard": 8, "a purple giraffe plays chess with a robot": 8, "a red bus": 3}
+    vectors, n_words = sentence_vectors(list(texts)), np.array([*texts.values()])
     found = fits.multiplicity(vectors, n_words)
     assert found == pytest.approx([by_loops(*each) for each in zip(vectors, n_words.tolist(), strict=True)], rel=5e-3)
     assert found[0] > 100 > 5 > found[1]

@@ -208,22 +208,19 @@ def test_a_file_keeps_it_without_a_pickle(fitted, data, tmp_path):
     raises(ValueError, "no file of a score calibrator", ScoreCalibrator.load, file)
 
 
-BY_RANK = {
-    "1 / rank": lambda r: 1 / r, "1 / (60 + rank)": lambda r: 1 / (60 + r), "1000 - rank": lambda r: 1000 - r,
-    "all equal": lambda r: 0.1 + 0 * r,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("prior", [None, "fusion"])
-@pytest.mark.parametrize("kind", BY_RANK)
-def test_scores_that_are_ranks_say_the_same_of_lists_of_any_length(kind, prior):
+@pytest.mark.parametrize("kind, by_rank", [
+    ("1 / rank", lambda r: 1 / r), ("1 / (60 + rank)", lambda r: 1 / (60 + r)), ("1000 - rank", lambda r: 1000 - r),
+    ("all equal", lambda r: 0.1 + 0 * r),
+])  # fmt: skip
+def test_scores_that_are_ranks_say_the_same_of_lists_of_any_length(kind, by_rank, prior):
     random, rank, constant = np.random.default_rng(1), np.tile(np.arange(1.0, 21), 60), 7.3
     match = random.random(1200) < 0.6 / rank
-    x = np.stack([BY_RANK[kind](rank), np.full(1200, constant)], axis=1)
+    x = np.stack([by_rank(rank), np.full(1200, constant)], axis=1)
     made = ScoreCalibrator(prior=prior).fit(x, match, groups=np.repeat(np.arange(60), 20))
     said = []
     for n in (5, 19, 20, 21, 50):
-        one = np.stack([BY_RANK[kind](np.arange(1.0, n + 1)), np.full(n, constant)], axis=1)
+        one = np.stack([by_rank(np.arange(1.0, n + 1)), np.full(n, constant)], axis=1)
         said.append(made.predict_proba(one, groups=np.zeros(n))[0, 1])
     expected = match.mean() if kind == "all equal" else match[rank == 1].mean()
     assert np.ptp(said) < 1e-9 and abs(said[0] - expected) < 0.1

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from PIL import ExifTags, Image
-from support.photographs import iptc, saved, with_segment
+from support.photographs import iptc, saved
 
 from sfumato.data.images import Problems
 from sfumato.data.photographs import LENGTH, LINES, describe_image, file_fields, names_in, sidecars
@@ -33,7 +33,8 @@ def exif(inner: dict | None = None, **fields) -> Image.Exif:
 
 
 def jpeg(segment: bytes = b"", **options) -> bytes:
-    return with_segment(saved("JPEG", Image.new("RGB", (8, 8)), **options), segment)
+    data = saved("JPEG", Image.new("RGB", (8, 8)), **options)
+    return data[:2] + segment + data[2:]
 
 
 def test_exif_iptc_and_xmp_in_any_format():

@@ -535,17 +535,15 @@ def entry(name, split, *sentences, **more):
     return {"filename": name, "split": split, "sentences": [{"sentid": i, "raw": t} for i, t in sentences], **more}
 
 
-NAMES = ("a.jpg", "val2014/b.jpg", "c.jpg", "d.jpg")
-
-
 @pytest.fixture(params=["folder", "tar", "tar with ./"])
 def images(request, tmp_path):
+    names = ("a.jpg", "val2014/b.jpg", "c.jpg", "d.jpg")
     if request.param == "folder":
         (tmp_path / "val2014").mkdir()
-        for name in NAMES:
+        for name in names:
             (tmp_path / name).write_bytes(png())
         return tmp_path
-    write_tar(tmp_path / "images.tar", [("./" * ("./" in request.param) + name, png()) for name in NAMES])
+    write_tar(tmp_path / "images.tar", [("./" * ("./" in request.param) + name, png()) for name in names])
     return tmp_path / "images.tar"
 
 

@@ -17,7 +17,6 @@ from support.raising import raises
 import sfumato
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
 hits = lambda *given: {"a": [{"id": one, "distance": d, "match_probability": p} for one, d, p in given]}
 
 
@@ -28,7 +27,7 @@ def test_the_changelog_has_dated_versions_and_the_source_one():
     assert versions and [v for v in versions if not re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", v)] == []
     for text in parts[1::2]:
         groups = re.findall(r"^### (.*)$", text, re.M)
-        assert groups == [g for g in GROUPS if g in groups]
+        assert groups == [g for g in ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security") if g in groups]
         assert not re.search(r"^- ", text.partition("### ")[0], re.M)
     assert release.version_of_source(ROOT) == sfumato.__version__
     assert release.wrong_version(ROOT, sfumato.__version__) == []
@@ -112,31 +111,28 @@ def test_an_upgrade_that_changes_answers_is_seen():
         assert told in line
 
 
-def instructions():
-    text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text("utf-8"))
-    return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip() and not line.startswith("#")]
-
-
 def test_the_container_copies_what_exists_and_needs_an_index_and_a_key(sfumato, monkeypatch, tmp_path):
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    copied = {source for name, text in instructions() if name == "COPY" for source in text.split()[:-1]}
+    text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text("utf-8"))
+    steps = [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    copied = {source for name, text in steps if name == "COPY" for source in text.split()[:-1]}
     assert copied and copied <= allowed and [name for name in copied if not (ROOT / name).exists()] == []
-    names = [name for name, _ in instructions()]
+    names = [name for name, _ in steps]
     assert {"USER", "HEALTHCHECK", "EXPOSE"} <= set(names) and names.index("USER") < names.index("ENTRYPOINT")
-    assert dict(instructions())["USER"] == "10001:10001"
-    command = yaml.safe_load(dict(instructions())["HEALTHCHECK"].partition("CMD")[2])
+    assert dict(steps)["USER"] == "10001:10001"
+    command = yaml.safe_load(dict(steps)["HEALTHCHECK"].partition("CMD")[2])
     compile(command[2], "HEALTHCHECK", "exec")
     assert shlex.join(command[:2]) == "python -c" and "/readyz" in command[2]
-    arguments = [text for name, text in instructions() if name == "ARG"]
+    arguments = [text for name, text in steps if name == "ARG"]
     assert "TORCH_INDEX=https://download.pytorch.org/whl/cpu" in arguments and "PIP_INDEX_URL" in arguments
-    (torch,) = [text for name, text in instructions() if name == "RUN" and "torch==" in text]
+    (torch,) = [text for name, text in steps if name == "RUN" and "torch==" in text]
     assert '--index-url "$TORCH_INDEX"' in torch and "https://" not in torch
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     with_torch = {name for name, needs in extras.items() if any("torch" in one or "train" in one for one in needs)}
     assert set(re.findall(r"\*,([a-z-]+),\*", torch)) == with_torch - {"mteb", "dev"}
     pages = "".join(path.read_text("utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     assert set(",".join(re.findall(r'pip install .*?(?:sfumato|\.)\[([a-z,-]+)\]"', pages)).split(",")) <= set(extras)
-    program, words = (yaml.safe_load(dict(instructions())[name]) for name in ("ENTRYPOINT", "CMD"))
+    program, words = (yaml.safe_load(dict(steps)[name]) for name in ("ENTRYPOINT", "CMD"))
     monkeypatch.delenv("SFUMATO_API_KEY", raising=False)
     assert program == ["sfumato"] and "/index" in sfumato.refused(*words)
     (tmp_path / "manifest.json").touch()

@@ -28,9 +28,6 @@ def test_the_vocabulary_is_the_words_by_frequency_then_by_letters():
     raises(ValueError, "min_count must be at least 1, got 0", word_tokenizer, TEXTS, min_count=0)
 
 
-GLOVE = "the 0.5 1 -2\ndog 1e-1 2 3\n. . . 7 8 9\ndog 9 9 9\nzebra 4 5 6\n, 1 1 1\n"
-
-
 def written(tmp_path, content):
     path = tmp_path / "vectors.txt"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -39,8 +36,9 @@ def written(tmp_path, content):
 
 @pytest.mark.parametrize("head", ["", "6 3\n"], ids=["glove", "fasttext"])
 def test_vectors_of_known_words_are_read_and_the_first_of_a_word_counts(tmp_path, head):
+    glove = "the 0.5 1 -2\ndog 1e-1 2 3\n. . . 7 8 9\ndog 9 9 9\nzebra 4 5 6\n, 1 1 1\n"
     tokenizer = word_tokenizer(TEXTS)
-    found = read_word_vectors(written(tmp_path, head + GLOVE), tokenizer, 3)
+    found = read_word_vectors(written(tmp_path, head + glove), tokenizer, 3)
     expected = {"the": [0.5, 1, -2], "dog": [0.1, 2, 3], ",": [1, 1, 1]}
     # "." has spaces within, "zebra" is not asked for.
     assert {tokenizer.id_to_token(i) for i in found} == set(expected)

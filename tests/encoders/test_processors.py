@@ -195,10 +195,8 @@ def test_clips_mask_is_the_released_one_which_no_text_has():
     assert processors.TokenProcessor(letters, 9).mask_id == 2, "not a tokenizer of CLIP's form"
 
 
-TEXTS = ["A Dog, abc!  x", "", "don't " * 9, "abcdog\n42"]
-
-
 def test_ids_are_those_of_transformers_tokenizers_of_clip_and_t5():
+    texts = ["A Dog, abc!  x", "", "don't " * 9, "abcdog\n42"]
     transformers = pytest.importorskip("transformers", reason="the extra backbones is not installed")
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!'"
     merges, special = [("a", "b"), ("ab", "c</w>"), ("d", "o"), ("do", "g</w>")], ["<|startoftext|>", "<|endoftext|>"]
@@ -206,11 +204,11 @@ def test_ids_are_those_of_transformers_tokenizers_of_clip_and_t5():
     theirs = transformers.CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
     told = {"vocabulary": len(pieces), "max_tokens": 12, "begin": special[0], "end": special[1]}
     ours = processor(theirs.backend_tokenizer, **told, clean=processors.CLEANINGS["lower"])
-    assert ids(ours, *TEXTS) == theirs(TEXTS, truncation=True, max_length=12)["input_ids"]
+    assert ids(ours, *texts) == theirs(texts, truncation=True, max_length=12)["input_ids"]
     pieces = ["<pad>", "</s>", "<unk>", "▁a", "▁dog", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789"]
     vocabulary = [(piece, -float(i)) for i, piece in enumerate(pieces)]
     theirs = transformers.T5Tokenizer(vocab=vocabulary, extra_ids=0, pad_token="</s>")
     told = {"vocabulary": len(pieces), "max_tokens": 12, "begin": "", "end": "</s>", "pad_to_max": True}
     ours = processor(theirs.backend_tokenizer, **told, clean=processors.CLEANINGS["canonicalize"])
-    cleaned = [processors.CLEANINGS["canonicalize"](text) for text in TEXTS]
-    assert ids(ours, *TEXTS) == theirs(cleaned, truncation=True, padding="max_length", max_length=12)["input_ids"]
+    cleaned = [processors.CLEANINGS["canonicalize"](text) for text in texts]
+    assert ids(ours, *texts) == theirs(cleaned, truncation=True, padding="max_length", max_length=12)["input_ids"]

@@ -113,16 +113,15 @@ def test_shapes_emptiness_labels_and_options_are_checked(loss):
     raises(TypeError, rf"{type(loss).__name__}: needs \w+Options, got {type(other).__name__}", type(loss), other)
 
 
-GIVEN = {
-    "pcme": PCMEOptions(uniformity_weight=0.5, n_samples=2),  # Of a sum within a logarithm, which crosses all blocks.
-    "prolip": ProLIPOptions(inclusion_weight=0.3, beta=0.1),
-    "pvse": PVSEOptions(distance="nearest_of_3", mining="sum", mmd_weight=2),
-    "daa": DAAOptions(asp_weight=2),
-}
-
-
 def summed(name, outputs_of):
-    loss = LOSSES[name](*([GIVEN[name]] if name in GIVEN else [])).double()
+    given = {
+        # The uniformity is of a sum within a logarithm, which crosses all blocks.
+        "pcme": PCMEOptions(uniformity_weight=0.5, n_samples=2),
+        "prolip": ProLIPOptions(inclusion_weight=0.3, beta=0.1),
+        "pvse": PVSEOptions(distance="nearest_of_3", mining="sum", mmd_weight=2),
+        "daa": DAAOptions(asp_weight=2),
+    }
+    loss = LOSSES[name](*([given[name]] if name in given else [])).double()
     leaves = [t.requires_grad_() for e in batch(d=6) for t in (e.mean, e.log_var)]
     outputs = outputs_of(loss, GaussianEmbedding(*leaves[:2]), GaussianEmbedding(*leaves[2:]))
     add = lambda part: {key: sum(getattr(o, part)[key] for o in outputs) for key in getattr(outputs[0], part)}

@@ -41,12 +41,10 @@ def test_a_collapsed_model_has_twice_the_margin_and_a_triplet_without_a_negative
     raises(ValueError, "mining must be one of hardest, sum, semi-hard, got 'hard'", TripletOptions, mining="hard")
 
 
-numbers = lambda e, k: [[v.tolist() for v in x.chunk(k)] for x in e.mean]
-
-
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("mining", ["hardest", "sum"])
 def test_every_term_of_pvse_is_its_loop(k, mining):
+    numbers = lambda e, k: [[v.tolist() for v in x.chunk(k)] for x in e.mean]
     image, text = batch(d=6)
     options = PVSEOptions(distance=f"nearest_of_{k}", margin=0.7, mining=mining, mmd_weight=3, diversity_weight=5)
     output = pvse_loss(image, text, MATCH, options)

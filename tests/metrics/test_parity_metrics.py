@@ -59,14 +59,12 @@ def coco_scores():
     return image @ text.T
 
 
-NAMES = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "map@r", "rprecision": "r_precision"}
-
-
 def check(official, result):
+    names = {"r1": "recall@1", "r5": "recall@5", "r10": "recall@10", "map_at_r": "map@r", "rprecision": "r_precision"}
     for key, both in official.items():
         ground_truth, metric = re.fullmatch(r"(coco_1k|coco_5k|cxc|eccv)_(\w+)", key).groups()
         for direction in DIRECTIONS:
-            found = result[ground_truth][direction][NAMES[metric]]
+            found = result[ground_truth][direction][names[metric]]
             assert found == pytest.approx(both[direction], rel=4e-16), (key, direction)
 
 

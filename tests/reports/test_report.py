@@ -29,10 +29,6 @@ EVIL = '<script>alert("x")</script> & <img src=x onerror=alert(1)>'
 VOID = {"meta", "img", "br"}
 
 
-def picture(position: int) -> bytes:
-    return png((position % 256, 40, 90))
-
-
 def scene(n=13, m=29, d=5, seed=0, **changes):
     random = torch.Generator().manual_seed(seed)
     mean = torch.randn(n, d, generator=random)
@@ -46,7 +42,7 @@ def scene(n=13, m=29, d=5, seed=0, **changes):
         "relevance": Relevance.from_pairs(*pairs.T, n_queries=n, n_gallery=m), "distance": "csd", "logits": (1.5, 2.0),
         "calibration": Calibration(1.5, 2.0, 0.1), "learnt_logits": (0.7, 2.5),
         "captions": [f"caption {i}" for i in range(m)], "image_names": [f"picture-{i}.png" for i in range(n)],
-        "thumbnail": picture,
+        "thumbnail": lambda position: png((position % 256, 40, 90)),
     }  # fmt: skip
     return ReportData(**(values | changes))
 

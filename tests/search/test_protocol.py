@@ -116,9 +116,6 @@ def test_paths_passwords_and_second_stores_of_urls():
     assert stores.beside("postgresql://u@h/d?table=s.t") == "postgresql://u@h/d?table=s.t_texts"
 
 
-DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "2024-06-13T12:01:09", "2025", "")
-
-
 @pytest.mark.parametrize("words, expected", [
     (["date=2024-06"], [2, 3]), (["date>=2024-06"], [2, 3, 4]), (["date<=2024-06"], [0, 1, 2, 3]),
     (["date>2024"], [4]), (["date < 2024-06"], [0, 1]), (["date>=2024-06-13 12:01", "date<=2024"], [3]),
@@ -130,11 +127,12 @@ DAYS = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "20
     (["date=2023", "date=2024"], "'date=2024' beside another date; give one span"),
 ])  # fmt: skip
 def test_a_filter_in_words(words, expected):
+    days = ("2023-12-31T23:59:59", "2024-05-31T23:59:59", "2024-06-01T00:00:00", "2024-06-13T12:01:09", "2025", "")
     if isinstance(expected, str):
         raises(ValueError, expected, stores.parse_where, words)
         return
     folders = ("a", "a", "b", "b/c", None, "")
-    items = [{"date": day} | ({} if f is None else {"folder": f}) for day, f in zip(DAYS, folders, strict=True)]
+    items = [{"date": day} | ({} if f is None else {"folder": f}) for day, f in zip(days, folders, strict=True)]
     items[3]["odd"] = "a=b"
     wanted = stores.parse_where(words)
     assert [i for i, item in enumerate(items) if wanted.accepts(item, 1.0)] == expected

@@ -253,15 +253,12 @@ def test_what_another_process_has_changed_is_found(made, tmp_path):
         assert reader.metadata["a"] == 1 and reader.metadata["b"] == 2
 
 
-FORMS = {
-    "cafe\u0301": "caf\u00e9", "kit\u200bchen": "kitchen", "\uff4b\uff49\uff54": "kit", "2 dogs": "two dogs",
-    "10 cats": "ten cats", "in 2024": "in 2024", "at 2:30": "at 2:30", "12 dogs": "12 dogs", "\ufb01sh": "fish",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("typed", FORMS)
-def test_one_text_in_several_forms(typed):
-    plain = FORMS[typed]
+@pytest.mark.parametrize("typed, plain", [
+    ("cafe\u0301", "caf\u00e9"), ("kit\u200bchen", "kitchen"), ("\uff4b\uff49\uff54", "kit"), ("2 dogs", "two dogs"),
+    ("10 cats", "ten cats"), ("in 2024", "in 2024"), ("at 2:30", "at 2:30"), ("12 dogs", "12 dogs"),
+    ("\ufb01sh", "fish"),
+])  # fmt: skip
+def test_one_text_in_several_forms(typed, plain):
     assert TextQuery(typed).parts == TextQuery(plain).parts == (plain,)
     assert word_stems(typed) == word_stems(plain) and is_close(word_stems(plain), f"a photo of {typed}")
 

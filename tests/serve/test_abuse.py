@@ -225,29 +225,27 @@ def go(work, n=1, seconds=20.0, memory_bytes=1_000_000_000):
     return asyncio.run(run())
 
 
-FILES = {
-    "png": photo((300, 200), "PNG"), "transparent": photo((200, 300), "PNG", "RGBA"),
-    "palette": photo((120, 90), "GIF", "P"), "jpeg": photo((640, 480)), "cmyk": photo((100, 80), "JPEG", "CMYK"),
-    "turned": photo((90, 60), exif=turned()), "webp": photo((64, 65), "WEBP"), "tiff": photo((31, 77), "TIFF"),
-}  # fmt: skip
-
-
 def test_the_pixels_are_those_of_this_process_and_very_large_files_decoded_at_a_part_of_their_size():
+    files = {
+        "png": photo((300, 200), "PNG"), "transparent": photo((200, 300), "PNG", "RGBA"),
+        "palette": photo((120, 90), "GIF", "P"), "jpeg": photo((640, 480)), "cmyk": photo((100, 80), "JPEG", "CMYK"),
+        "turned": photo((90, 60), exif=turned()), "webp": photo((64, 65), "WEBP"), "tiff": photo((31, 77), "TIFF"),
+    }  # fmt: skip
     fits = "squash", "crop", "crop-nearest", "crop-margin"
 
     async def work(decoders):
         towers = [type("Tower", (), {"processor": PixelProcessor(24, fit=fit)})() for fit in fits]
         tasks = [*(input_task(one, lambda data: None) for one in towers), Task("rgb", {"side": 64}, bytes_of)]
-        return [await decoders.all(task, list(FILES.values())) for task in tasks]
+        return [await decoders.all(task, list(files.values())) for task in tasks]
 
     *squares, whole = go(work, n=2)
     for fit, found in zip(fits, squares, strict=True):
-        for name, pixels in zip(FILES, found, strict=True):
-            np.testing.assert_array_equal(pixels, decode_image(FILES[name], 24, fit=fit), err_msg=f"{name} {fit}")
-    for name, file in zip(FILES, whole, strict=True):
+        for name, pixels in zip(files, found, strict=True):
+            np.testing.assert_array_equal(pixels, decode_image(files[name], 24, fit=fit), err_msg=f"{name} {fit}")
+    for name, file in zip(files, whole, strict=True):
         assert file.startswith(b"BM")
-        if min(decode_image(FILES[name], None).shape[1:]) < 128:
-            np.testing.assert_array_equal(decode_image(file, None), decode_image(FILES[name], None), err_msg=name)
+        if min(decode_image(files[name], None).shape[1:]) < 128:
+            np.testing.assert_array_equal(decode_image(file, None), decode_image(files[name], None), err_msg=name)
         else:  # Reduced by a whole number, or decoded at a part of its size.
             assert 64 <= min(decode_image(file, None).shape[1:]) < 128, name
     small, large = photo((2400, 1600)), photo((2592, 1600))

@@ -402,9 +402,6 @@ def test_it_says_what_to_install(sfumato, monkeypatch, tmp_path):
     assert 'pip install "sfumato[serve]"' in sfumato.refused("serve", tmp_path, "--port", 0)
 
 
-SECRET = "a purple walrus"
-
-
 @pytest.mark.slow
 def test_sigterm_first_tells_the_proxy_and_goes_on_answering(collection):
     process = Process(collection, "--set", "drain=2")
@@ -451,18 +448,19 @@ def logged():
 
 
 def test_a_log_of_json_has_a_line_a_request_without_what_was_asked(sources, capsys):
+    secret = "a purple walrus"
     with logged(), served(sources, keys=(KEY,)) as client:
-        given = client.get("/v1/search", params={"q": SECRET}, headers={"X-Request-ID": "from-a-proxy.1"})
-        made = client.post("/v1/search", json={"queries": [{"image": in_base64(picture()), "name": SECRET}]})
-        odd = client.get(f"/v1/items/{SECRET}", headers={"X-Request-ID": 'no "id"'})
+        given = client.get("/v1/search", params={"q": secret}, headers={"X-Request-ID": "from-a-proxy.1"})
+        made = client.post("/v1/search", json={"queries": [{"image": in_base64(picture()), "name": secret}]})
+        odd = client.get(f"/v1/items/{secret}", headers={"X-Request-ID": 'no "id"'})
         client.app.state.service.item = None  # An error in the service.
-        failed = client.get(f"/v1/items/{SECRET}")
+        failed = client.get(f"/v1/items/{secret}")
     assert given.headers["x-request-id"] == "from-a-proxy.1"
     ids = [answer.headers["x-request-id"] for answer in (made, odd, failed)]
     assert len(set(ids)) == 3 and all(len(id) == 16 for id in ids)
     text = capsys.readouterr().err
     lines = [json.loads(line) for line in text.splitlines()]
-    assert SECRET not in text and KEY not in text
+    assert secret not in text and KEY not in text
     by_id = {line["request_id"]: line for line in lines if line.get("status")}
     searched = by_id["from-a-proxy.1"]
     assert (searched["method"], searched["path"], searched["status"]) == ("GET", "/v1/search", 200)
@@ -554,21 +552,19 @@ def test_no_request_counts_and_a_store_that_fails_shows_and_is_logged_once(fickl
     assert caplog.text.count("the store of the images answers again") == 1
 
 
-QUERIES = [{"text": f"{number} {colour} bars"} for number in ("one", "two", "three") for colour in ("red", "blue")]
-
-
 def test_first_hits_stand_beside_what_the_calibration_expects_and_abstentions_are_counted(sources):
+    queries = [{"text": f"{number} {colour} bars"} for number in ("one", "two", "three") for colour in ("red", "blue")]
     with served(sources) as client:
-        said = [answer["hits"][0]["match_probability"] for answer in search(client, *QUERIES, max_results=1)]
+        said = [answer["hits"][0]["match_probability"] for answer in search(client, *queries, max_results=1)]
         told = metrics(client)
-        search(client, *QUERIES, min_probability=0.01)  # Neither a cut nor a filter, nor another kind of query.
-        search(client, *QUERIES, filter={"max_total_variance": 1e9})
+        search(client, *queries, min_probability=0.01)  # Neither a cut nor a filter, nor another kind of query.
+        search(client, *queries, filter={"max_total_variance": 1e9})
         search(client, {"image": in_base64(picture())})
         after, risks = metrics(client), client.get("/v1/info").json()["galleries"]["images"]["risks"]
-        answers = [answer for risk in risks for answer in search(client, *QUERIES, abstain=risk)]
+        answers = [answer for risk in risks for answer in search(client, *queries, abstain=risk)]
         abstentions = metrics(client)
     name = 'sfumato_first_hit_probability_{}{{gallery="images",{}target="listed"}}'
-    assert told[name.format("count", "")] == after[name.format("count", "")] == len(QUERIES)
+    assert told[name.format("count", "")] == after[name.format("count", "")] == len(queries)
     assert told[name.format("sum", "")] == pytest.approx(sum(said), rel=1e-4)
     limit = sorted(said)[2]
     bucket = next(k / 10 for k in range(1, 11) if k / 10 >= limit)
@@ -581,4 +577,4 @@ def test_first_hits_stand_beside_what_the_calibration_expects_and_abstentions_ar
     for abstained, word in ((True, "yes"), (False, "no")):
         n = sum(answer["abstained"] is abstained for answer in answers)
         assert abstentions.get(f'sfumato_abstentions_total{{abstained="{word}",gallery="images"}}', 0) == n
-    assert len(answers) == len(risks) * len(QUERIES) > 0
+    assert len(answers) == len(risks) * len(queries) > 0

@@ -39,10 +39,6 @@ def iptc(*records: tuple[int, str]) -> bytes:
     return b"\xff\xed" + struct.pack(">H", len(block) + 2) + block
 
 
-def with_segment(jpeg: bytes, segment: bytes) -> bytes:
-    return jpeg[:2] + segment + jpeg[2:]
-
-
 def write_video(path: Path, image: Image.Image | None = None, **metadata: str) -> None:
     import av
 

@@ -162,20 +162,18 @@ def work(tmp_path_factory):
     return folder
 
 
-PAIR_COLUMNS = [
-    *("image", "text_id", "text", "excess", "wrong_probability", "distance", "text_rank", "image_rank"),
-    *("better_text_id", "better_text", "better_text_distance", "better_image", "better_image_distance"),
-]
-
-
 @pytest.mark.slow
 def test_the_command_writes_tables_and_a_page(work, sfumato, capsys):
+    pair_columns = [
+        *("image", "text_id", "text", "excess", "wrong_probability", "distance", "text_rank", "image_rank"),
+        *("better_text_id", "better_text", "better_text_distance", "better_image", "better_image_distance"),
+    ]
     result, folder = sfumato.json("audit", work / "run", "--top", 3), work / "run" / "audit-test"
     assert result.pop("out") == str(folder) and result == json.loads((folder / "audit.json").read_text())
     pairs, missing = (list(csv.DictReader((folder / f"{name}.csv").open())) for name in ("pairs", "missing"))
     assert len(pairs) == result["n_pairs"] == 2 * result["n_images"] and len(result["pairs"]) == 3
-    assert list(pairs[0]) == [*PAIR_COLUMNS, "image_file"] and Path(pairs[0]["image_file"]).is_file()
-    assert list(missing[0]) == [*PAIR_COLUMNS[:3], "match_probability", *PAIR_COLUMNS[5:8], "image_file"]
+    assert list(pairs[0]) == [*pair_columns, "image_file"] and Path(pairs[0]["image_file"]).is_file()
+    assert list(missing[0]) == [*pair_columns[:3], "match_probability", *pair_columns[5:8], "image_file"]
     assert [float(row["excess"]) for row in pairs] == sorted((float(row["excess"]) for row in pairs), reverse=True)
     chance = [float(row["match_probability"]) for row in missing]
     assert chance == sorted(chance, reverse=True) and len(chance) == result["candidates"]

@@ -35,17 +35,14 @@ CASES = {
 }  # fmt: skip
 
 
-def joint(folder, kind):
-    tiny_clip(folder, kind)
-    return [{"kind": "frozen", "backbone": str(folder), "projected": True}] * 2
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_graphs_embed_as_torch_does(case, tmp_path, monkeypatch):
     tiny_architecture(monkeypatch)
     sides, heads = CASES[case]
-    image, text = joint(tmp_path / "of", sides) if isinstance(sides, str) else sides
-    folder = made_by_hand(tmp_path / "run", {"dim": 8, "image": image, "text": text, **heads})
+    if isinstance(sides, str):
+        tiny_clip(tmp_path / "of", sides)
+        sides = [{"kind": "frozen", "backbone": str(tmp_path / "of"), "projected": True}] * 2
+    folder = made_by_hand(tmp_path / "run", {"dim": 8, "image": sides[0], "text": sides[1], **heads})
     out, plain = export_run(folder, tmp_path / "out", graphs=True), load_model(export_run(folder, tmp_path / "plain"))
     run, graphs = load_run(folder), load_model(out)
     assert_alike(run.embed_texts(TEXTS).numpy(), plain.embed_texts(TEXTS))

@@ -418,9 +418,6 @@ def test_bad_files(tmp_path):
     raises(UserError, "all judged hits match none", fit_lists, good, qrels, ScoreCalibrator())
 
 
-QUERIES = [f"a plain {colour} square" for colour in SQUARES]
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     return make_squares(tmp_path_factory.mktemp("judged"))
@@ -446,8 +443,9 @@ def test_what_cannot_be_measured_or_refined_is_refused(sfumato, index, tmp_path)
 
 
 def all_verdicts(index, yes):
+    queries = [f"a plain {colour} square" for colour in SQUARES]
     with load_index(index) as searcher:
-        answers = searcher.search(QUERIES, 24)
+        answers = searcher.search(queries, 24)
     return [
         Judgement(answer.query, hit.id, yes(answer, hit), "ann", "2025-01-01", "rank 1", hit.match_probability)
         for answer in answers

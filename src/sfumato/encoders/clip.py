@@ -75,6 +75,7 @@ class ClipImageConfig(_ClipConfig, protocol.ImageEncoderConfig):
     """A vision transformer of the CLIP family, trained from pixels."""
 
     path_fields: ClassVar[tuple[str, ...]] = ("weights",)
+    starts_pretrained: ClassVar[bool] = True  # Random blocks can be frozen too.
 
     kind: Literal["clip"] = "clip"
     size: int | None = Field(None, ge=16)
@@ -82,11 +83,6 @@ class ClipImageConfig(_ClipConfig, protocol.ImageEncoderConfig):
     final_norm: bool = Field(False, description="pass the mean's features through the last norm of the transformer")
     fit: protocol.Fit = "squash"
     augment: protocol.AugmentMode = "crop"
-
-    @property
-    def starts_pretrained(self) -> bool:
-        """Random blocks can be frozen too."""
-        return True
 
 
 class ClipTextConfig(_ClipConfig, protocol.TextEncoderConfig):

@@ -29,14 +29,11 @@ class EfficientNetImageConfig(ImageEncoderConfig):
 
     needs: ClassVar[frozenset[str]] = frozenset({"offline"})
     in_memory: ClassVar[bool] = True
+    starts_pretrained: ClassVar[bool] = True
 
     kind: Literal["efficientnet"] = "efficientnet"
     size: int = Field(128, ge=32, description="side of the square images in pixels")
     augment: AugmentMode = "crop"
-
-    @property
-    def starts_pretrained(self) -> bool:
-        return True
 
 
 def efficientnet_lite(name: str = "efficientnet-lite0", *, pretrained: bool = True) -> Any:
@@ -112,16 +109,13 @@ class ResNetImageConfig(ImageEncoderConfig):
     path_fields: ClassVar[tuple[str, ...]] = ("weights",)
     base_field: ClassVar[str] = "weights"
     needs: ClassVar[frozenset[str]] = frozenset({"backbones"})
+    starts_pretrained: ClassVar[bool] = True
 
     kind: Literal["resnet"] = "resnet"
     weights: str = Field("", description="hub name or local folder of a ResNet")
     size: int = Field(224, ge=32, description="side of the square images in pixels")
     fit: Fit = "squash"
     augment: AugmentMode = "crop"
-
-    @property
-    def starts_pretrained(self) -> bool:
-        return True
 
 
 class ResNetEncoder(Encoder):

@@ -37,10 +37,7 @@ def eccv_caption(folder: str | Path | None = None) -> dict[str, GroundTruth]:
     """
     root = _installed() if folder is None else Path(folder)
     five = _coco_of_package(root)
-    try:
-        ground_truths = {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
-    except ValueError as error:
-        raise UserError(f"{root / 'coco_test_ids.npy'}: {error}") from error
+    ground_truths = _with_folds(five, root / "coco_test_ids.npy")
     cxc = _from_lists(root, "cxc", five, RECALLS)
     of_rpc2 = {"rpc2": _union(cxc, five), "rpc2_cxc": cxc}
     of_rpc2 = {name: replace(one, name=name, metrics=("r_precision",)) for name, one in of_rpc2.items()}
@@ -136,6 +133,11 @@ def read_karpathy_ground_truth(
 def read_coco(path: str | Path, *, split: str = "test") -> dict[str, GroundTruth]:
     """Read COCO 5K and 1K from Karpathy's dataset_coco.json."""
     five = read_karpathy_ground_truth(path, split=split, name="coco_5k", coco_ids=True, captions_per_image=5)
+    return _with_folds(five, path)
+
+
+def _with_folds(five: GroundTruth, path: str | Path) -> dict[str, GroundTruth]:
+    """COCO 5K, and the five folds of COCO 1K."""
     try:
         return {"coco_5k": five, "coco_1k": in_folds(five, name="coco_1k")}
     except ValueError as error:
