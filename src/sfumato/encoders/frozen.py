@@ -230,10 +230,8 @@ class FeatureCache:
             for record, digest, item in zip(records, digests, features, strict=True):
                 record["digest"], record["offset"], record["length"] = np.void(digest), offset, len(item)
                 offset += len(item)
-            for path, data in (
-                (self._rows, np.concatenate(features).astype(self._dtype).tobytes()),
-                (self._index, records.tobytes()),
-            ):
+            rows = np.concatenate(features).astype(self._dtype)
+            for path, data in ((self._rows, rows.tobytes()), (self._index, records.tobytes())):
                 with path.open("ab") as file:
                     file.write(data)
                     file.flush()

@@ -26,11 +26,8 @@ class TokenFeatures:
 
     def float(self) -> "TokenFeatures":
         """The same features in float32, or in float64 if they are in float64."""
-        float32 = {
-            name: values.to(torch.promote_types(values.dtype, torch.float32))
-            for name, values in {"mean": self.mean, "log_var": self.log_var, "local": self.local}.items()
-            if values is not None
-        }
+        parts = {"mean": self.mean, "log_var": self.log_var, "local": self.local}
+        float32 = {k: v.to(torch.promote_types(v.dtype, torch.float32)) for k, v in parts.items() if v is not None}
         return replace(self, **float32)
 
     def for_log_var(self) -> tuple[Tensor, Tensor | None]:

@@ -120,11 +120,8 @@ def _joint_open_clip(name: str, side: Side, precision: weights.Precision) -> wei
     if side == "image":
         settings = model.visual.preprocess_cfg
         prepare = package.transform.image_transform_v2(package.transform.PreprocessCfg(**settings), is_train=False)
-        return made(
-            lambda images: {"image": torch.stack([prepare(image) for image in images])},
-            model.encode_image,
-            processor=f" processor={json.dumps(settings, sort_keys=True)}",
-        )
+        known = f" processor={json.dumps(settings, sort_keys=True)}"
+        return made(lambda images: {"image": torch.stack([*map(prepare, images)])}, model.encode_image, processor=known)
     try:
         tokenizer = package.get_tokenizer(source)
     except (OSError, ValueError) as error:
@@ -165,20 +162,18 @@ def _open_clip_folder(name: str, package: Any) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    both = weights.OPEN_CLIP_CONFIG, weights.OPEN_CLIP_WEIGHTS
     try:
-        files = [weights.OPEN_CLIP_CONFIG, weights.OPEN_CLIP_WEIGHTS, "*token*", "vocab*", "merges.txt", "*.model"]
+        files = [*both, "*token*", "vocab*", "merges.txt", "*.model"]
         found = Path(snapshot_download(repository, allow_patterns=files, local_files_only=not weights.hub_reachable()))
     except LocalEntryNotFoundError as error:
         reason = f"cannot load {name!r}: there is no connection to the hub, and no copy in its cache"
-        needed = f"{weights.OPEN_CLIP_CONFIG} and {weights.OPEN_CLIP_WEIGHTS}"
-        raise UserError(f"{reason}. Give a local folder with {needed}") from error
+        raise UserError(f"{reason}. Give a local folder with {' and '.join(both)}") from error
     except (HfHubHTTPError, HFValidationError) as error:
         form = "open_clip:ARCHITECTURE/TAG, as open_clip.list_pretrained() has them, or hf-hub:OWNER/NAME"
         reason = f"cannot load {name!r}: the hub has no {repository!r} that you may read"
         raise UserError(f"{reason}. A name is {form}") from error
-    if missing := [
-        file for file in (weights.OPEN_CLIP_CONFIG, weights.OPEN_CLIP_WEIGHTS) if not (found / file).is_file()
-    ]:
+    if missing := [file for file in both if not (found / file).is_file()]:
         raise UserError(f"{repository!r} has no {missing[0]} on the hub or in its cache; it cannot be loaded safely")
     return found
 

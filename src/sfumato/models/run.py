@@ -167,10 +167,8 @@ def load_assets(folder: Path, recipe: "Recipe") -> "Assets":
     from sfumato.models.build import Assets
 
     image, text = recipe.model.image, recipe.model.text
-    needed = {
-        TOKENIZER: encoder_entry("text", text.kind).tokenizer is not None,
-        ENCODERS: image.needs_description or text.needs_description,
-    }
+    of_tokens = encoder_entry("text", text.kind).tokenizer is not None
+    needed = {TOKENIZER: of_tokens, ENCODERS: image.needs_description or text.needs_description}
     for name, wanted in needed.items():
         if wanted and not (folder / name).is_file():
             raise UserError(f"{folder / name} is missing; the run folder is incomplete, copy it whole")

@@ -170,11 +170,10 @@ def print_refined(found: Refined, folder: Path) -> None:
     rows = [[name, before, after] for (name, before), (_, after) in columns]
     judged = f"{counted(found.n, 'judged hit')} of {counted(found.n_queries, 'query', 'queries')}"
     print_table(f"{folder}: {judged}", ["figure", "before", "after"], rows)
-    precision = (
-        f"{compact_interval(found.before.precision, percent)}. {percent(found.judged)} of the first hits are judged."
-    )
+    precision = compact_interval(found.before.precision, percent)
+    first = f"{percent(found.judged)} of the first hits are judged."
     columns_are = "Before: packaged constants. After: each query with the verdicts on the others."
-    print_wrapped(f"Precision {precision} {columns_are} {_UNKNOWN}")
+    print_wrapped(f"Precision {precision}. {first} {columns_are} {_UNKNOWN}")
     if found.not_found:
         others = "not among these hits, or of searches in other languages or for a time or place"
         print_wrapped(f"{counted(found.not_found, 'judged pair')} left out: {others}.")

@@ -156,9 +156,8 @@ class Embedder:
         # The same two steps as at ingestion: decode an image in a process, encode a batch in the thread of images.
         self._prepare, encode = embedding_steps(self.model.image, "images")
         self._task = None if self.model.image.processor.reads else input_task(self.model.image, self._prepare)
-        self.decoders = Decoders(
-            settings.workers, seconds=settings.decode_timeout, memory_bytes=settings.decode_memory_mb * 1_000_000
-        )
+        memory = settings.decode_memory_mb * 1_000_000
+        self.decoders = Decoders(settings.workers, seconds=settings.decode_timeout, memory_bytes=memory)
         self.decoding = 0
         observe = metrics.batch.labels("image").observe
         self.images = batcher(lambda images: _rows(encode(images)), self._threads[1], observe=observe)

@@ -350,11 +350,10 @@ def _compare(split: _Split, reference: Sides | None, distance: str, how: _How, s
     methods = {"nearest": without_reference(fitted), "distance": without_nearest(fitted)}
     methods |= {"reference": fitted} if fitted.tensors() else {}
     losses, weights, group = dict[str, np.ndarray](), np.empty(0), np.empty(0)
+    embedded = other.images, other.texts
+    hits_of = partial(first_hits, distance=d, match=match, embedded=embedded, population=how[0])
     for name, calibration in methods.items():
-        found = [
-            first_hits(calibration, d, match, direction, embedded=(other.images, other.texts), population=how[0])
-            for direction in get_args(Direction)
-        ]
+        found = [hits_of(calibration, direction=direction) for direction in get_args(Direction)]
         losses[name] = np.concatenate([hits.log_loss() for hits in found])
         weights = np.concatenate([np.full(len(hits.queries), 1 / len(hits.queries)) for hits in found])
         group = np.concatenate([hits.image(match) for hits in found])

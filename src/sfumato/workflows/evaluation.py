@@ -168,10 +168,9 @@ def group_runs(runs: Sequence[SavedRun], keys: Sequence[str]) -> dict[tuple[Any,
             both = differing_keys(first.recipe, second.recipe)
             named = [f"{key} ({both[key][0]}, {both[key][1]})" for key in differing[:_NAMED]]
             rest = f", and {len(differing) - _NAMED} more keys" if len(differing) > _NAMED else ""
-            raise UserError(
-                f"{first.folder} and {second.folder} differ in more than train.seed, so their mean is not one over"
-                f" seeds: {', '.join(named)}{rest}; give each its row: --group {','.join([*keys, *differing[:_NAMED]])}"
-            )
+            found = f"{first.folder} and {second.folder} differ in more than train.seed"
+            way = f"give each its row: --group {','.join([*keys, *differing[:_NAMED]])}"
+            raise UserError(f"{found}, so their mean is not one over seeds: {', '.join(named)}{rest}; {way}")
         if (seed := first.recipe.train.seed) == second.recipe.train.seed:
             same = f"have the same recipe and the same train.seed={seed}, so they are not two seeds"
             raise UserError(f"{first.folder} and {second.folder} {same}; leave one of them out")

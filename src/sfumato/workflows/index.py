@@ -180,10 +180,9 @@ def _check_images(collection: GaussianCollection, added: Mapping[str, Any]) -> N
     kept = collection.metadata.get("pictures") or {}
     if kept != added:
         places = [p.get("folder") or (f"the {p['split']} split" if p else "an unknown folder") for p in (kept, added)]
-        raise UserError(
-            f"the images of {collection.folder} are in {places[0]}, and those of the new items in {places[1]}: the new"
-            " images could not be shown; add the folder itself with --data, or index them into another collection"
-        )
+        found = f"the images of {collection.folder} are in {places[0]}, and those of the new items in {places[1]}"
+        way = "add the folder itself with --data, or index them into another collection"
+        raise UserError(f"{found}: the new images could not be shown; {way}")
 
 
 def check_new(folder: Path, distance: str, store: str) -> None:
@@ -279,15 +278,12 @@ def training_note(gallery: Gallery) -> str:
         return ""
     which = "All images trained the model" if trained >= n else gallery.note
     if calibration.metadata.get("split") != WORDINGS:
-        return (
-            f"{which}, and the probabilities were fitted on images that training left out: here they are a rough guide."
-            " Train with data.held_out_wordings=0/5 for probabilities that hold in such a gallery"
-        )
+        fitted = f"{which}, and the probabilities were fitted on images that training left out"
+        way = "Train with data.held_out_wordings=0/5 for probabilities that hold in such a gallery"
+        return f"{fitted}: here they are a rough guide. {way}"
     found = describe_calibration(calibration)["t2i"]
-    note = (
-        f"{which}. The probabilities are for new captions of training images: they were fitted on"
-        f" {found['n_queries']:,} captions that training left out"
-    )
+    left_out = f"{found['n_queries']:,} captions that training left out"
+    note = f"{which}. The probabilities are for new captions of training images: they were fitted on {left_out}"
     if (first := found.get("first_hit")) is not None:
         note += f", of which {first['rate']:.0%} find their image first (expected: {first['mean_probability']:.0%})"
     return note
