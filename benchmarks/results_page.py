@@ -10,8 +10,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "papers" / "docs" / "methods.md"
+from performance_page import RESULTS, ROOT, table
+
+PAGE = ROOT / "papers" / "docs" / "methods.md"
 
 METHODS = {
     "infonce": "InfoNCE",
@@ -72,17 +73,11 @@ def cell(row: dict[str, Any], figure: str) -> str:
     return f"{found['mean']:.1f}" + (f" ± {found['deviation']:.1f}" if found["deviation"] is not None else "")
 
 
-def table(lines: list[list[str]], *, left: int = 1) -> str:
-    """A table in Markdown, columns after the first ones aligned to the right."""
-    rule = ["---" if i < left else "---:" for i in range(len(lines[0]))]
-    return "".join("| " + " | ".join(line) + " |\n" for line in [lines[0], rule, *lines[1:]])
-
-
 def section(name: str, result: dict[str, Any]) -> str:
     """A family as a chapter of the page."""
     columns = COLUMNS[name]
     rows = sorted(result["table"].items(), key=lambda row: -row[1]["figures"][next(iter(columns.values()))]["mean"])
-    lines = [["method", "recipe", *columns, "learning rate", "seconds", "of the processor"]]
+    header, lines = ["method", "recipe", *columns, "learning rate", "seconds", "of the processor"], []
     for recipe, row in rows:
         seconds = [f"{row['figures'][key]['mean']:.0f}" for key in ("seconds", "processor seconds")]
         figures = [cell(row, figure) for figure in columns.values()]
@@ -97,7 +92,8 @@ def section(name: str, result: dict[str, Any]) -> str:
         f" {result['date']}. Seconds of training: mean over the seeds, one thread a run.",
         120,
     )
-    return f"## {TITLES[name]}\n\n```bash\n{result['command']}\n```\n\n{table(lines, left=2)}\n{about}\n"
+    methods = table(header, lines, set(range(2, len(header))))
+    return f"## {TITLES[name]}\n\n```bash\n{result['command']}\n```\n\n{methods}\n{about}\n"
 
 
 def page(results: dict[str, dict[str, Any]], text: str) -> str:
