@@ -19,7 +19,7 @@ from sfumato.encoders import encoder_protocol as protocol
 from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.package_weights import from_pretrained, import_transformers, pretrained_tokenizer
 from sfumato.encoders.processors import ImageFileProcessor, TokenProcessor, add_begin_and_end, train_tokenizer
-from sfumato.encoders.scratch import Encoder, StandardisedPixels
+from sfumato.encoders.scratch import Built, Encoder, StandardisedPixels
 from sfumato.errors import UserError
 from sfumato.ids import Side
 
@@ -396,18 +396,14 @@ def _attention(mask: Tensor | None, extra: int, causal: bool) -> Tensor | None:
     return seen & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
 
 
-def build_clip_image(
-    config: ClipImageConfig, context: protocol.BuildContext
-) -> tuple[ImageFileProcessor, ClipImageEncoder | UncTokenImageEncoder]:
+def build_clip_image(config: ClipImageConfig, context: protocol.BuildContext) -> Built:
     """Build the image side of kind "clip". Returns (processor, encoder)."""
     encoder = clip_image_encoder(config, description=context.description, variance=context.variance)
     processor = ImageFileProcessor(encoder.size, fit=config.fit)
     return processor, UncTokenImageEncoder(encoder) if config.variance_token and context.variance else encoder
 
 
-def build_clip_text(
-    config: ClipTextConfig, context: protocol.BuildContext
-) -> tuple[TokenProcessor, ClipTextEncoder | UncTokenTextEncoder]:
+def build_clip_text(config: ClipTextConfig, context: protocol.BuildContext) -> Built:
     """Build the text side of kind "clip". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
     encoder = clip_text_encoder(

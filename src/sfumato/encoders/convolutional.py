@@ -20,7 +20,7 @@ from sfumato.encoders import package_weights
 from sfumato.encoders.encoder_protocol import AugmentMode, BuildContext, Fit, ImageEncoderConfig, Inputs
 from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.processors import ImageFileProcessor, PixelProcessor
-from sfumato.encoders.scratch import Encoder, StandardisedPixels
+from sfumato.encoders.scratch import Built, Encoder, StandardisedPixels
 from sfumato.errors import UserError
 
 
@@ -94,9 +94,7 @@ class EfficientNetEncoder(Encoder):
         return TokenFeatures(self.network.extract_features(normal).flatten(2).transpose(1, 2))
 
 
-def build_efficientnet(
-    config: EfficientNetImageConfig, context: BuildContext
-) -> tuple[PixelProcessor, EfficientNetEncoder]:
+def build_efficientnet(config: EfficientNetImageConfig, context: BuildContext) -> Built:
     """Build the image side of kind "efficientnet". Returns (processor, encoder)."""
     return PixelProcessor(config.size), EfficientNetEncoder(pretrained=not context.trained)
 
@@ -166,6 +164,6 @@ def resnet_encoder(config: ResNetImageConfig, *, description: Mapping[str, Any] 
     return ResNetEncoder(network, pixel_mean=mean, pixel_std=std)
 
 
-def build_resnet(config: ResNetImageConfig, context: BuildContext) -> tuple[ImageFileProcessor, ResNetEncoder]:
+def build_resnet(config: ResNetImageConfig, context: BuildContext) -> Built:
     """Build the image side of kind "resnet". Returns (processor, encoder)."""
     return ImageFileProcessor(config.size, fit=config.fit), resnet_encoder(config, description=context.description)

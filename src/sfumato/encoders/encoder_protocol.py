@@ -176,6 +176,10 @@ def usable(
 _BLOCK = 512
 
 
+Read = tuple[Store, np.ndarray]
+"""The inputs of the items that could be read, and the positions of these among all items."""
+
+
 class Processor(ABC):
     """Turns raw items into a store of inputs for an encoder, one item after another."""
 
@@ -193,9 +197,7 @@ class Processor(ABC):
         """A file of features with a single row of ones, to test a model; None if its items are images or texts."""
         return None
 
-    def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[Store, np.ndarray]:
+    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> Read:
         """Read items into a store.
 
         Args:

@@ -17,10 +17,11 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from sfumato.data.transforms import drop_regions
 from sfumato.encoders import encoder_protocol as protocol
-from sfumato.encoders.frozen import FrozenImageConfig, FrozenProcessor, FrozenTextConfig, frozen_processor
+from sfumato.encoders.encoder_protocol import Item, OnError, Progress, Read
+from sfumato.encoders.frozen import FrozenImageConfig, FrozenTextConfig, frozen_processor
 from sfumato.encoders.heads import TokenFeatures
 from sfumato.encoders.processors import EmbeddingProcessor, FeatureProcessor
-from sfumato.encoders.scratch import Encoder
+from sfumato.encoders.scratch import Built, Encoder
 
 _FITTED, _BLOCK = 50_000, 1024
 """Largest number of items that fit a whitening, and of those read at a time."""
@@ -158,13 +159,7 @@ class RegionProcessor(FeatureProcessor):
 
     reads: ClassVar[str] = "region features"
 
-    def read(
-        self,
-        items: Sequence[protocol.Item],
-        *,
-        progress: protocol.Progress | None = None,
-        on_error: protocol.OnError | None = None,
-    ) -> tuple[protocol.Store, np.ndarray]:
+    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> Read:
         """Every item is read once, and none is kept."""
         kept = protocol.usable(items, lambda _, item: self.prepare(item()), progress=progress, on_error=on_error)
         return RegionStore([items[i] for i in kept], self), kept
@@ -273,7 +268,7 @@ class RegionEncoder(Encoder):
         return TokenFeatures(mean, None if self.recurrent else mask, log_var)
 
 
-def build_regions(config: RegionImageConfig, context: protocol.BuildContext) -> tuple[RegionProcessor, RegionEncoder]:
+def build_regions(config: RegionImageConfig, context: protocol.BuildContext) -> Built:
     """Build the image side of kind "regions". Returns (processor, encoder)."""
     return RegionProcessor(config.channels), RegionEncoder(
         config.channels, config.width or context.dim, layers=config.graph_layers, recurrent=config.recurrent,
@@ -291,9 +286,7 @@ class EmbeddingInput(FeatureInput):
         return {"channels": self._received}
 
 
-def build_embeddings(
-    config: protocol.EncoderConfig, context: protocol.BuildContext
-) -> tuple[EmbeddingProcessor, EmbeddingInput]:
+def build_embeddings(config: protocol.EncoderConfig, context: protocol.BuildContext) -> Built:
     """Build a side of kind "embeddings". Returns (processor, encoder)."""
     if context.description is None:
         raise ValueError("an encoder of kind 'embeddings' has the channels of its data; none are given")
@@ -302,9 +295,7 @@ def build_embeddings(
     return EmbeddingProcessor(channels), encoder
 
 
-def build_frozen(
-    config: FrozenImageConfig | FrozenTextConfig, context: protocol.BuildContext
-) -> tuple[FrozenProcessor, FeatureInput]:
+def build_frozen(config: FrozenImageConfig | FrozenTextConfig, context: protocol.BuildContext) -> Built:
     """Build a side of kind "frozen". Returns (processor, encoder)."""
     processor = frozen_processor(config, context.cache)
     return processor, FeatureInput(processor.backbone.channels, context.feature_dropout, whiten=config.whiten)

@@ -22,7 +22,7 @@ from sfumato.data.image_decoding import check_image
 from sfumato.data.pairs import PairData
 from sfumato.encoders import backbones
 from sfumato.encoders import encoder_protocol as protocol
-from sfumato.encoders.encoder_protocol import Item, OnError, Progress
+from sfumato.encoders.encoder_protocol import Item, OnError, Progress, Read
 from sfumato.encoders.package_weights import Precision, is_open_clip, means_of_tokens
 from sfumato.errors import UserError, need
 from sfumato.files import is_gone, read_json, write_atomically, write_json
@@ -139,9 +139,7 @@ class FrozenProcessor(protocol.Processor):
         """The features, without the cache."""
         return protocol.RaggedStore.from_features(self.backbone(values), self.backbone.channels)
 
-    def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[protocol.Store, np.ndarray]:
+    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> Read:
         return cached_features(self.backbone, items, self.cache, progress=progress, on_error=on_error)
 
 

@@ -19,7 +19,7 @@ from sfumato.data.feature_tables import EmbeddingRow, EmbeddingTable
 from sfumato.data.image_decoding import Fit, check_image, decode_image
 from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
 from sfumato.encoders import encoder_protocol as protocol
-from sfumato.encoders.encoder_protocol import Inputs, Item, OnError, PixelStore, Progress, RaggedStore, Store
+from sfumato.encoders.encoder_protocol import Inputs, Item, OnError, PixelStore, Progress, RaggedStore, Read
 from sfumato.errors import UserError
 from sfumato.files import available_cores
 
@@ -58,9 +58,7 @@ class PixelProcessor(protocol.Processor):
     def stack(self, values: Sequence[np.ndarray]) -> PixelStore:
         return PixelStore(np.stack(values))
 
-    def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[Store, np.ndarray]:
+    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> Read:
         pixels = np.empty((len(items), 3, self.size, self.size), np.uint8)
 
         def decode(position: int, item: Item) -> None:
@@ -134,9 +132,7 @@ class ImageFileStore:
 class ImageFileProcessor(PixelProcessor):
     """Checks image files once and leaves them on disk; each batch is decoded when it is needed."""
 
-    def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[Store, np.ndarray]:
+    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> Read:
         """Every file is read once; no pixels are kept."""
 
         def check(_: int, item: Item) -> None:
@@ -243,9 +239,7 @@ class TextProcessor(protocol.Processor):
     def prepare(self, data: bytes | str) -> str:
         return str(data)
 
-    def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[Store, np.ndarray]:
+    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> Read:
         store = self.stack([str(item()) for item in items])
         if progress:
             progress(len(items))
@@ -385,9 +379,7 @@ class EmbeddingProcessor(FeatureProcessor):
 
     reads: ClassVar[str] = "embeddings"
 
-    def read(
-        self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None
-    ) -> tuple[Store, np.ndarray]:
+    def read(self, items: Sequence[Item], *, progress: Progress | None = None, on_error: OnError | None = None) -> Read:
         rows = [item for item in items if isinstance(item, EmbeddingRow)]
         if rows and len(rows) == len(items) and all(item.table is rows[0].table for item in rows):
             table = rows[0].table

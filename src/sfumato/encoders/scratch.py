@@ -80,6 +80,10 @@ class Encoder(nn.Module):
         return 0
 
 
+Built = tuple[protocol.Processor, Encoder]
+"""One side of a model: the processor of its items, and the encoder above it."""
+
+
 class StandardisedPixels(nn.Module):
     """(n, 3, h, w) pixels, uint8 or in [0, 1], in units of the mean and standard deviation of each channel."""
 
@@ -172,16 +176,12 @@ class SmallTextEncoder(Encoder):
         return TokenFeatures(padded(features, mask), inputs.mask)
 
 
-def build_small_image(
-    config: SmallImageConfig, context: protocol.BuildContext
-) -> tuple[processors.PixelProcessor, SmallImageEncoder]:
+def build_small_image(config: SmallImageConfig, context: protocol.BuildContext) -> Built:
     """Build the image side of kind "small". Returns (processor, encoder)."""
     return processors.PixelProcessor(config.size), SmallImageEncoder(config.width)
 
 
-def build_small_text(
-    config: SmallTextConfig, context: protocol.BuildContext
-) -> tuple[processors.TokenProcessor, SmallTextEncoder]:
+def build_small_text(config: SmallTextConfig, context: protocol.BuildContext) -> Built:
     """Build the text side of kind "small". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
     encoder = SmallTextEncoder(processors.vocabulary_size(tokenizer), config.width, config.dropout)
@@ -360,9 +360,7 @@ class WordEncoder(Encoder):
         return pad_packed_sequence(states, batch_first=True, total_length=words.shape[1])[0]
 
 
-def build_word_text(
-    config: WordTextConfig, context: protocol.BuildContext
-) -> tuple[processors.TokenProcessor, WordEncoder]:
+def build_word_text(config: WordTextConfig, context: protocol.BuildContext) -> Built:
     """Build the text side of kind "gru". Returns (processor, encoder)."""
     tokenizer = context.need_tokenizer(config.kind)
     encoder = WordEncoder(
