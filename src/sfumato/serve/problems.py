@@ -174,12 +174,8 @@ IMAGE: dict[int | str, dict[str, Any]] = {
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Descriptions of problem documents, for the `responses` of a route."""
     content = {PROBLEM: {"schema": {"$ref": _REF.format(model="Problem")}}}
-    return {status: {"description": _why(status), "content": content} for status in statuses}
-
-
-def _why(status: int) -> str:
-    """The problems of a status."""
-    return "; ".join(f"`{code}`: {text}" for code, (of, text) in CODES.items() if of == status)
+    why = {status: [f"`{code}`: {text}" for code, (of, text) in CODES.items() if of == status] for status in statuses}
+    return {status: {"description": "; ".join(codes), "content": content} for status, codes in why.items()}
 
 
 def documented(app: FastAPI) -> dict[str, Any]:
