@@ -36,6 +36,7 @@ from sfumato.calibration.logits import LinearLogit, Rows
 from sfumato.distances import get_distance
 from sfumato.encoders.encoder_protocol import RaggedStore
 from sfumato.encoders.package_weights import sentence_vectors
+from sfumato.files import RECIPE
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.recipe import find_recipe, load_recipe
 from sfumato.models.run import load_model
@@ -58,7 +59,7 @@ TEXTS = ((0, 0), (0.5, 1), (0.5, 4), (0.9, 1), (0.9, 4))
 PACKAGED = fits.FitsCalibration.packaged()
 CONSTANTS = PACKAGED.of(3)
 
-THINGS = [
+NOUNS = [
     "cat", "dog", "horse", "train", "bus", "car", "truck", "boat", "pizza", "cake", "sandwich", "banana", "toilet",
     "sink", "kitchen", "bathroom", "bed", "bedroom", "couch", "chair", "table", "laptop", "computer", "phone",
     "clock", "vase", "flower", "bird", "elephant", "giraffe", "zebra", "bear", "cow", "sheep", "kite", "surfboard",
@@ -253,11 +254,11 @@ def coco(folder: Path, others: Path) -> dict[str, Any]:
 def coco_things(
     part: float, paths: list[Path], captions: list[list[str]], images: GaussianEmbedding
 ) -> dict[str, float]:
-    """Names of THINGS that captions have, asked of the photographs with four captions each for a part of them."""
+    """NOUNS that captions have, asked of the photographs with four captions each for a part of them."""
     has = random.Random(1).sample(range(len(paths)), round(part * len(paths)))
     stems = [word_stems(" ".join(some)) for some in captions]
-    there = {thing: {str(i) for i, own in enumerate(stems) if says(own, word_stems(thing))} for thing in THINGS}
-    known = [thing for thing in THINGS if there[thing]]
+    there = {thing: {str(i) for i, own in enumerate(stems) if says(own, word_stems(thing))} for thing in NOUNS}
+    known = [thing for thing in NOUNS if there[thing]]
     shown = [captions[i][:4] if i in has else [] for i in range(len(paths))]
     return words(answers_of([*map(str, range(len(paths)))], images, shown, known), [there[thing] for thing in known])
 
@@ -306,6 +307,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recipe", default="small")
     given = parser.parse_args()
+    if given.write and load_recipe(given.paths[2] / "run-0" / RECIPE).name != "small":
+        parser.error("--write is for models of the recipe small")
     if given.what == "coco":
         print(json.dumps(coco(*given.paths), indent=1))
         return

@@ -2,7 +2,7 @@
 
     python benchmarks/people.py FLICKR8K [--split test] [--json FILE]
 
-FLICKR8K as for own_folder.py. Three draws of 400 photographs with four captions each, for some, and without. A
+FLICKR8K as for own_folder.py. Three draws of 400 photographs; all, some or none of them have four captions. A
 photograph fits a word if its five captions have it, a word for the same thing or a kind of it ("poodle" for "dog").
 Words: those of own_folder.WORDS that a photograph of the draw fits. Absent: things that none fits. Odd: other
 languages, misspelt words and names. Added: 40 more photographs without texts beside the 400 with captions; the query is

@@ -58,8 +58,8 @@ def test_what_is_said_of_a_list(probabilities, expected, nothing, kind, said):
     assert found.kind == kind and found.text.endswith(said)
     if kind == "nothing":
         unjudged = fits_verdict(probabilities, expected, nothing, 0.5)
-        assert unjudged.kind == "unsure" and unjudged.text.endswith("and 50% of the items have no texts")
-        assert fits_verdict(probabilities, expected, nothing, 1).text.endswith("and the items have no texts")
+        assert unjudged.kind == "unsure" and unjudged.text.endswith("and 50% of the images have no captions")
+        assert fits_verdict(probabilities, expected, nothing, 1).text.endswith("and no image has captions")
         assert fits_verdict(probabilities, expected, nothing, 0.1).kind == "nothing"
 
 
@@ -67,16 +67,21 @@ def test_what_is_said_of_a_list(probabilities, expected, nothing, kind, said):
     "probabilities, expected, kind, said",
     [
         ([0.8, 0.7, 0.6, 0.2], 23.0, "few", "Likely matches: 2 of the 3 results above 50% should be right"),
-        ([0.9] * 8, 23.0, "many", "Likely matches: 7 of the 8 results above 50% should be right"),
+        ([0.9] * 8, 23.0, "few", "Likely matches: 7 of the 8 results above 50% should be right"),
         ([0.8, 0.7], 12.0, "few", "Likely matches: both results above 50% should be right"),
         ([0.8, 0.4], 12.0, "few", "A likely match: the first result is right with a probability of 80%"),
-        ([0.9, 0.4], 2.9, "clear", "One clear match"),
+        ([0.9, 0.4], 2.9, "few", "A likely match: the first result is right with a probability of 90%"),
+        ([0.9, 0.2], 12.0, "clear", "One clear match; 71% of the images have no captions"),
+        (
+            [0.4, 0.3], 9.0, "unsure",
+            "Not sure: 71% of the images have no captions, and without them the numbers are often too low",
+        ),
     ],
-)
+)  # fmt: skip
 def test_the_number_of_matches_is_not_said_where_most_items_have_no_texts(probabilities, expected, kind, said):
     found = fits_verdict(probabilities, expected, 0.0, 0.71)
     assert (found.kind, found.text) == (kind, said)
-    assert "about 23" in fits_verdict(probabilities, 23.0, 0.0, 0.7).text
+    assert kind != "few" or "about 23" in fits_verdict(probabilities, 23.0, 0.0, 0.7).text
 
 
 def test_a_list_by_texts_has_one_sentence_and_a_line(capsys):
@@ -87,7 +92,7 @@ def test_a_list_by_texts_has_one_sentence_and_a_line(capsys):
     assert [line.split()[0] for line in lines] == ["a", "Many", "90%", "----", "45%", "30%", "1"]
     escaped = replace(found[0], match_probability=0.001, payload={"label": "\x1b[31mred"})
     print_search(replace(found, hits=(escaped,)).to_json())
-    assert capsys.readouterr().out.splitlines()[2:] == ["  ---- below 50% ----", r"      <1%  <i>0.png  \x1b[31mred"]
+    assert capsys.readouterr().out.splitlines()[2:] == [r"      <1%  <i>0.png  \x1b[31mred"]
     print_search(replace(found, hits=(found[1], found[0])).to_json())  # By distance: without a line.
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["45%", "90%"]
 
@@ -196,8 +201,8 @@ def test_verdicts_at_both_sides_of_every_border():
         (2.9, 0.5, None, "few", "A likely match: the first result is right with a probability of 50%"),
         (2.0, 0.9, None, "few", "A likely match: the first result is right with a probability of 90%"),
         (1.9, 0.75, None, "clear", "One clear match"), (0.9, 0.749, None, "few", "with a probability of 75%"),
-        (0.1, 0.004, None, "unsure", "with a probability of 0.4%"),
-        (0.0, 0.0009, None, "unsure", "with a probability of less than 0.1%"),
+        (0.1, 0.0049, None, "unsure", "with a probability of less than 1%"),
+        (0.1, 0.006, None, "unsure", "with a probability of 1%"),
         (2.4, 0.996, None, "few", "with a probability of more than 99%"),
         (212.4, 0.99, True, "abstained", "No confident match"),
     ):  # fmt: skip

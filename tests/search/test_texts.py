@@ -119,8 +119,8 @@ def by_loops(collection, gallery, query, text, neutral=False, own=None):
     best = sorted(pairs, reverse=True)[:50]
     expected = math.log(sum(1 / (1 + math.exp(-z)) for z in best))
     listed = (min(best[0] - best[1], 5), expected, 1 / n_words, prior)
-    run = Path(collection.metadata.get("run", ""))
-    file = Path(fits.__file__).parent / "captions.npy" if str(run) == "small" else run / fits.KNOWN_TEXTS
+    small = collection.metadata.get("run") == "small"
+    file = Path(fits.__file__).parent / "captions.npy" if small else collection.folder / fits.KNOWN_TEXTS
     rows = np.load(file).astype(float) if file.exists() else np.eye(384)
     near = sum(sorted(rows @ vector / np.linalg.norm(rows, axis=1))[-5:]) / 5
     bare = "hit_bare" if file.exists() else "hit_without"
@@ -137,14 +137,14 @@ ASKED = ["a dog", "vehicles in snow", "zebra", "a cat and an animal on a sofa"]
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("model", ["", "small", "trained"])
 @pytest.mark.parametrize("text", ASKED)
-def test_order_and_probabilities_are_those_of_the_formula(made, text, model, bare, tmp_path):
+def test_order_and_probabilities_are_those_of_the_formula(made, text, model, bare):
     collection, gallery = made
     own = [payload if not bare or i == 1 else {"date": "2024"} for i, payload in enumerate(payloads(60))]
     if model == "trained":
         vectors = sentence_vectors(["two cats", "a dog in snow", "a tent", "the sea", "an old car", "a sofa"])
-        np.save(tmp_path / fits.KNOWN_TEXTS, fits.in_bytes(vectors))
-    if model:
-        collection.keep({"run": {"small": "small"}.get(model, str(tmp_path))})
+        np.save(collection.folder / fits.KNOWN_TEXTS, fits.in_bytes(vectors))
+    if model == "small":
+        collection.keep({"run": "small"})
     collection.upsert(gallery, [f"{i:02}.jpg" for i in range(60)], payloads=own)
     query, (answer,) = gaussians(1, 5), asked(collection, text, k=20)
     _, expected, nothing = by_loops(collection, gallery, query, text, own=own)

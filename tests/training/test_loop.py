@@ -27,12 +27,14 @@ from sfumato.errors import UserError
 from sfumato.models.embed import embed_split, embed_split_images, load_split
 from sfumato.models.recipe import find_recipe, save_recipe
 from sfumato.models.run import load_run
+from sfumato.search.index import copy_gallery
 from sfumato.training import loop as module
 from sfumato.training import saving, validation
 from sfumato.training import step as learner
 from sfumato.training.loop import preferred_recipe, what_to_expect
 from sfumato.training.step import DivergedError
 from sfumato.workflows.export import export_run
+from sfumato.workflows.index import create_collection, embed_source
 
 pytestmark = pytest.mark.usefixtures("windows")  # What is open is in use.
 
@@ -69,16 +71,22 @@ def test_a_run_leaves_what_is_needed_and_learns(run):
 
 
 def test_a_model_knows_what_it_was_trained_on(toy, run, tmp_path, monkeypatch):
-    """Texts like those of the training are near; a run of few texts says nothing of nearness."""
-    assert not (run[0] / KNOWN_TEXTS).exists() and not len(known_texts(str(run[0])))
-    monkeypatch.setattr(validation, "_FEWEST_KNOWN", 20)
-    fit(load_recipe(toy, ["train.epochs=1"]), tmp_path / "run")
-    exported = export_run(tmp_path / "run", tmp_path / "exported")
+    """Texts like those of the training are near, for its collections, too; an export holds none of them."""
+    assert not (run[0] / KNOWN_TEXTS).exists() and not len(known_texts(run[0])), "few texts, other image features"
+    with monkeypatch.context() as patched:
+        patched.setattr(validation, "_MEASURED", "")
+        patched.setattr(validation, "N_KNOWN", 20)
+        fit(load_recipe(toy, ["train.epochs=1"]), tmp_path / "run")
+    assert not (export_run(tmp_path / "run", tmp_path / "exported") / KNOWN_TEXTS).exists()
+    parts, _ = embed_source(model := load_run(tmp_path / "run"), images=toy.parent / "data")
+    with create_collection(model, next(parts), tmp_path / "index", texts=True) as made:
+        copy_gallery(made, tmp_path / "copy").close()
     asked = sentence_vectors(["a red circle", "some bar in blue", "a lawyer reads a contract", "jazz at midnight"])
-    for folder in (tmp_path / "run", exported):
-        near = FitsCalibration.nearness(asked, str(folder))
-        assert near[:2].min() > 0.75 > 0.35 > near[2:].max()
-        assert np.linalg.norm(known_texts(str(folder)), axis=1) == pytest.approx(1)
+    for folder in ("run", "index", "copy"):
+        known = known_texts(tmp_path / folder)
+        near = FitsCalibration.nearness(asked, known)
+        assert len(known) == 20 and np.linalg.norm(known, axis=1) == pytest.approx(1)
+        assert near[:2].min() > 0.6 > 0.35 > near[2:].max()
 
 
 @pytest.mark.slow

@@ -56,9 +56,8 @@ N_CLOSE = 5
 hit without texts."""
 
 KNOWN_TEXTS, N_KNOWN = "known_texts.npy", 2_000
-"""The file of a model's folder with the sentence vectors of that many of its training texts, in steps of one byte."""
-
-_SMALL = "small"
+"""The file of a run, and of the collections by it, with the sentence vectors of that many of its training texts, in
+steps of one byte."""
 
 LENGTHS = (1, 2, 3)
 """Numbers of words of the queries that have constants of their own; the last is of longer ones, too."""
@@ -304,9 +303,9 @@ class FitsCalibration:
         return np.asarray(as_numpy(vectors) @ np.array(self.prior[:-1]) + self.prior[-1])
 
     @staticmethod
-    def nearness(vectors: Array, model: str = _SMALL) -> Floats:
-        """(q,) mean cosine of queries with the closest :func:`known_texts` of a model. vectors (q, 384)."""
-        cosines = as_numpy(vectors) @ known_texts(model).T
+    def nearness(vectors: Array, known: np.ndarray | None = None) -> Floats:
+        """(q,) mean cosine of queries with the closest :func:`known_texts`. vectors (q, 384)."""
+        cosines = as_numpy(vectors) @ (known_texts() if known is None else known).T
         return np.asarray(np.partition(cosines, -N_CLOSE, axis=1)[:, -N_CLOSE:].mean(1))
 
     def corrections(self, hits: JudgedHits, *, seed: int = 0) -> dict[str, Correction]:
@@ -364,11 +363,15 @@ def with_zero(of: LinearLogit, at: int) -> LinearLogit:
     return replace(of, weights=weights, low=low, high=high)
 
 
+def known_texts(folder: Path | None = None) -> np.ndarray:
+    """(n, 384) unit sentence vectors of training texts, none if the folder has none; without it those of `small`."""
+    path = Path(__file__).with_name("captions.npy") if folder is None else folder / KNOWN_TEXTS
+    return _unit_rows(path, path.stat().st_mtime_ns) if path.is_file() else np.empty((0, 384), np.float32)
+
+
 @functools.lru_cache(8)
-def known_texts(model: str) -> np.ndarray:
-    """(n, 384) unit sentence vectors of training texts of a model, by its name or folder; none of others."""
-    path = Path(__file__).with_name("captions.npy") if model == _SMALL else Path(model) / KNOWN_TEXTS
-    return unit(np.load(path).astype(np.float32)) if path.is_file() else np.empty((0, 384), np.float32)
+def _unit_rows(path: Path, changed: int) -> np.ndarray:
+    return unit(np.load(path).astype(np.float32))
 
 
 def in_bytes(vectors: np.ndarray) -> np.ndarray:

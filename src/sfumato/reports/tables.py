@@ -320,9 +320,9 @@ def _print_above_and_below(hits: list[dict[str, Any]], why: bool) -> None:
     if above != hits[: len(above)]:
         return _print_hits(hits, "", True, why)
     _print_hits(above, "", True, why)
-    if below := hits[len(above) :]:
+    if above and len(above) < len(hits):
         print(f"  ---- below {LINE:.0%} ----")
-        _print_hits(below, "", True, why)
+    _print_hits(hits[len(above) :], "", True, why)
 
 
 _SET_SHOWN = 20

@@ -162,7 +162,7 @@ class QueryInfo:
 
 
 MANY = 7
-"""With this many expected matches or more, a search has found many matches."""
+"""With this many expected matches or more, a search has found many matches, where their number is said."""
 
 LINE = 0.5
 """Probability that the line in a list of hits stands for."""
@@ -217,32 +217,32 @@ def fits_verdict(
     above, best = [p for p in probabilities if p >= LINE], max(probabilities, default=0.0)
     which = "first" if not probabilities or probabilities[0] == best else "most probable"
     found = f"the {which} result is right with a probability of {_percent(best)}"
-    if not above:
-        if nothing >= LINE and best < _UNSURE:
-            if unjudged > _FEW_UNJUDGED:
-                those = "the items" if unjudged == 1 else f"{_percent(unjudged)} of the items"
-                return Verdict("unsure", f"Nothing sure: no result is likely, and {those} have no texts")
+    lacking = "no image has captions" if unjudged == 1 else f"{_percent(unjudged)} of the images have no captions"
+    if not above and nothing >= LINE and best < _UNSURE:
+        if unjudged <= _FEW_UNJUDGED:
             return Verdict("nothing", "Nothing here shows this")
+        return Verdict("unsure", f"Nothing sure: no result is likely, and {lacking}")
+    if not above and unjudged > _MOST_UNJUDGED:
+        return Verdict("unsure", f"Not sure: {lacking}, and without them the numbers are often too low")
+    if not above:
         return Verdict("unsure", f"No likely match: {found}")
     right, n, counts = round(sum(above)), len(above), unjudged <= _MOST_UNJUDGED
-    if n == 1 and (expected_matches < _FEW or not counts):
-        if best >= _CLEAR and expected_matches < _FEW:
-            return Verdict("clear", "One clear match")
+    alone = expected_matches < _FEW if counts else max((p for p in probabilities if p < LINE), default=0.0) < _UNSURE
+    if n == 1 and best >= _CLEAR and alone:
+        return Verdict("clear", "One clear match" + (f"; {lacking}" if unjudged > _FEW_UNJUDGED else ""))
+    if n == 1 and (alone or not counts):
         return Verdict("few", f"A likely match: {found}")
-    many = (expected_matches if counts else right) >= MANY
     of = "both" if right == n == 2 else f"all {n}" if right == n else f"{right} of the {n}"
     line = f"{of} results above {LINE:.0%} should be right"
+    if not counts:
+        return Verdict("few", f"Likely matches: {line}")
+    many = expected_matches >= MANY
     about = f"{'Many' if many else 'A few'} matches: about {max(round(expected_matches), right)}"
-    said = f"{about}{f'; {line}' if n > 2 else ''}" if counts else f"Likely matches: {line}"
-    return Verdict("many" if many else "few", said)
+    return Verdict("many" if many else "few", about + (f"; {line}" if n > 2 else ""))
 
 
 def _percent(p: float) -> str:
-    if p < 0.001:
-        return "less than 0.1%"
-    if p > 0.995:
-        return "more than 99%"
-    return f"{p:.0%}" if p >= 0.1 else f"{p:.1%}"
+    return shown_probability(p).replace("<", "less than ").replace(">", "more than ")
 
 
 @dataclass(frozen=True)
@@ -297,13 +297,11 @@ class Answer:
         uncertainty: total variance of the query.
         hits: the k closest items, for target "fits" the k most probable ones unless the order is by distance; or all
             items if there are fewer. With min_probability there may be fewer, or none.
-        best_probability: match probability of the first hit, also if min_probability left it out; 0 for an empty
-            gallery.
+        best_probability: match probability of the first hit, also if min_probability left it out; 0 without one.
         best_distance: its distance; infinite for an empty gallery.
         expected_matches: sum of the match probabilities over the whole gallery; None if it was not asked for, or the
             probabilities are not calibrated.
-        nothing_probability: probability that no item of the gallery fits; None for target "listed", or if the
-            probabilities are not calibrated.
+        nothing_probability: probability that no item of the gallery fits; None for target "listed", or not calibrated.
         multiplicity: number of COCO's 123,287 images that people would find relevant, estimated from the text alone;
             None for target "listed", and for fewer than three words.
         hidden: number of items among the k that min_probability left out.

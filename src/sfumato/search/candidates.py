@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -277,7 +278,7 @@ class TextSearch:
     own: ItemTexts  # the texts of the sample
     n: int  # number of items that may be found
     size: int  # number of all items
-    model: str  # name or folder of the model
+    known: Path | None  # folder that may have the model's known texts; None for `small`
     filter: Filter | None  # of what may be found, while lists are those of the whole gallery
 
     def __post_init__(self) -> None:
@@ -290,8 +291,8 @@ class TextSearch:
         kinds = [FitsCalibration.packaged(fitted.ACROSS) if i in across else self.fits for i in range(len(texts))]
         self.logits = [kind.of(len(word_stems(text))) for kind, text in zip(kinds, texts, strict=True)]
         self.prior = self.fits.query_prior(self.vectors)  # (q,)
-        known = len(fitted.known_texts(self.model))
-        self.near = self.fits.nearness(self.vectors, self.model) if known else None  # (q,)
+        known = fitted.known_texts(self.known)
+        self.near = self.fits.nearness(self.vectors, known) if len(known) else None  # (q,)
         n_words = np.array([len(words_of(text)) for text in texts])
         long = np.flatnonzero(n_words >= fitted.FEWEST_WORDS)
         like_captions = np.array([i for i in long if i not in across], np.int64)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -74,6 +75,7 @@ class Gallery(ABC):
     texts: TextStore | None = None
     """The vectors of the items' texts; None if they are no evidence."""
 
+    folder: Path  # of a collection's settings; an index in memory has none, and no texts
     n_exact = 300
     """Number of closest items that :meth:`expected_matches` sums exactly in a large gallery."""
 
@@ -193,8 +195,9 @@ class Gallery(ABC):
         sample = self._sampled(self.size, None)
         if self.texts is None or (own := sample.texts) is None:
             return []
-        scorer, model = self.scorer if self.calibrated else None, str(self.metadata.get("run", ""))
-        asked = TextSearch(forms, self.fits, scorer, sample, own, n, self.size, model, filter)
+        scorer = self.scorer if self.calibrated else None
+        known = None if self.metadata.get("run") == "small" else self.folder
+        asked = TextSearch(forms, self.fits, scorer, sample, own, n, self.size, known, filter)
         filters = [None] if filter is None else [None, filter]  # The list of a query is that of the whole gallery.
         near = [[] if sample.whole else self.closest(queries, self.n_exact, one) for one in filters]
         agreeing = [[] if sample.whole else self.texts.closest(asked.vectors, self.n_exact, one) for one in filters]

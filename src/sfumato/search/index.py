@@ -24,6 +24,7 @@ import numpy as np
 
 from sfumato.arrays import Array, as_numpy, like
 from sfumato.calibration.calibrator import Calibration, Scorer
+from sfumato.calibration.fits import KNOWN_TEXTS
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
 from sfumato.files import write_atomically
@@ -343,8 +344,8 @@ def _copy_texts(source: TextStore | None, copy: TextStore, records: Records) -> 
 
 
 def _copy_uploads(folder: Path, copy: Path) -> None:
-    """Copy the uploaded images that are not in the copy yet; each has the name of its content."""
-    for image in sorted((folder / UPLOADED_IMAGES).rglob("*")):
+    """Copy the uploaded images that are not in the copy yet, each with the name of its content, and the known texts."""
+    for image in [*sorted((folder / UPLOADED_IMAGES).rglob("*")), folder / KNOWN_TEXTS]:
         new = copy / image.relative_to(folder)
         with contextlib.suppress(FileNotFoundError):  # It was removed meanwhile.
             if image.is_file() and image.suffix != ".tmp" and not new.exists():

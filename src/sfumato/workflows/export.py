@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from sfumato import __version__, files
 from sfumato.arrays import as_numpy
-from sfumato.calibration.fits import KNOWN_TEXTS
 from sfumato.charts import render_page
 from sfumato.data.image_decoding import encode_png
 from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
@@ -85,9 +84,8 @@ def _write(run: Run, folder: Path, *, license: str, graphs: bool) -> None:
     else:
         weights = {key: value.detach().cpu().contiguous() for key, value in run.model.state_dict().items()}
         files.write_atomically(folder / WEIGHTS, safetensors_bytes(weights, {"format": "pt"}))
-    for name, there in ((TOKENIZER, assets.tokenizer is not None), (KNOWN_TEXTS, (run.folder / KNOWN_TEXTS).exists())):
-        if there:
-            files.write_atomically(folder / name, (run.folder / name).read_bytes())
+    if assets.tokenizer is not None:
+        files.write_atomically(folder / TOKENIZER, (run.folder / TOKENIZER).read_bytes())
     if run.calibration is not None:
         run.calibration.save(folder / CALIBRATION)
     if own is not None:

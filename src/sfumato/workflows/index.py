@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sfumato.calibration.calibrator import Calibration
+from sfumato.calibration.fits import KNOWN_TEXTS
 from sfumato.data.emoji import emoji_names
 from sfumato.data.feature_tables import vectors_of
 from sfumato.data.images import DIGEST, FileImage, MemoryImage, Problems
@@ -23,7 +24,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, counted, first_line, need, progress_bar, say
-from sfumato.files import RECIPE
+from sfumato.files import RECIPE, write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids, fits_pattern, plain_id
 from sfumato.models import embed, run
@@ -77,7 +78,10 @@ def create_collection(
 ) -> GaussianCollection:
     """Create an empty collection for the embeddings of a model; with texts these are evidence for its searches."""
     settings, centre = _settings(model, like), gallery_centre(like.embeddings)
-    return GaussianCollection.create(folder, store, d=like.embeddings.d, centre=centre, texts=texts, **settings)
+    made = GaussianCollection.create(folder, store, d=like.embeddings.d, centre=centre, texts=texts, **settings)
+    if (own := _folder_of(model)) is not None and (own / KNOWN_TEXTS).exists():
+        write_atomically(made.folder / KNOWN_TEXTS, (own / KNOWN_TEXTS).read_bytes())
+    return made
 
 
 def embed_source(
