@@ -24,8 +24,7 @@ def test_text_bytes_and_json_are_written_whole(tmp_path):
     assert path.read_bytes() == "Bär\n".encode()
     write_atomically(str(path), b"\x00\xff")
     assert path.read_bytes() == b"\x00\xff" and list(tmp_path.iterdir()) == [path]
-    path = tmp_path / "x.json"
-    write_json(path, {"a": [1, "é"]})
+    write_json(path := tmp_path / "x.json", {"a": [1, "é"]})
     before = path.read_text(encoding="utf-8")
     assert before == '{\n  "a": [\n    1,\n    "é"\n  ]\n}\n'
     for value in (math.nan, math.inf):
@@ -61,17 +60,16 @@ def test_permissions_are_ordinary_and_a_process_killed_before_the_rename_leaves_
 
 def test_links_to_themselves_and_full_disks_are_explained(tmp_path):
     (tmp_path / "a").symlink_to("a")
-    caught = raises(OSError, None, (tmp_path / "a").read_bytes)
-    assert "a: is a link that leads back to itself" in explain_os_error(caught.value)
+    refused = explain_os_error(raises(OSError, None, (tmp_path / "a").read_bytes).value)
+    assert "a: is a link that leads back to itself" in refused
     message = "here/index: the disk is full; free some space, then run the same command again"
     assert explain_os_error(UserError(message)) == message, "a message of ours keeps its path"
     assert explain_os_error(OSError(28, "No space left on device", "a/b")).startswith("a/b: the disk is full")
 
 
 def test_what_a_terminal_or_a_shell_would_take_otherwise_is_escaped(sfumato):
-    assert printable("a\x1b[2Jb\rc\x00\u202e\udce9\u2028 é ü 中\td\ne") == (
-        "a\\x1b[2Jb\\rc\\x00\\u202e\\udce9\\u2028 é ü 中\td\ne"
-    )
+    escaped = "a\\x1b[2Jb\\rc\\x00\\u202e\\udce9\\u2028 é ü 中\td\ne"
+    assert printable("a\x1b[2Jb\rc\x00\u202e\udce9\u2028 é ü 中\td\ne") == escaped
     assert printable("x" * 30 + "\n" + "y" * 5, most=10) == "x" * 10 + " ...\nyyyyy"
     told = sfumato.refused("train", "\x1b[31mno\r.toml")
     assert "\\x1b[31mno\\r.toml" in told and "\x1b" not in told and "\r" not in told

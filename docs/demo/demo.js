@@ -104,7 +104,8 @@ function search(query) { // number of a listed query -> its hits, how many items
   return { hits: hits.slice(0, SHOWN), expected: sum(hits.map(({ probability }) => probability)), nothing: Math.min(sigmoid(linear(own.nothing, -near[0], listed)), 1 - hits[0].probability) };
 }
 
-// As fits_verdict of search/answer.py.
+// As fits_verdict of search/answer.py, without its sentences for items without texts ("Nothing sure", "Likely matches"
+// with "both results"): all items here have texts. The first result is always the most probable.
 function verdictOf({ hits, expected, nothing }) {
   const { clear, few, line, many, unsure } = constants;
   const above = hits.map(({ probability }) => probability).filter((p) => p >= line);

@@ -29,6 +29,9 @@ CONFIG, WEIGHTS, ENCODER = "config.json", "model.safetensors", "encoder"
 """Names in the folder of an exported or published model; the last is a folder, of its frozen model, which a run has too
 if no name says where that is."""
 
+IN_USE: tuple[type[OSError], ...] = (PermissionError,) if os.name == "nt" else ()
+"""What the system raises if a file is to be replaced or removed that somebody has open; only Windows refuses that."""
+
 
 def is_gone(model: str) -> bool:
     """Whether the folder of a model, or one of two that a + joins, is there no more."""
@@ -81,14 +84,12 @@ def _replace(path: Path, data: bytes | str) -> None:
 
 
 def patiently(change: Callable[..., None], *paths: Path) -> None:
-    """Replace or remove files. Windows refuses while somebody has one of them open, so it is tried for a second."""
-    for left in reversed(range(20)):
-        try:
+    """Replace or remove files; on Windows it is tried for a second, until nobody has one of them open."""
+    for _ in range(19):
+        with contextlib.suppress(*IN_USE):
             return change(*paths)
-        except PermissionError:
-            if not left:
-                raise
         time.sleep(0.05)
+    change(*paths)
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -158,10 +159,9 @@ def is_plain_name(name: str) -> bool:
 
 def relative_name(path: str | Path, folder: str | Path) -> str:
     """A path from a folder on, with "/" on every system; the whole path if it lies on another drive of Windows."""
-    try:
-        return os.path.relpath(path, folder).replace(os.sep, "/")
-    except ValueError:
-        return str(path).replace(os.sep, "/")
+    with contextlib.suppress(ValueError):
+        path = os.path.relpath(path, folder)
+    return str(path).replace(os.sep, "/")
 
 
 def recipe_folder() -> Traversable:

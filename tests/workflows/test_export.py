@@ -398,7 +398,7 @@ def test_every_command_takes_files(tmp_path, monkeypatch, sfumato):
     ({"method": "best"}, "unknown method"), ({"population": "wild"}, "unknown queries"),
     ({"images": "nothing.npy"}, "nothing.npy"),
 ])  # fmt: skip
-@pytest.mark.usefixtures("windows")  # Of what is written before, nothing may be open.
+@pytest.mark.usefixtures("windows")  # The tables that an error refers to are open.
 def test_mistakes_are_named(change, message, tmp_path):
     images, texts, pairs = frozen()
     given = {"images": images, "texts": texts, "pairs": pairs} | change

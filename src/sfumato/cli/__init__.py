@@ -1,8 +1,7 @@
 """The command line: reads arguments, calls the library, prints. Nothing is computed here.
 
 Results go to standard output, progress to standard error. Exit status: 0 done, 1 the run failed (a diverged loss, a
-lost process), 2 the user can correct it. Heavy modules are imported inside the commands, so that
---help is fast.
+lost process), 2 the user can correct it. Heavy modules are imported inside the commands, so that --help is fast.
 """
 
 import io
@@ -43,8 +42,9 @@ def run(commands: Callable[[], None], program: str, after_interrupt: str) -> Non
     """Run the commands of a program: errors that users can correct become one line and exit status 2."""
     set_threads(os.environ, available_cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0)
     warnings.filterwarnings("ignore", module="PIL")  # Of damaged metadata, which are left out.
+    code_page = os.name == "nt" and not os.environ.get("PYTHONIOENCODING")  # In UTF-8 mode, this changes nothing.
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and not stream.isatty():  # Windows would write its old code page.
+        if code_page and isinstance(stream, io.TextIOWrapper) and not stream.isatty():
             stream.reconfigure(encoding="utf-8", errors=stream.errors)
     debug = bool(os.environ.get("SFUMATO_DEBUG"))
     try:

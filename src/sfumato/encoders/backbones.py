@@ -331,8 +331,7 @@ def from_hub(get: Callable[[Any, bool], str], failed: str, way_out: str) -> Path
 
 
 def foreign_towers(folders: Sequence[Path], device: str = "cpu") -> TwoTowers | None:
-    """The towers of ONNX graphs: of a folder as immich and transformers.js have it, or of fastembed's two folders, of
-    images and of texts. None for other folders."""
+    """The towers of ONNX graphs: of a folder of immich or transformers.js, or of fastembed's two; None for others."""
     image, text = folders[0], folders[-1]
     found = [layout for layout in _LAYOUTS if all((image / graph).is_file() for graph in layout[:2])]
     if len(folders) == 2:
@@ -353,7 +352,8 @@ def foreign_towers(folders: Sequence[Path], device: str = "cpu") -> TwoTowers | 
     except Exception as error:  # The tokenizer's library raises no narrower class.
         held = "holds ONNX graphs, but not the settings of images and texts as immich, transformers.js or fastembed"
         reason = f"{type(error).__name__}: {first_line(error)}"
-        expected = ", ".join(relative_name(file, folders[0]) for file in [*graphs, *files])
+        common = next((one for one in (image, *image.parents) if text.is_relative_to(one)), image)
+        expected = ", ".join(relative_name(file, common) for file in [*graphs, *files])
         where = "+".join(map(str, folders))
         raise UserError(f"{where}: {held} write them, or others ({reason}); expected {expected}") from error
     own = [file for graph in graphs for file in sorted(graph.parent.glob(f"{graph.name}*"))]

@@ -17,6 +17,7 @@ from typing import Any, cast, get_args
 import numpy as np
 from safetensors.numpy import save
 
+from sfumato import files
 from sfumato.arrays import Array, as_numpy
 from sfumato.calibration.calibrator import Calibration
 from sfumato.calibration.logits import Population
@@ -150,13 +151,13 @@ def adopt(
         ValueError: an argument is out of range.
     """
     with _run_folder(Path(out), (images, texts, pairs)) as folder:
-        files = {name: _named_file(value, folder, name) for name, value in (("images", images), ("texts", texts))}
-        channels = [open_table(file).table.channels for file in files.values()]
+        tables = {name: _named_file(value, folder, name) for name, value in (("images", images), ("texts", texts))}
+        channels = [open_table(table).table.channels for table in tables.values()]
         if channels[0] != channels[1]:
             found = f"images have {channels[0]} channels and texts {channels[1]}"
             way = "To bring two models into one space, train heads: sfumato train embeddings"
             raise UserError(f"{found}; embeddings of one frozen model have equally many. {way}")
-        data = {"source": "embeddings", **files, "path": _pair_file(pairs, folder), "equal_texts": "separate"}
+        data = {"source": "embeddings", **tables, "path": _pair_file(pairs, folder), "equal_texts": "separate"}
         recipe = _recipe(data, channels[0], {"kind": "embeddings"}, (val_fraction, test_fraction), seed)
         return adopt_recipe(recipe, folder, method=method, population=population, max_queries=max_queries)
 
@@ -212,8 +213,7 @@ def adopt_encoders(
     if not path.exists():
         known = "a manifest (.csv, .jsonl), a folder of images, a Karpathy JSON, COCO's own captions (.json)"
         raise UserError(f"no data at {path}; give {known}, or a folder of the package datasets")
-    source = "datasets" if is_dataset_folder(path) else "folder"
-    images = {}
+    source, images = "datasets" if is_dataset_folder(path) else "folder", dict[str, str]()
     if path.suffix.lower() == ".json":
         source = "coco" if json_kind(read_json(path)) == "coco" else "karpathy"
         images = {"images": str(coco_images(path) if source == "coco" else path.resolve().parent)}
@@ -366,7 +366,7 @@ def _compare(split: _Split, reference: Sides | None, distance: str, how: _How, s
 
 @contextlib.contextmanager
 def _run_folder(folder: Path, inputs: Sequence[Any]) -> Iterator[Path]:
-    """An empty folder for an adopted model. If the block fails, everything is as it was before."""
+    """An empty folder for an adopted model. If the block fails, all is as before, but for open files on Windows."""
     for value in inputs:
         if isinstance(value, str | Path) and Path(value).resolve().is_relative_to(folder.resolve()):
             raise UserError(f"{value} lies in {folder}; give another folder with --out")
@@ -377,7 +377,7 @@ def _run_folder(folder: Path, inputs: Sequence[Any]) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # Windows keeps tables that the error still refers to.
+        shutil.rmtree(folder, ignore_errors=bool(files.IN_USE))  # Errors hold tables open.
         if existed:
             folder.mkdir(exist_ok=True)
         raise

@@ -26,8 +26,8 @@ from pathlib import Path
 import filelock
 import numpy as np
 
+from sfumato import files
 from sfumato.errors import UserError, first_line, refuse_newer
-from sfumato.files import sync_folder
 from sfumato.search.blocks import Block
 from sfumato.search.screening import Comparison
 from sfumato.search.stores import local_files
@@ -70,7 +70,7 @@ def create(url: str, dim: int, fingerprint: str) -> "LocalStore":
         if other := next((p.name for p in sorted(path.iterdir()) if not p.name.startswith(".creating")), None):
             raise UserError(f"store {url}: {path / other} is there already; open it, or give a new or empty folder")
         local_files.new_database(path, dim, fingerprint, given)
-        sync_folder(path.parent)
+        files.sync_folder(path.parent)
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"store {url}: cannot be created ({error}); give a folder that can be written to") from error
     return open(url)
@@ -407,7 +407,7 @@ class LocalStore(StoreBase):
             built.write(file)
             with file.open("rb+") as stream:
                 os.fsync(stream.fileno())
-            sync_folder(self.path)
+            files.sync_folder(self.path)
         except OSError as error:
             raise self.error(f"{file} cannot be written ({error}); check free space") from error
         with self._writing() as connection:
@@ -421,5 +421,5 @@ class LocalStore(StoreBase):
             named = connection.execute("SELECT file FROM indexes") if self._settings.engine != "flat" else []
             known = {self.path / name for (name,) in named}
         for file in set(self.path.glob("index-*.*")) - known:
-            with contextlib.suppress(PermissionError):  # Windows keeps what is open; a later writer removes it.
+            with contextlib.suppress(*files.IN_USE):  # Windows keeps what is open; a later writer removes it.
                 file.unlink(missing_ok=True)
