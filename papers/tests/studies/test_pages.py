@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from reports.test_report import EVIL, Checker, picture
+from reports.test_report import EVIL, Checker
+from support.pictures import png
 
 from papers.studies import pages
 from papers.studies.pages import analysis_views
@@ -33,7 +34,7 @@ def test_what_users_wrote_cannot_become_markup():
         "words": {"uncertainty": EVIL, "corpus": "bin", "sides": {"image": [one]}},
     }  # fmt: skip
     about = {"model": EVIL, "split": EVIL, "n_images": 2, "n_texts": 2, "distance": "csd"}
-    for content in (None, picture(1)):
+    for content in (None, png((1, 40, 90))):
         values = {"about": about, "notes": [EVIL], "views": analysis_views(found, lambda name, it=content: it)}
         page = render_page("analysis.html.j2", values, Path(pages.__file__).parent)
         checked = Checker(page)
