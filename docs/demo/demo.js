@@ -104,8 +104,8 @@ function search(query) { // number of a listed query -> its hits, how many items
   return { hits: hits.slice(0, SHOWN), expected: sum(hits.map(({ probability }) => probability)), nothing: Math.min(sigmoid(linear(own.nothing, -near[0], listed)), 1 - hits[0].probability) };
 }
 
-// As fits_verdict of search/answer.py, without its sentences for items without texts ("Nothing sure", "Likely matches"
-// with "both results"): all items here have texts. The first result is always the most probable.
+// As fits_verdict of search/answer.py, without what that says if items lack texts ("Nothing sure", "Not sure", "Likely
+// matches: both results", "have no captions"): all items here have some. The first result is always the most probable.
 function verdictOf({ hits, expected, nothing }) {
   const { clear, few, line, many, unsure } = constants;
   const above = hits.map(({ probability }) => probability).filter((p) => p >= line);
@@ -119,7 +119,7 @@ function verdictOf({ hits, expected, nothing }) {
   return [expected >= many ? "many" : "few", `${expected >= many ? "Many" : "A few"} matches: about ${Math.max(Math.round(expected), right)}${rest}`];
 }
 
-const inWords = (p) => (p < 0.001 ? "less than 0.1%" : p > 0.995 ? "more than 99%" : `${(100 * p).toFixed(p >= 0.1 ? 0 : 1)}%`);
+const inWords = (p) => (p < 0.005 ? "less than 1%" : p >= 0.995 ? "more than 99%" : `${(100 * p).toFixed(0)}%`);
 
 // ---- the page
 
