@@ -212,10 +212,10 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     async def page(request: Request) -> Response:
         return await assets.get_response("index.html", request.scope)
 
-    @app.get("/docs", include_in_schema=False)
-    def docs() -> Response:
+    def docs(request: Request) -> Response:
         return HTMLResponse(render_page("interface.html.j2", {"document": app.openapi(), "codes": CODES}))
 
+    app.add_route("/docs", docs, include_in_schema=False)
     app.mount("/page", assets, name="page")
 
     @app.get("/healthz", response_model=schemas.State, tags=["state"])
