@@ -28,7 +28,7 @@ BUDGET = {
     "tests, lines": 26_871,
     "docs, words": 49_751,
     "papers, words": 31_820,
-    "CHANGELOG.md, words": 1_160,
+    "CHANGELOG.md, words": 1_159,
 }
 SLACK = 0.03  # A row that is this much above its number, and more than 60, has to be lowered.
 
