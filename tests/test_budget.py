@@ -27,7 +27,7 @@ BUDGET = {
     "benchmarks": 5_906,
     "tests, lines": 26_871,
     "docs, words": 49_751,
-    "papers, words": 31_820,
+    "papers, words": 31_825,
     "CHANGELOG.md, words": 1_159,
 }
 SLACK = 0.03  # A row that is this much above its number, and more than 60, has to be lowered.

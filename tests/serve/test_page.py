@@ -221,7 +221,7 @@ def test_what_is_said_of_an_answer(visit, service):
     assert len({sign for sign, _ in groups}) == len({colour for _, colour in groups}) == 4
     none, one = "Probably no match", "About one match or none"
     for p, expected, said, number, odds in (
-        (0.0001, 0.0002, "<0.1%", none, "fewer than 1 of 100"), (0.0949, 0.31, "9.5%", none, "about 9 of 100"),
+        (0.0001, 0.0002, "<1%", none, "fewer than 1 of 100"), (0.0949, 0.31, "9%", none, "about 9 of 100"),
         (0.104, 0.49, "10%", none, "about 1 of 10"), (0.15, 0.51, "15%", one, "about 15 of 100"),
         (0.998, 1.49, ">99%", one, "more than 99 of 100"), (0.5, 40, "50%", None, "about 5 of 10"),
     ):  # fmt: skip

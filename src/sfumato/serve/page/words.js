@@ -17,7 +17,7 @@ export const count = (n) => Math.round(n).toLocaleString("en");
 export const figure = (v, digits = 3) => (v >= 1000 ? count(v) : String(Number(v.toPrecision(digits))));
 export const megabytes = (bytes) => `${figure(bytes / 1e6)} MB`;
 export const percent = (p) =>
-  p > 0 && p < 0.0005 ? "<0.1%" : p < 1 && p >= 0.995 ? ">99%" : `${Number((100 * p).toFixed(p < 0.1 ? 1 : 0))}%`;
+  p > 0 && p < 0.005 ? "<1%" : p < 1 && p >= 0.995 ? ">99%" : `${(100 * p).toFixed(0)}%`;
 export const about = (n) => (n > 0 && n < 0.05 ? "<0.1" : n < 10 ? String(Number(n.toFixed(1))) : count(n));
 export const some = (n, one) => `${count(n)} ${one}${n === 1 ? "" : "s"}`;
 export const things = (gallery, n) => `${count(n)} ${count(n) === "1" ? gallery.slice(0, -1) : gallery}`;
