@@ -144,8 +144,7 @@ class ScoreCalibrator:
             raise ValueError("ScoreCalibrator: all labels are equal; give hits that match and hits that do not")
         if lists.is_upside_down(label):
             warnings.warn(_UPSIDE_DOWN, stacklevel=2)
-        prior = self._prior()
-        self.formula_ = fit_formula(lists, label, comparable=self.comparable, penalty=self.penalty, prior=prior)
+        self.formula_ = fit_formula(lists, label, comparable=self.comparable, penalty=self.penalty, prior=self._prior())
         return self
 
     def decision_function(self, X: npt.ArrayLike, groups: npt.ArrayLike | None = None) -> Floats:
@@ -326,8 +325,7 @@ class ScoreCalibrator:
         if not (np.abs(values) < _HUGE).all():
             raise ValueError(f"ScoreCalibrator: a number of X is not finite, or above {_HUGE:g}; leave such hits out")
         if groups is None:
-            wide = values.shape[1] > 1
-            group, values = (values[:, -1], values[:, :-1]) if wide else (np.zeros(len(values)), values)
+            group, values = (values[:, -1], values[:, :-1]) if values.shape[1] > 1 else (np.zeros(len(values)), values)
         else:
             group = np.asarray(groups).reshape(-1)
             if group.dtype == object:

@@ -155,8 +155,7 @@ def coco_captions(path: Path, problems: Problems) -> tuple[dict[str, str], list[
     captions, seen = [], set[str]()
     for number, entry in enumerate(loaded["annotations"]):
         at = f"{path}:annotations[{number}]"
-        numbers = isinstance(entry, dict) and _is_number(entry.get("id")) and _is_number(entry.get("image_id"))
-        if not numbers:
+        if not (isinstance(entry, dict) and _is_number(entry.get("id")) and _is_number(entry.get("image_id"))):
             problems.add(at, "malformed entry: expected an object with the numbers id and image_id, and a caption")
         elif str(entry["image_id"]) not in files:
             problems.add(at, f"image {entry['image_id']} is not among the images of the file")

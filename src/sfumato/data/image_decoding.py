@@ -132,8 +132,7 @@ def decode_image(
     if crop is not None:
         rgb = rgb.crop(_pixels(crop, rgb.size))
     if size is not None and rgb.size != (size, size):
-        squashed = fit == "squash"
-        rgb = rgb.resize((size, size), Image.Resampling.BICUBIC) if squashed else _centre(rgb, size, fit)
+        rgb = rgb.resize((size, size), Image.Resampling.BICUBIC) if fit == "squash" else _centre(rgb, size, fit)
     return np.ascontiguousarray(np.asarray(rgb).transpose(2, 0, 1))
 
 
@@ -360,8 +359,7 @@ def _centre(rgb: Image.Image, size: int, fit: Fit) -> Image.Image:
 def _check_box(box: Box) -> None:
     left, top, width, height = box
     # Sums of fractions may exceed 1 by rounding.
-    fits = left >= 0 and top >= 0 and width > 0 and height > 0 and max(left + width, top + height) <= 1 + 1e-9
-    if not fits:
+    if not (left >= 0 and top >= 0 and width > 0 and height > 0 and max(left + width, top + height) <= 1 + 1e-9):
         raise ValueError(f"crop must be (left, top, width, height) in fractions of the image, within [0, 1]; got {box}")
 
 

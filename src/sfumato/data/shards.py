@@ -272,8 +272,7 @@ class ShardStream:
             if not found:
                 none = f"process {self.rank} of {self.n_processes} found no usable sample in {len(own)} shards"
                 form = "a sample is KEY.jpg, .jpeg, .png or .webp with KEY.txt or KEY.json"
-                first = self.shards[own[0]]
-                raise UserError(f"{none}, the first {first}; {form}:\n{self.problems.summary()}")
+                raise UserError(f"{none}, the first {self.shards[own[0]]}; {form}:\n{self.problems.summary()}")
 
     def skip(self, key: str, reason: str) -> None:
         """Record a sample that turns out to be unusable, for instance because its image cannot be decoded.

@@ -61,8 +61,7 @@ class MixPlan:
         match (n, m) -> (n, m).
         """
         match = match if match.is_floating_point() else match.float()
-        fraction = self.own_fraction.to(match).unsqueeze(1)
-        return torch.lerp(match[self.partner.to(match.device)], match, fraction)
+        return torch.lerp(match[self.partner.to(match.device)], match, self.own_fraction.to(match).unsqueeze(1))
 
     @classmethod
     def cat(cls, plans: Sequence["MixPlan"]) -> "MixPlan":
@@ -137,8 +136,7 @@ def drop_tokens(mask: Tensor, *, rate: float = 0.2, generator: torch.Generator |
     """
     p = torch.rand(len(mask), 1, generator=generator, device=mask.device)
     draw = torch.rand(mask.shape, generator=generator, device=mask.device)
-    threshold = torch.where(p > rate, rate * p, 0)
-    return mask & ((draw >= threshold) | _is_largest(draw, mask))
+    return mask & ((draw >= torch.where(p > rate, rate * p, 0)) | _is_largest(draw, mask))
 
 
 def drop_regions(mask: Tensor, *, rate: float, generator: torch.Generator | None = None) -> Tensor:
@@ -285,8 +283,7 @@ def crop_and_mirror(pixels: Tensor, *, generator: torch.Generator, low: float = 
     fraction[:, 0] *= torch.where(torch.rand(len(pixels), generator=generator) < 0.5, -1.0, 1.0)
     matrix = torch.cat([torch.diag_embed(fraction), shift.unsqueeze(2)], 2)
     grid = functional.affine_grid(matrix, list(pixels.shape), align_corners=False)
-    values = pixels.float() / 255
-    return functional.grid_sample(values, grid, padding_mode="border", align_corners=False).clamp(0, 1)
+    return functional.grid_sample(pixels.float() / 255, grid, padding_mode="border", align_corners=False).clamp(0, 1)
 
 
 def erase_rectangles(pixels: Tensor, *, fraction: float, generator: torch.Generator) -> Tensor:

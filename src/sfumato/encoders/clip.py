@@ -202,8 +202,7 @@ class ClipTextEncoder(ClipEncoder):
     """A text transformer: (n, t) token ids -> (n, t, c) token features."""
 
     def __init__(self, backbone: Any, config: ClipTextConfig, *, variance: bool = True) -> None:
-        norm_out = backbone.final_layer_norm
-        super().__init__(backbone, config, norm_in=nn.Identity(), norm_out=norm_out, variance=variance)
+        super().__init__(backbone, config, norm_in=nn.Identity(), norm_out=backbone.final_layer_norm, variance=variance)
         self.causal = not _is_siglip(backbone)
         self.max_tokens = int(backbone.config.max_position_embeddings)
 

@@ -97,9 +97,8 @@ class FeatureInput(Encoder):
             return store
         rows = np.empty((int(lengths.sum()), self.channels), np.float16)
         offsets = np.cumsum(lengths) - lengths
-        device = self.centre.device
         for start in range(0, len(store), _BLOCK):
-            inputs = store.batch(np.arange(start, min(start + _BLOCK, len(store)))).to(device)
+            inputs = store.batch(np.arange(start, min(start + _BLOCK, len(store)))).to(self.centre.device)
             whitened = self._whitened(inputs.values)
             part = whitened.flatten(0, 1) if inputs.mask is None else whitened[inputs.mask]
             rows[offsets[start] : offsets[start] + len(part)] = part.half().cpu().numpy()

@@ -293,24 +293,18 @@ CLEANINGS: dict[str, Callable[[str], str]] = {"whitespace": single_spaces, "lowe
 """Cleaning functions by the names that configurations of open_clip models use."""
 
 
+@dataclass(eq=False, repr=False)
 class SpecialTokenProcessor(TextProcessor):
     """Texts as the token ids of a pre-trained text transformer, with its begin and end tokens."""
 
-    def __init__(
-        self,
-        find: Callable[[], Tokenizer],
-        *,
-        vocabulary: int,
-        max_tokens: int,
-        begin: str,
-        end: str,
-        pad_to_max: bool,
-        clean: Callable[[str], str],
-    ) -> None:
-        self.find, self.clean = find, clean
-        self.vocabulary, self.max_tokens, self.pad_to_max = vocabulary, max_tokens, pad_to_max
-        self.begin, self.end = begin, end
-        self._tokenizer: Tokenizer | None = None
+    find: Callable[[], Tokenizer]
+    vocabulary: int
+    max_tokens: int
+    begin: str  # "" for none
+    end: str
+    pad_to_max: bool
+    clean: Callable[[str], str]
+    _tokenizer: Tokenizer | None = None
 
     def stack(self, values: Sequence[str]) -> RaggedStore:
         if self._tokenizer is None:

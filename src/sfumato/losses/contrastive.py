@@ -132,8 +132,7 @@ class InfoNCELoss(base.MatchLoss):
             raise ValueError(NO_POSITIVE)
         terms = {}
         for image, text, labels, axes in block.rectangles():
-            sums_of = _CrossEntropies(labels, axes)
-            sums = pair_sums(self.distance, self.logits, (image, text), sums_of, block.max_pairs)
+            sums = pair_sums(self.distance, self.logits, (image, text), _CrossEntropies(labels, axes), block.max_pairs)
             for axis, total in zip(axes, sums, strict=True):
                 terms["t2i" if axis else "i2t"] = total / (2 * counts[axis].to(total.dtype))
         return base.sum_of_terms(terms)

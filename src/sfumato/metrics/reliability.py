@@ -312,8 +312,7 @@ class RecallByUncertainty:
     def __repr__(self) -> str:
         n = sum(b["count"] for b in self.bins)
         first, last = (f"{b['recall']:.1%}" for b in (self.bins[0], self.bins[-1]))
-        recalls = f"recall@1 {first} of the most certain, {last} of the least"
-        found = f"{recalls}; correlation {_digits(self.correlation)}"
+        found = f"recall@1 {first} of the most certain, {last} of the least; correlation {_digits(self.correlation)}"
         return f"RecallByUncertainty({n} queries in {len(self.bins)} groups: {found})"
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":

@@ -135,8 +135,7 @@ def calibrate_split(
     pairs = whole.of("i2t", _sample(images, max(1, max_pairs // whole.texts.n), seed))
     d, match = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
     base = logits.PairLogits.of_pairs(d, match)
-    asking = (_sample(images, max_queries, seed), _sample(texts, max_queries, seed))
-    queries = whole.queries(*asking, population, seed)
+    queries = whole.queries(_sample(images, max_queries, seed), _sample(texts, max_queries, seed), population, seed)
     growths = {"i2t": 0.0, "t2i": None}
     scores = {d: QueryScores.from_blocks(of.blocks, growth=growths[d], group=of.group) for d, of in queries.items()}
     found = {direction: DirectionCalibration(base, scores[direction]) for direction in queries}

@@ -166,8 +166,7 @@ class AugmentConfig(Section):
             raise ValueError(f"augment.drop_words {why}; set it to 0")
         if self.mixed_share and not (self.mixup_alpha or self.cutmix_alpha):
             raise ValueError("augment.mixed_share needs augment.mixup_alpha or augment.cutmix_alpha above 0")
-        one_token = model.pooling in ("token", "first", "last")
-        if self.image_tokens and one_token and not model.image.drops_tokens:
+        if self.image_tokens and model.pooling in ("token", "first", "last") and not model.image.drops_tokens:
             raise ValueError(f"augment.image_tokens drops what model.pooling={model.pooling!r} ignores; set it to 0")
 
 

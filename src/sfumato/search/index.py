@@ -27,7 +27,7 @@ from sfumato.calibration.calibrator import Calibration, Scorer
 from sfumato.calibration.fits import KNOWN_TEXTS
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
-from sfumato.files import write_atomically
+from sfumato.files import closed_if_it_fails, write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.search import exact
@@ -313,23 +313,20 @@ def copy_gallery(
     same |= {name: getattr(source.scorer, name) for name in ("logit_scale", "logit_bias", "calibration", "direction")}
     texts = source.texts is not None and beside(store) is not None
     copy = GaussianCollection.create(folder, store, **same, texts=texts)
-    try:
-        with copy.filling(f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"):
-            if isinstance(source, GaussianCollection):
-                _copy_uploads(source.folder, copy.folder)
-                for records in source.store.scan(batch):  # As they were when the scan began, also while others write.
-                    if copy.texts is not None:
-                        _copy_texts(source.texts, copy.texts, records)
-                    copy.store.upsert(records)
-                    if progress:
-                        progress(len(records))
-                _copy_uploads(source.folder, copy.folder)  # Again: items may have come before the scan began.
-            else:
-                copy.upsert(source.embeddings, source.ids, source.payload, batch=batch, progress=progress)
-            copy.optimise()
-    except BaseException:
-        copy.close()
-        raise
+    way_out = f"a copy was interrupted; remove it (and {copy.store.url}) and copy again"
+    with closed_if_it_fails(copy), copy.filling(way_out):
+        if isinstance(source, GaussianCollection):
+            _copy_uploads(source.folder, copy.folder)
+            for records in source.store.scan(batch):  # As they were when the scan began, also while others write.
+                if copy.texts is not None:
+                    _copy_texts(source.texts, copy.texts, records)
+                copy.store.upsert(records)
+                if progress:
+                    progress(len(records))
+            _copy_uploads(source.folder, copy.folder)  # Again: items may have come before the scan began.
+        else:
+            copy.upsert(source.embeddings, source.ids, source.payload, batch=batch, progress=progress)
+        copy.optimise()
     return copy
 
 

@@ -34,7 +34,7 @@ from sfumato.errors import UserError, need
 from sfumato.evaluation.hits import HitFigures, first_hits, measure_hits, without_nearest, without_reference
 from sfumato.evaluation.protocols import Evaluation, evaluate_retrieval
 from sfumato.files import CALIBRATION, ENCODER, MODEL, RECIPE, is_unused, read_json, write_atomically, write_json
-from sfumato.gaussian import GaussianEmbedding, Sides
+from sfumato.gaussian import Sides
 from sfumato.ids import Direction
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.models.calibrate import calibrate_split, embed_reference, some_positions
@@ -258,16 +258,16 @@ def adopt_recipe(
         chosen = method if method != "auto" else min(comparison, key=lambda name: comparison[name].log_loss)
         calibration = _calibrate(calibrating, reference, run.distance, how, chosen)
     except ValueError as error:
-        found = f"cannot calibrate on the {calibrating.images.n} images of the split val: {error}. Either the pairs are"
-        ways = "wrong, or they are too few, or the model does not bring the pairs closer together than others"
+        found = f"cannot calibrate on the {calibrating.sides[0].n} images of the split val: {error}. Either the pairs"
+        ways = "are wrong, or they are too few, or the model does not bring the pairs closer together than others"
         raise UserError(f"{found} {ways}") from error
     calibration.save(folder / CALIBRATION)
     retrieval, hits = None, dict[str, list[HitFigures]]()
     if "test" in splits:
         split = _embedded(run, splits["test"], problems, "test", _MOST_MEASURING)
-        embedded, (d, match) = (split.images, split.texts), split.pairs(run.distance)
-        retrieval = evaluate_retrieval(*embedded, split.data.relevance(), distance=run.distance)
-        measure = partial(measure_hits, distance=d, match=match, embedded=embedded, sizes=(), population=population)
+        sides, (d, match) = split.sides, split.pairs(run.distance)
+        retrieval = evaluate_retrieval(*sides, split.data.relevance(), distance=run.distance)
+        measure = partial(measure_hits, distance=d, match=match, embedded=sides, sizes=(), population=population)
         hits = {"served": measure(calibration), "distance": measure(without_nearest(calibration))}
     problems.write(folder / PROBLEMS)
     run = load_run(folder)
@@ -307,25 +307,24 @@ def _new_run(recipe: Recipe, folder: Path, splits: Mapping[str, PairData]) -> Ru
 class _Split:
     """Some images of a split with their texts, embedded."""
 
-    images: GaussianEmbedding
-    texts: GaussianEmbedding
+    sides: Sides
     data: PairData
 
     def part(self, images: np.ndarray) -> "_Split":
         """Some of the images, with their texts."""
         texts = np.unique(self.data.pairs[np.isin(self.data.pairs[:, 0], images), 1])
-        return _Split(self.images[images], self.texts[texts], self.data.keep_images(images))
+        return _Split((self.sides[0][images], self.sides[1][texts]), self.data.keep_images(images))
 
     def pairs(self, distance: str) -> tuple[Array, np.ndarray]:
         """(n, m) distances and matches."""
-        return get_distance(distance).matrix(self.images, self.texts), self.data.relevance().to_dense()
+        return get_distance(distance).matrix(*self.sides), self.data.relevance().to_dense()
 
 
 def _embedded(run: Run, data: PairData, problems: Problems, name: str, most: int) -> _Split:
     """A random part of a split, of at most that many images."""
     chosen = some_positions(len(data.image_ids), most, run.recipe.train.seed)
     prepared = prepare_split(run.model, data.keep_images(chosen), problems, name)
-    return _Split(*embed_split(run.model, prepared), prepared.data)
+    return _Split(embed_split(run.model, prepared), prepared.data)
 
 
 _How = tuple[Population, int]
@@ -335,9 +334,8 @@ _How = tuple[Population, int]
 def _calibrate(split: _Split, reference: Sides | None, distance: str, how: _How, method: str) -> Calibration:
     """Fit the probabilities of a method."""
     (population, most), known = how, reference if method == "reference" else None
-    sides = split.images, split.texts
     fitted = calibrate_split(
-        sides, split.data, distance, split="val", max_queries=most, population=population, reference=known
+        split.sides, split.data, distance, split="val", max_queries=most, population=population, reference=known
     )
     return without_nearest(fitted) if method == "distance" else fitted
 
@@ -350,8 +348,7 @@ def _compare(split: _Split, reference: Sides | None, distance: str, how: _How, s
     methods = {"nearest": without_reference(fitted), "distance": without_nearest(fitted)}
     methods |= {"reference": fitted} if fitted.tensors() else {}
     losses, weights, group = dict[str, np.ndarray](), np.empty(0), np.empty(0)
-    embedded = other.images, other.texts
-    hits_of = partial(first_hits, distance=d, match=match, embedded=embedded, population=how[0])
+    hits_of = partial(first_hits, distance=d, match=match, embedded=other.sides, population=how[0])
     for name, calibration in methods.items():
         found = [hits_of(calibration, direction=direction) for direction in get_args(Direction)]
         losses[name] = np.concatenate([hits.log_loss() for hits in found])

@@ -210,9 +210,8 @@ def _score(retrieval_model: Model, prepared: PreparedSplit, chosen: np.ndarray) 
     fitted, log_odds, probability = retrieval_model.calibration, None, None
     if fitted is not None:
         log_odds = fitted.logit(listed.distance, match_fraction=0.5)
-        far = missing.distance
-        of_size = None if fitted.t2i is None else fitted.t2i.probability(far, n_gallery=len(chosen))
-        probability = fitted.probability(far) if of_size is None else of_size
+        t2i, far = fitted.t2i, missing.distance
+        probability = fitted.probability(far) if t2i is None else t2i.probability(far, n_gallery=len(chosen))
     whole = {"image": chosen[listed.image], "text": kept[listed.text]}
     whole["better_text"] = np.where(listed.better_text >= 0, kept[listed.better_text], -1)
     whole["better_image"] = np.where(listed.better_image >= 0, chosen[listed.better_image], -1)

@@ -24,7 +24,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, counted, first_line, need, progress_bar, say
-from sfumato.files import RECIPE, write_atomically
+from sfumato.files import RECIPE, closed_if_it_fails, write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids, fits_pattern, plain_id
 from sfumato.models import embed, run
@@ -117,19 +117,16 @@ def fill_collection(
     else:
         collection = create_collection(model, first, folder, own_or_anchored(store))
     stored, trained = 0, 0 if store is not None else collection.metadata.get("trained", 0)
-    try:
-        with collection.filling("it was interrupted while being filled; run the same command again with --add"):
-            for source in itertools.chain([first], sources):
-                there = {*collection.get(source.ids).ids}
-                trained += n_trained(model, [i for i in source.ids if i not in there], source.images)
-                with progress_bar(f"storing, after {stored}", len(source.ids)) as advance:
-                    collection.upsert(source.embeddings, source.ids, source.payload, progress=advance)
-                stored += len(source.ids)
-            collection.optimise()
-            collection.keep({"trained": trained})
-    except BaseException:
-        collection.close()
-        raise
+    way_out = "it was interrupted while being filled; run the same command again with --add"
+    with closed_if_it_fails(collection), collection.filling(way_out):
+        for source in itertools.chain([first], sources):
+            there = {*collection.get(source.ids).ids}
+            trained += n_trained(model, [i for i in source.ids if i not in there], source.images)
+            with progress_bar(f"storing, after {stored}", len(source.ids)) as advance:
+                collection.upsert(source.embeddings, source.ids, source.payload, progress=advance)
+            stored += len(source.ids)
+        collection.optimise()
+        collection.keep({"trained": trained})
     return collection
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.errors import UserError, progress_bar, refuse_newer
+from sfumato.files import closed_if_it_fails
 from sfumato.search.stores import milvus_place
 from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
 
@@ -69,7 +70,9 @@ def create(url: str, dim: int, fingerprint: str) -> "MilvusStore":
     if place.file is not None:
         place.file.parent.mkdir(parents=True, exist_ok=True)
     store = MilvusStore(place, milvus_place.connect(place), {**_KEPT, **place.options}, dim, fingerprint)
-    return _begun(store, store.make)
+    with closed_if_it_fails(store):
+        store.make()
+    return store
 
 
 def open(url: str) -> "MilvusStore":
@@ -78,15 +81,8 @@ def open(url: str) -> "MilvusStore":
     if place.file is not None and not place.file.exists():
         raise UserError(f"store {place.url}: there is no file {place.file}")
     store = MilvusStore(place, milvus_place.connect(place), {}, 0, "")
-    return _begun(store, store.load)
-
-
-def _begun(store: "MilvusStore", begin: Callable[[], None]) -> "MilvusStore":
-    try:
-        begin()
-    except UserError:
-        store.close()
-        raise
+    with closed_if_it_fails(store):
+        store.load()
     return store
 
 

@@ -107,7 +107,10 @@ class PgVectorStore(StoreBase):
     """A table (id, embedding, uncertainty, payload); its comment holds the fingerprint and the options."""
 
     def __init__(self, url: str, chosen: Mapping[str, str], dim: int, fingerprint: str) -> None:
-        self._psycopg = _driver()
+        with need("pgvector", "stores in PostgreSQL need psycopg"):
+            import psycopg.conninfo
+            import psycopg.sql
+        self._psycopg: Any = psycopg
         limits = _LIMITS | {name: chosen[name] for name in _CONNECTION if name in chosen}
         self._connections = Connections(self._psycopg, url, limits)
         self._options = {name: chosen[name] for name in _KEPT if name in chosen}
@@ -397,11 +400,3 @@ def _binary_rows(url: str, records: Records) -> Iterator[bytes]:
     yield b"PGCOPY\n\xff\r\n\0" + bytes(8)
     yield from rows
     yield b"\xff\xff"
-
-
-def _driver() -> Any:
-    with need("pgvector", "stores in PostgreSQL need psycopg"):
-        import psycopg
-        import psycopg.conninfo
-        import psycopg.sql
-    return psycopg
