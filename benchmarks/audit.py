@@ -49,8 +49,8 @@ DENSE = 20_000_000
 
 def average_precision_statistic(score: np.ndarray, positive: np.ndarray) -> Statistic:
     """Mean precision at the places of the positives, ties in the order given, to be resampled."""
-    y = positive[np.argsort(-score, kind="stable")].astype(float)
     order = np.argsort(-score, kind="stable")
+    y = positive[order].astype(float)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
         drawn = counts[:, order]
@@ -189,8 +189,7 @@ def hidden(folder: Path, split: str, share: float, resamples: int) -> dict[str, 
     prepared = load_split(run.model, run.recipe.data, split)
     images, texts = embed_split(run.model, prepared)
     pairs = prepared.data.pairs
-    random = np.random.default_rng(run.recipe.train.seed)
-    gone = np.sort(random.permutation(len(pairs))[: round(share * len(pairs))])
+    gone = np.sort(np.random.default_rng(run.recipe.train.seed).permutation(len(pairs))[: round(share * len(pairs))])
     left = np.delete(pairs, gone, axis=0)
     ground_truth = Relevance.from_pairs(left[:, 0], left[:, 1], n_queries=images.n, n_gallery=texts.n)
     listed, true = ground_truth.to_dense(), prepared.data.relevance().to_dense()
@@ -238,8 +237,7 @@ def captions(folder: Path, resamples: int) -> dict[str, Any]:
     del each
     result: dict[str, Any] = {}
     for name in ("cxc", "eccv"):
-        ground_truth = ground_truths[name].i2t
-        missing = ground_truth.to_dense() & ~listed.to_dense()
+        missing = ground_truths[name].i2t.to_dense() & ~listed.to_dense()
         asked = np.flatnonzero(missing.any(1))
         asked = np.sort(np.random.default_rng(0).permutation(asked)[:ASKED])
         open_pairs = ~listed.to_dense()[asked]

@@ -162,8 +162,7 @@ class Manifests(Entrance):
             rows = spoil_value(rows, chance)
         rows = rows if isinstance(rows, list) else [rows]
         kind = chance.choice(("jsonl", "csv", "parquet", "jsonl", "csv", "other"))
-        write = {"jsonl": self._jsonl, "csv": self._csv, "parquet": self._parquet, "other": self._jsonl}
-        data = write[kind](rows)
+        data = {"jsonl": self._jsonl, "csv": self._csv, "parquet": self._parquet, "other": self._jsonl}[kind](rows)
         if chance.random() < 0.4:
             data = spoil_bytes(data, chance)
         self.path = self.spoiled / (f"m.{kind}" if kind != "other" else chance.choice(("m.txt", "m", "m.jsonl.gz")))
@@ -187,8 +186,7 @@ class Manifests(Entrance):
 
         file = io.BytesIO()
         try:
-            table = pyarrow.Table.from_pylist([row for row in rows if isinstance(row, dict)])
-            pyarrow.parquet.write_table(table, file)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row for row in rows if isinstance(row, dict)]), file)
         except (pyarrow.ArrowException, UnicodeError, OverflowError, TypeError, ValueError, AttributeError):
             return self._csv(rows)  # What pyarrow cannot hold.
         return file.getvalue()
@@ -297,8 +295,7 @@ class Embeddings(Entrance):
         shapes = (
             (5, D), (10**12, D), (0, D), (5, 0), (5,), (), (-1, D), (2**40, 2**40), (5, D, 1), (5 * D,), (10**30,),
         )  # fmt: skip
-        header = {"descr": descr, "fortran_order": chance.random() < 0.3, "shape": chance.choice(shapes)}
-        text = repr(header)
+        text = repr({"descr": descr, "fortran_order": chance.random() < 0.3, "shape": chance.choice(shapes)})
         if chance.random() < 0.4:
             parts = (
                 "{", "(" * 200, "-" * 5000, "[" * 3000, "1" * 5000, "'a':", "{[]:1}", "\\", "(1,)*9", "\0", "é", ",",
@@ -362,9 +359,8 @@ def seal(folder: Path) -> None:
     """Make the checksums of a folder of :mod:`sfumato.search.folder` fit what is in it, where that can be."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
-        data = folder / manifest["data"]
         for name, of in manifest["files"].items():
-            held = (data / name).read_bytes()
+            held = (folder / manifest["data"] / name).read_bytes()
             of |= {"bytes": len(held), "sha256": hashlib.sha256(held).hexdigest()}
         manifest.pop("sha256", None)
         text = json.dumps(manifest, sort_keys=True, ensure_ascii=False).encode()
@@ -421,8 +417,7 @@ class Runs(Entrance):
 
     def take(self) -> Problems | None:
         """See :meth:`Entrance.take`."""
-        found = load_model(self.path)
-        found.model.embed_texts(["a red bird"])
+        load_model(self.path).model.embed_texts(["a red bird"])
         return None
 
 

@@ -74,8 +74,7 @@ def sets(calibration: Calibration, direction: Direction, distance: Tensor, match
     for level in LEVELS:
         values: dict[str, float] = {}
         for contains in ("any", "all"):
-            radius = calibration.of(direction).conformal_radius(1 - level, contains=contains)
-            inside = distance <= radius
+            inside = distance <= calibration.of(direction).conformal_radius(1 - level, contains=contains)
             held = (inside & match).any(1) if contains == "any" else (inside | ~match).all(1)
             values |= {
                 contains: float(held.double().mean()),

@@ -11,16 +11,14 @@ from measuring import command_parser, of_process, write_json
 
 
 def main() -> None:
-    parser = command_parser(__doc__)
-    options = parser.parse_args()
+    options = command_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "sfumato", "demo", "--json", "--out", folder]
         start = time.perf_counter()
         found = of_process(command)["test"]
         seconds = time.perf_counter() - start
     print(f"demo: {seconds:.0f} s")
-    record = {"seconds": seconds} | {direction: found[direction] for direction in ("i2t", "t2i")}
-    write_json(options.json, record)
+    write_json(options.json, {"seconds": seconds} | {direction: found[direction] for direction in ("i2t", "t2i")})
 
 
 if __name__ == "__main__":

@@ -56,8 +56,7 @@ def synthetic(ground_truth: GroundTruth, d: int, seed: int) -> tuple[GaussianEmb
     generator = torch.Generator().manual_seed(seed)
     n, m = len(ground_truth.image_ids), len(ground_truth.text_ids)
     image = torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1)
-    own = torch.from_numpy(ground_truth.t2i.indices)
-    text = image[own] + 4 * torch.randn(m, d, generator=generator) / d**0.5
+    text = image[torch.from_numpy(ground_truth.t2i.indices)] + 4 * torch.randn(m, d, generator=generator) / d**0.5
     log_vars = [torch.randn(k, d, generator=generator) / 2 + torch.log(torch.tensor(0.3 / d)) for k in (n, m)]
     text = torch.nn.functional.normalize(text, dim=1)
     return GaussianEmbedding(image, log_vars[0]), GaussianEmbedding(text, log_vars[1])
@@ -178,8 +177,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         forms = ["write", "embeddings", "scores"]
         for form in forms + (["official"] if installed else []):
-            command = [sys.executable, __file__, *sys.argv[1:], "--only", form, folder]
-            results[form] = of_process(command)
+            results[form] = of_process([sys.executable, __file__, *sys.argv[1:], "--only", form, folder])
     del results["write"]
     on_top, cpu, peak = (results["embeddings"][name] for name in ("on_top_seconds", "on_top_cpu_seconds", "peak_mb"))
     print(f"{'form':11} {'seconds':>8} {'peak MB':>8}")

@@ -190,11 +190,8 @@ def raw_request(random: random.Random) -> bytes:
     body, content, path = b"", None, random.choice(PATHS)
     method = "POST" if kind < 0.7 else "GET" if random.random() < 0.7 else random.choice(METHODS)
     if kind < 0.4:
-        path, body, content = (
-            random.choice(("/v1/search", "/v1/items", "/v1/items/delete")),
-            json_bytes(random),
-            "application/json",
-        )
+        path, body = random.choice(("/v1/search", "/v1/items", "/v1/items/delete")), json_bytes(random)
+        content = "application/json"
     elif kind < 0.65:
         path, body = random.choice(("/v1/search", "/v1/items")), form_bytes(random)
         content = "multipart/form-data; boundary=x"
@@ -313,9 +310,8 @@ def from_schema(url: str, n: int, seed: int) -> tuple[Counter[str], list[str]]:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [one.ok() for one in schema.get_all_operations() if isinstance(one, Ok)]
     counts, wrong = Counter[str](), list[str]()
-    each = max(1, n // (2 * len(operations)))
     quiet = settings(
-        max_examples=each,
+        max_examples=max(1, n // (2 * len(operations))),
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -349,8 +345,7 @@ def from_schema(url: str, n: int, seed: int) -> tuple[Counter[str], list[str]]:
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[tuple[str, int]]:
     """A service of a small collection; yields (address, port)."""
-    settings = Settings(max_upload_mb=0.2, max_pixels=1_000_000, timeout=1.0)
-    app = create_app(small_sources(folder), settings)
+    app = create_app(small_sources(folder), Settings(max_upload_mb=0.2, max_pixels=1_000_000, timeout=1.0))
     with serving(app) as port:
         url = f"http://127.0.0.1:{port}"
         new = {
@@ -375,8 +370,7 @@ def main() -> int:
         sent = sum(n for status, n in schema.items() if status.isdigit())
         hand, wrong, _ = by_hand(port, arguments.requests - sent, random.Random(arguments.seed))
         seconds = time.perf_counter() - started
-        answer = httpx.post(f"{url}/v1/search", json=question, trust_env=False)
-        after = answer.json()["answers"][0]["hits"]
+        after = httpx.post(f"{url}/v1/search", json=question, trust_env=False).json()["answers"][0]["hits"]
         alike = [(h["id"], h["distance"]) for h in before] == [(h["id"], h["distance"]) for h in after]
     wrong += more
     result = {

@@ -264,8 +264,7 @@ def said(found: FitsLogits, lists: Lists) -> tuple[Tensor, Tensor, Tensor, Tenso
     """Probabilities of the best N_HITS of each list, what people said, their places, and that nothing fits."""
     pair = found.of_pairs(lists.evidence)
     listed = lists.listed(torch.from_numpy(pair)).numpy()
-    has_texts = lists.evidence.has_texts
-    hits, nothing = found.of_hits(pair, has_texts, listed, lists.near), found.of_nothing(listed)
+    hits, nothing = found.of_hits(pair, lists.evidence.has_texts, listed, lists.near), found.of_nothing(listed)
     p, place = torch.from_numpy(sigmoid(hits)).topk(N_HITS, dim=1)
     return p, lists.yes.gather(1, place), place, torch.from_numpy(sigmoid(nothing)).minimum(1 - p[:, 0])
 

@@ -46,8 +46,7 @@ def shifted(fits: FitsCalibration, by: float) -> FitsCalibration:
 def verdicts(fits: FitsCalibration, lists: Lists, n: int, seed: int) -> JudgedHits:
     """n verdicts on the first hits of the queries."""
     p, fraction, place, _ = said(fits.of(3), lists)
-    places = (~fraction.isnan()).nonzero().tolist()
-    shown = [ShownHit(str(q), str(h), h + 1, float(p[q, h])) for q, h in places]
+    shown = [ShownHit(str(q), str(h), h + 1, float(p[q, h])) for q, h in (~fraction.isnan()).nonzero().tolist()]
     sample = sample_hits(shown, n, seed=seed)
     q, h = (torch.tensor([int(getattr(hit, name)) for hit in sample], dtype=torch.long) for name in ("query", "id"))
     generator = torch.Generator().manual_seed(seed)

@@ -228,8 +228,7 @@ def refit(data: Data, work: Path, write: bool) -> dict[str, Any]:
     if write:
         kept = kept_captions(data, None)
         np.save(place / "captions.npy", fits.in_bytes(kept))
-        lengths = (*PACKAGED.lengths[:-1], replace(CONSTANTS, hit_bare=fit(every)))
-        found = asdict(replace(PACKAGED, lengths=lengths))
+        found = asdict(replace(PACKAGED, lengths=(*PACKAGED.lengths[:-1], replace(CONSTANTS, hit_bare=fit(every)))))
         (place / "fits.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return result
 

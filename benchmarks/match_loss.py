@@ -112,8 +112,7 @@ def available_mb() -> float:
 def apart(form: str, b: int, d: int, repeats: int) -> dict[str, float]:
     """:func:`measure` in a process of its own."""
     numbers = ["--b", str(b), "--d", str(d), "--repeats", str(repeats)]
-    command = [sys.executable, __file__, "--form", form, *numbers]
-    return dict(of_process(command))
+    return dict(of_process([sys.executable, __file__, "--form", form, *numbers]))
 
 
 def compare(b: int, d: int, repeats: int, rounds: int) -> dict[str, dict[str, float]]:

@@ -165,8 +165,7 @@ def main() -> None:
             f" ({min(ratios):.3f} to {max(ratios):.3f})"
         )
     print(f"peak  pcmepp {peaks['pcmepp']:.0f} MB, pcme {peaks['pcme']:.0f} MB: {results['peak_ratio']:.3f} x")
-    record = vars(options) | {"json": None, "results": results, "torch": torch.__version__}
-    write_json(options.json, record)
+    write_json(options.json, vars(options) | {"json": None, "results": results, "torch": torch.__version__})
 
 
 if __name__ == "__main__":

@@ -37,8 +37,7 @@ class Row:
         """Two digits; a loss is marked."""
         if self.ratio is None:
             return ""
-        small = self.ratio < 0.1
-        text = f"1/{1 / self.ratio:.0f}" if small else f"{self.ratio:.{2 if self.ratio < 10 else 0}f}"
+        text = f"1/{1 / self.ratio:.0f}" if self.ratio < 0.1 else f"{self.ratio:.{2 if self.ratio < 10 else 0}f}"
         return f"**{text}, loses**" if self.loses else text
 
 
@@ -82,8 +81,7 @@ def match_loss(result: dict[str, Any]) -> Iterable[Row]:
 
 def distances(result: dict[str, Any]) -> Iterable[Row]:
     for name, figures in sorted(result["results"].items(), key=lambda item: float(item[1]["seconds"])):
-        of = "bare product"
-        yield against(name, figures["seconds"], result["product_seconds"], of, bound=True)
+        yield against(name, figures["seconds"], result["product_seconds"], "bare product", bound=True)
 
 
 def evaluation(result: dict[str, Any]) -> Iterable[Row]:

@@ -187,8 +187,7 @@ def measured(form: str, n: int, work: Path, folder: Path, flickr8k: Path) -> dic
             if server is not None and step == "search":
                 server.kill()
                 server.start()
-            command = [sys.executable, __file__, str(flickr8k), "--step", step, url, str(n)]
-            figures |= of_process(command, cwd=work)
+            figures |= of_process([sys.executable, __file__, str(flickr8k), "--step", step, url, str(n)], cwd=work)
             if server is not None:
                 figures[f"memory to {step}, MB"] = family_memory(server.pid)
         milvus = url.startswith("milvus")
@@ -206,8 +205,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.step:
         what, url, n = given.step
-        steps = {"write": written, "search": searched}
-        return print(json.dumps(steps[what](World(Path("world.pt")), url, int(n))))
+        return print(json.dumps({"write": written, "search": searched}[what](World(Path("world.pt")), url, int(n))))
     result: dict[str, Any] = {"dim": D, "stores": {}}
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)

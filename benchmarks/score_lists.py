@@ -81,8 +81,7 @@ def lists(ranked: Ranked, truth: list[set[int]]) -> Lists:
 def by_bm25(items: list[str], queries: list[str]) -> Ranked:
     engine = bm25s.BM25()
     engine.index(bm25s.tokenize(items, stopwords="en", show_progress=False), show_progress=False)
-    tokens = bm25s.tokenize(queries, stopwords="en", show_progress=False)
-    found = engine.retrieve(tokens, k=DEPTH, show_progress=False)
+    found = engine.retrieve(bm25s.tokenize(queries, stopwords="en", show_progress=False), k=DEPTH, show_progress=False)
     rows = zip(found.documents.tolist(), found.scores.tolist(), strict=True)
     return [[(i, s) for i, s in zip(*row, strict=True) if s > 0] for row in rows]
 

@@ -268,8 +268,7 @@ class Client:
         for id in chosen:
             file = io.BytesIO()
             image_of(id, self._version).save(file, "PNG")
-            payload = {"version": str(self._version)}
-            items.append({"id": id, "image": in_base64(file.getvalue()), "payload": payload})
+            items.append({"id": id, "image": in_base64(file.getvalue()), "payload": {"version": str(self._version)}})
         self._write("add", chosen, self._version, "/v1/items", {"items": items})
 
     def _delete(self) -> None:
@@ -473,8 +472,7 @@ def main() -> int:
             results.append(soak(store, options, Path(folder)))
         print(json.dumps(results[-1], indent=2), flush=True)
         about = {"benchmark": "soak", "python": platform.python_version(), "minutes": options.minutes}
-        found = {**about, "rate": options.rate, "seed": options.seed, "results": results}
-        write_json(options.json, found)
+        write_json(options.json, {**about, "rate": options.rate, "seed": options.seed, "results": results})
     return 1 if any(one["wrong"] for one in results) else 0
 
 

@@ -70,8 +70,7 @@ class SqliteFaiss:
             self._db.execute(f"DELETE FROM {table} WHERE {key} IN ({old})", (json.dumps(records.ids),))
         for i, id in enumerate(records.ids):
             row = id, float(records.uncertainty[i]), json.dumps(dict(records.payloads[i]))
-            insert = "INSERT INTO items (id, uncertainty, payload) VALUES (?, ?, ?)"
-            position = self._db.execute(insert, row).lastrowid
+            position = self._db.execute("INSERT INTO items (id, uncertainty, payload) VALUES (?, ?, ?)", row).lastrowid
             vector = np.asarray(records.vectors[i], np.float32).tobytes()
             self._db.execute("INSERT INTO vectors (row, vector) VALUES (?, ?)", (position, vector))
         self._db.execute("COMMIT")
@@ -194,8 +193,7 @@ class Memory(contextlib.AbstractContextManager["Memory"]):
 
     @staticmethod
     def _now() -> int:
-        status = Path("/proc/self/status").read_text()
-        found = re.search(r"RssAnon:\s*(\d+)", status)
+        found = re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())
         return 1024 * int(found[1]) if found else 0
 
 

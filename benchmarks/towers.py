@@ -50,8 +50,7 @@ class Plain(nn.Module):
 
 def build(form: str, side: str, architecture: str) -> nn.Module:
     """A tower with random weights."""
-    blocks = 0 if form == "plain" else 1
-    options: Any = {"architecture": architecture, "variance_blocks": blocks}
+    options: Any = {"architecture": architecture, "variance_blocks": 0 if form == "plain" else 1}
     if side == "image":
         encoder: Any = clip_image_encoder(ClipImageConfig(final_norm=form == "plain", **options))
     else:
@@ -139,8 +138,7 @@ def main() -> None:
     parameters = {form: sum(p.numel() for p in tower.parameters()) for form, tower in towers.items()}
     print(f"parameters {parameters['plain']:,} and {parameters['gaussian']:,}; load {os.getloadavg()[0]:.1f}")
     about = {"json": None, "parameters": parameters, "torch": torch.__version__}
-    record = vars(options) | about | {"results": results}
-    write_json(options.json, record)
+    write_json(options.json, vars(options) | about | {"results": results})
 
 
 if __name__ == "__main__":

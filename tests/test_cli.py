@@ -300,8 +300,7 @@ BAD_INPUTS = {
 
 
 def test_a_bad_input_is_one_clear_message_and_status_2(work, run, sfumato, tmp_path):
-    names = ("new", "tried", "stored", "index", "bare")
-    places = {name: tmp_path / name for name in names}
+    places = {name: tmp_path / name for name in ("new", "tried", "stored", "index", "bare")}
     places |= {"recipe": work / "toy.toml", "run": run, "data": work / "data"}
     shutil.copytree(run, places["bare"])
     (places["bare"] / "tokenizer.json").unlink()

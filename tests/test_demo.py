@@ -18,8 +18,7 @@ TINY += ['model.text={ kind = "small", width = 16 }', "train.epochs=1", "varianc
 
 
 def read_every_fourth(config, problems):
-    splits = load_emoji()
-    return {name: data.keep_images(np.arange(0, len(data.image_ids), 4)) for name, data in splits.items()}
+    return {name: data.keep_images(np.arange(0, len(data.image_ids), 4)) for name, data in load_emoji().items()}
 
 
 @pytest.mark.slow

@@ -345,8 +345,7 @@ def test_other_files_of_pairs(arrays, ending):
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(arrow.Table.from_pylist(rows), "pairs.parquet")
     else:
-        text = json.dumps(rows) if ending == "json" else "\n".join(map(json.dumps, rows))
-        Path(f"pairs.{ending}").write_text(text)
+        Path(f"pairs.{ending}").write_text(json.dumps(rows) if ending == "json" else "\n".join(map(json.dumps, rows)))
     (data,) = read(pairs=f"pairs.{ending}", fractions=(0, 0)).values()
     assert matches(data)[0] == {(str(i), str(t)) for i, t in some_pairs()}
     assert data.texts == tuple(f"words of {t}" for t in data.text_ids)
@@ -359,8 +358,7 @@ def test_bad_rows_are_named_and_left_out_with_their_pairs(arrays):
     np.save("images.npy", images)
     np.save("texts.npy", texts)
     np.save("texts_ids.npy", np.array([f"t{k}" for k in range(M)]))
-    pairs = [(0, "t1"), (3, "t2"), (3, "t7"), (4, "t5"), (4, "t8"), (9, "t6")]
-    write_csv("pairs.csv", pairs, ("image", "text"))
+    write_csv("pairs.csv", [(0, "t1"), (3, "t2"), (3, "t7"), (4, "t5"), (4, "t8"), (9, "t6")], ("image", "text"))
     problems = Problems()
     (data,) = read(problems, pairs="pairs.csv", fractions=(0, 0)).values()
     assert matches(data)[0] == {("0", "t1"), ("4", "t8")} and data.text_ids == ("t1", "t8")

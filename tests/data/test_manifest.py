@@ -255,8 +255,7 @@ def test_caption_ids_that_rows_share_or_that_do_not_fit(pictures):
     assert problems == []
     assert data.text_ids == ("1", "r", "b.jpg#1", "c.webp#0") and data.texts == ("a dog", "red", "blue", "a dog")
     assert data.pairs.tolist() == [[0, 0], [0, 1], [1, 0], [1, 2], [2, 3]]
-    wrong = [[1], [1, 2.5], [2, "seen"]]
-    rows = [{"image": "b.jpg", "captions": ["one", "two"], "caption_ids": ids} for ids in wrong]
+    rows = [{"image": "b.jpg", "captions": ["one", "two"], "caption_ids": ids} for ids in [[1], [1, 2.5], [2, "seen"]]]
     rows = [{"image": "a.png", "captions": ["a dog"], "caption_ids": ["seen"]}, *rows]
     data, problems = many_to_many(write_jsonl(pictures / "m.jsonl", rows))
     assert problems == [

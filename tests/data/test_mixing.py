@@ -88,8 +88,7 @@ def test_labels_are_the_loop_and_the_parts_of_a_batch_share_its_choice_of_mixup_
     torch.testing.assert_close(mixed, torch.tensor(expected, dtype=torch.float64))
     assert mixed[0, 2] == 1 and mixed[1:].equal(match[1:])
     assert drawn.match(match.round().bool()).dtype == torch.float32
-    rectangular = plan(9, fraction=1.0).match(torch.rand(9, 4))
-    assert rectangular.shape == (9, 4)
+    assert plan(9, fraction=1.0).match(torch.rand(9, 4)).shape == (9, 4)
     match = torch.tensor([[0.0, 0.5, 1.0]])
     torch.testing.assert_close(smooth_match(match, 0.1), torch.tensor([[0.1, 0.5, 0.9]]))
     assert smooth_match(match, 0.0).equal(match)

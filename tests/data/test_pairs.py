@@ -36,8 +36,7 @@ def test_match_equals_a_loop_over_the_pairs_and_keep_images_keeps_it():
     assert match.shape == (11, 13) and match.dtype == np.float32
     assert match.tolist() == [[float((i, t) in ground_truth) for t in texts.tolist()] for i in images.tolist()]
     assert 0 < match.mean() < 1
-    dense = data.match(np.arange(23), np.arange(17))
-    assert np.array_equal(dense.astype(bool), data.relevance().to_dense())
+    assert np.array_equal(data.match(np.arange(23), np.arange(17)).astype(bool), data.relevance().to_dense())
     index = np.array([20, 3, 7, 4])
     kept = data.keep_images(index)
     assert kept.image_ids == ("i20", "i3", "i7", "i4") and kept.images[0].path == "20.png"
@@ -216,8 +215,7 @@ def test_each_image_has_one_caption_of_five_left_out_and_the_parts_are_all_capti
         for image, text in data.pairs:
             assert data.texts[text].endswith(f"of {data.image_ids[image].replace('-', ' ')}")
     parts = [hold_out_wordings(splits(), part, 5)[WORDINGS].texts for part in range(5)]
-    everything = sorted(itertools.chain.from_iterable(parts))
-    assert everything == sorted(splits()["train"].texts + splits()["val"].texts)
+    assert sorted(itertools.chain.from_iterable(parts)) == sorted(splits()["train"].texts + splits()["val"].texts)
     assert len({text.split()[1] for text in parts[0]}) > 1
     more = splits()
     more["train"] = photographs([*range(100, 107), *range(20), *range(30, 40)], five)
@@ -235,8 +233,7 @@ def test_texts_of_several_images_or_an_only_caption():
         assert np.bincount(found[WORDINGS].pairs[:, 0]).tolist() == [1] * 50
     data = splits(lambda n: [f"the only caption of {n}"])
     assert hold_out_wordings(data, 0, 5) == data
-    mixed = splits(lambda n: five(n)[: 1 + n % 2])
-    found = hold_out_wordings(mixed, 0, 2)
+    found = hold_out_wordings(splits(lambda n: five(n)[: 1 + n % 2]), 0, 2)
     assert np.bincount(found["train"].pairs[:, 0]).tolist() == [1] * 40
     assert all(found[WORDINGS].image_ids[i].endswith(tuple("13579")) for i in found[WORDINGS].pairs[:, 0])
     data = splits(lambda n: [*five(n), f"A  dog {n % 3}"])
@@ -275,8 +272,7 @@ def test_a_recipe_has_the_split_and_wrong_settings_are_refused(tmp_path):
     twice = DataConfig(options={"held_out_wordings": "0/5"}, held_out_wordings="0/5")
     raises(UserError, "have a split 'wordings' already", load_splits, twice, Problems())
     first, second = (replace(data, groups=np.arange(len(data.image_ids)) // 2) for data in list(splits().values())[:2])
-    both = splitting.joined(first, second)
-    assert both.groups.tolist() == [*np.arange(40) // 2, *20 + np.arange(10) // 2]
+    assert splitting.joined(first, second).groups.tolist() == [*np.arange(40) // 2, *20 + np.arange(10) // 2]
 
 
 in_text_order = lambda data: sorted(((int(i), int(t)) for i, t in data.pairs), key=lambda pair: pair[::-1])
@@ -313,8 +309,7 @@ def test_images_that_lose_or_lack_their_texts_stay_and_equal_captions_are_just_b
     noisy = apply_noise(data, np.array([1, 1, 2, 3, 3]))
     assert noisy.image_ids == data.image_ids and noisy.relevance().n_queries == 5
     for batches in (PairSampler(noisy, 2, seed=0), PairSampler(noisy, 2, seed=0, epoch_over="pairs")):
-        seen = {int(i) for batch in batches.batches(0) for i in batch.image_index}
-        assert seen <= {1, 2, 3}
+        assert {int(i) for batch in batches.batches(0) for i in batch.image_index} <= {1, 2, 3}
     data = PairData(("a", "b"), (FileImage("a"),) * 2, ("x",), ("some words",), ("caption",), [[0, 0]])
     assert Grades(data)(np.array([0, 1]), np.array([0])).tolist() == [[pytest.approx(1)], [0]]
     assert Grades(data)(np.array([], int), np.array([0])).shape == (0, 1)
@@ -343,8 +338,7 @@ def test_every_pair_and_wrong_image_is_as_likely_and_what_cannot_be_shuffled_is_
     indices = np.stack([shuffle_pairs(data, 0.5, seed)[1] for seed in range(600)])
     noisy = indices != np.arange(12) // 2
     assert scipy.stats.chisquare(noisy.sum(0)).pvalue > 1e-4
-    first = indices[noisy[:, 0], 0]
-    assert scipy.stats.chisquare(np.bincount(first, minlength=6)[1:]).pvalue > 1e-4
+    assert scipy.stats.chisquare(np.bincount(indices[noisy[:, 0], 0], minlength=6)[1:]).pvalue > 1e-4
     assert shuffle_pairs(captions(4, 3), 0.5, 3)[1].tolist() == [3, 2, 3, 1, 1, 1, 2, 0, 2, 3, 0, 0]
     assert not np.array_equal(shuffle_pairs(captions(20, 5), 0.5, 3)[1], shuffle_pairs(captions(20, 5), 0.5, 4)[1])
 

@@ -25,8 +25,7 @@ def make_shards(folder, sizes):
     folder.mkdir(exist_ok=True)
     first = itertools.accumulate(sizes, initial=0)
     members = lambda a, n: itertools.chain.from_iterable(sample(i, 3) for i in range(a, a + n))
-    parts = enumerate(zip(first, sizes, strict=False))
-    return [pack(folder / f"{k:03d}.tar", members(*part)) for k, part in parts]
+    return [pack(folder / f"{k:03d}.tar", members(*part)) for k, part in enumerate(zip(first, sizes, strict=False))]
 
 
 def stream(shards, **options):
@@ -150,8 +149,7 @@ def test_bad_samples_are_noted_once_and_passed_over(tmp_path):
         bad = [(f"000900.{ending}", content) for ending, content in members.items()]
         path = pack(tmp_path / "a.tar", sample(1) + bad + sample(2) + sample(3))
         problems = Problems()
-        source = stream([path], problems=problems, samples_per_epoch=40)
-        assert set(numbers(source.batches(0))) == {1, 2, 3}
+        assert set(numbers(stream([path], problems=problems, samples_per_epoch=40).batches(0))) == {1, 2, 3}
         assert [p.location for p in problems.items] == [f"{path}!000900"] and reason in problems.items[0].reason
         assert len(read_shards([path], whole := Problems()).image_ids) == 3
         assert [*whole.bare] == [f"{path}!000900"] * ("no image" not in reason and "twice" not in reason)
@@ -190,9 +188,8 @@ def test_a_damaged_header_or_size_costs_its_sample_and_not_the_rest(tmp_path):
     (tmp_path / "a.tar").write_bytes(data)
     found, noted = one_pass([tmp_path / "a.tar"])
     assert [int(key) for key in found] == [0, 1] and f"damaged after byte {header}: a neg" in noted[0].reason
-    third = whole.index(b"000003.jpg")
     for more, message in ((0, "the end mark is missing"), (100, "damaged at byte"), (700, "ends within 000003.jpg")):
-        (tmp_path / "a.tar").write_bytes(whole[: third + more])
+        (tmp_path / "a.tar").write_bytes(whole[: whole.index(b"000003.jpg") + more])
         found, noted = one_pass([tmp_path / "a.tar"])
         assert [int(key) for key in found] == [0, 1, 2] and len(noted) == 1 and message in noted[0].reason
     # Two blocks of zeros are all that the end needs.

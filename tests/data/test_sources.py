@@ -258,8 +258,7 @@ def test_images_and_captions_of_a_class_match_as_in_the_benchmark_and_own_pairs_
     splits = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[5], BIRDS[0])), fractions=(0.3, 0.3))
     assert set().union(*(data.image_ids for data in splits.values())) == images_of([0, 5])
     assert set(splits) <= {"train", "val", "test"} and len(splits) > 1
-    again = read_cub(cub, Problems(), CubOptions(classes=(BIRDS[0],)), fractions=(0.3, 0.3))
-    for name, data in again.items():
+    for name, data in read_cub(cub, Problems(), CubOptions(classes=(BIRDS[0],)), fractions=(0.3, 0.3)).items():
         assert set(data.image_ids) == set(splits[name].image_ids) & images_of([0])
     splits = cub_read(cub, train_pairs="own")
     train = splits["train"]
@@ -340,8 +339,7 @@ def test_one_vector_a_picture_and_other_floats(tmp_path, dtype):
 
 
 def test_what_cannot_be_used_is_noted_and_left_out_and_bytes_that_are_no_features_say_why(tmp_path):
-    lines = ["a", "  ", "c", b"\xff\n", "", "\tf  f ", "g", "h"]
-    write(tmp_path, "train", FEATURES, lines, ids=["p", "q", "r", "p"])
+    write(tmp_path, "train", FEATURES, ["a", "  ", "c", b"\xff\n", "", "\tf  f ", "g", "h"], ids=["p", "q", "r", "p"])
     problems = Problems()
     data = read_scan(tmp_path, problems)["train"]
     assert captions_of(data) == {"p": ["a"], "q": ["c"], "r": ["f f"]}
@@ -468,8 +466,7 @@ def test_a_folder_of_annotations_is_train_and_val_by_years_and_one_file_is_divid
 
 
 def test_karpathys_names_of_2014_find_the_images_of_2017_and_the_other_way_round(coco, tmp_path):
-    entries = [entry("COCO_val2014_000000000042.jpg", "test", (1, "x"), filepath="val2014")]
-    split = coco_write(tmp_path, entries)
+    split = coco_write(tmp_path, [entry("COCO_val2014_000000000042.jpg", "test", (1, "x"), filepath="val2014")])
     found = read_karpathy(split, coco, Problems())["test"]
     assert found.images[0].path == coco / "train2017" / padded(42)
     old = tmp_path / "old" / "val2014" / "COCO_val2014_000000000042.jpg"

@@ -236,9 +236,8 @@ def test_check_image_says_what_decode_image_says():
 
 
 def test_a_margin_is_left_out_as_by_resizing_to_256_and_cutting_out_224():
-    random = np.random.default_rng(5)
     for width, height in ((300, 200), (200, 300), (500, 333), (640, 480), (260, 256)):
-        image = Image.fromarray(random.integers(0, 255, (height, width, 3), dtype=np.uint8))
+        image = Image.fromarray(np.random.default_rng(5).integers(0, 255, (height, width, 3), dtype=np.uint8))
         found = decode_image(encoded(image), 224, fit="crop-margin")
         short = min(width, height)
         resized = image.resize((int(256 * width / short), int(256 * height / short)), Image.Resampling.BICUBIC)
@@ -478,9 +477,7 @@ def test_a_drawing_stands_out_from_what_is_put_behind_it(colour, ground):
 def test_a_cut_jpeg_is_read_as_far_as_it_goes(format, progressive, kept):
     exif = Image.Exif()
     exif[270] = "\xff\xd9"  # An end marker that ends nothing.
-    noise = Image.effect_noise((640, 64), 50).convert("RGB")
-    whole = saved(format, noise, progressive=progressive, exif=exif)
+    whole = saved(format, Image.effect_noise((640, 64), 50).convert("RGB"), progressive=progressive, exif=exif)
     cut = whole[: kept if isinstance(kept, int) else int(kept * len(whole))]
     assert is_cut(cut) and not is_cut(whole) and not is_cut(whole + b"\xff\xda trailer") and not is_cut(b"")
-    near = np.abs(decode_image(cut, None)[:, :24].astype(int) - decode_image(whole, None)[:, :24])
-    assert near.mean() < 25
+    assert np.abs(decode_image(cut, None)[:, :24].astype(int) - decode_image(whole, None)[:, :24]).mean() < 25

@@ -33,8 +33,7 @@ def test_every_cell_was_run_in_order_without_an_error_and_shows_no_path_of_a_mac
     assert counts == list(range(1, len(counts) + 1))
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
-    kinds = {kind for output in outputs for kind in output.get("data", {})}
-    assert {"text/html", "image/png", "text/plain"} <= kinds
+    assert {"text/html", "image/png", "text/plain"} <= {kind for output in outputs for kind in output.get("data", {})}
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     assert len(text) < 300_000 and not paths_in(text)
     assert paths_in('"in /tmp/x1"') and paths_in(r'"C:\\a"') and not paths_in('"data:image/png;base64,/tmp/ab="')
@@ -59,8 +58,7 @@ def test_the_cells_run(capsys):
     for source in sources:
         shown = Path(names["lines"][0]["image"]).name if names else ""  # The apple is not among so few.
         values.append(run_cell(source.replace("1F34E-noto.png", shown), names))
-    kinds = {type(value) for value in values}
-    assert {Answer, LoadedModel, Searcher, Reliability} <= kinds
+    assert {Answer, LoadedModel, Searcher, Reliability} <= {type(value) for value in values}
     shown = [value._repr_html_() if hasattr(value, "_repr_html_") else repr(value) for value in values]
     assert not paths_in("\n".join([capsys.readouterr().out, *shown])) and os.getcwd() not in "".join(shown)
     sources = [source.replace("= None, 300", "= None, 60") for source in code_of("photo-folder.ipynb")]

@@ -356,8 +356,7 @@ def test_local_attention_of_a_text_is_over_its_word_vectors_and_several_embeddin
     tokens = encoder(Inputs(ids, mask))
     torch.testing.assert_close(tokens.local, encoder.words(ids))
     assert tokens.local_mask is mask and tokens.mask is None and encoder.local_channels == 4
-    names = set(GaussianHead(8, 5, HeadOptions(pooling="average", variance=False, embeddings=3)).state_dict())
-    assert names == {
+    assert set(GaussianHead(8, 5, HeadOptions(pooling="average", variance=False, embeddings=3)).state_dict()) == {
         *("local.attention.0.weight", "local.attention.2.weight", "local.linear.weight", "local.linear.bias"),
         *("local_norm.weight", "local_norm.bias", "mean.linear.weight", "mean.linear.bias"),
     }

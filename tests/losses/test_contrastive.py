@@ -160,8 +160,7 @@ def test_log_inclusion_is_the_integral_its_loss_the_loops_and_the_released_form_
     assert torch.equal((exact - integrated(y, x)).sign(), (y.log_var - x.log_var).sign())
     for scale in (0.7, 10.0):
         loop = [math.log1p(math.exp(-scale * value)) for row in inclusion_test(x, y).tolist() for value in row]
-        loss = inclusion_loss(x, y, scale=scale)
-        assert loss.item() == pytest.approx(sum(loop) / len(loop), rel=1e-12)
+        assert inclusion_loss(x, y, scale=scale).item() == pytest.approx(sum(loop) / len(loop), rel=1e-12)
     narrow, wide = (GaussianEmbedding(x.mean, x.log_var + k) for k in (-1, 1))
     assert inclusion_loss(narrow, wide) < 1e-9 < 100 < inclusion_loss(wide, narrow)
     exact = exact - integrated(y, x)
@@ -237,8 +236,7 @@ def test_vib_by_hand_its_guard_and_its_overflow():
     log_var = torch.tensor([[89.0, 0.0]], requires_grad=True)  # exp(89) is more than float32 holds.
     image = GaussianEmbedding(torch.zeros(1, 2), log_var)
     text = GaussianEmbedding(torch.ones(1, 2), torch.zeros(1, 2))
-    match = torch.ones(1, 1)
-    output = PCMEPPLoss(PCMEPPOptions(distance="squared_l2", alpha=0, beta=1.0))(image, text, match)
+    output = PCMEPPLoss(PCMEPPOptions(distance="squared_l2", alpha=0, beta=1.0))(image, text, torch.ones(1, 1))
     output.total.backward()
     assert output.stats["vib_ignored"] == 1 and torch.isfinite(output.total)
     assert log_var.grad.tolist() == [[0.0, 0.0]]
@@ -312,8 +310,7 @@ def test_parity_gpo():
             gpo.zero_grad()
             features = tensors[f"inputs/{group}/features"].to(dtype).clone().requires_grad_()
             lengths = tensors[f"inputs/{group}/lengths"]
-            mask = torch.arange(features.shape[1]) < lengths.unsqueeze(1)
-            pooled = gpo(features, mask)
+            pooled = gpo(features, torch.arange(features.shape[1]) < lengths.unsqueeze(1))
             torch.testing.assert_close(pooled, tensors[f"{out}/{group}/pooled"], rtol=rtol, atol=atol)
             weights = tensors[f"{out}/{group}/weights"].squeeze(-1)
             torch.testing.assert_close(gpo.weights(lengths), weights, rtol=rtol, atol=atol)
@@ -392,8 +389,7 @@ def test_samples_follow_the_step():
 def test_its_logits_as_a_function_of_csd_are_near_its_own_probability(sigmoid, factor):
     """The sampled probability at csd 1.2 with learnt a = 36 and b = 36.3; a and b themselves on csd are far off."""
     a, b, d = 36.0, 36.3, 512
-    loss = PCMELoss(PCMEOptions(logit_scale=a, logit_bias=b, sigmoid=sigmoid))
-    scale, bias = loss.match_logits()
+    scale, bias = PCMELoss(PCMEOptions(logit_scale=a, logit_bias=b, sigmoid=sigmoid)).match_logits()
     assert bias / scale == pytest.approx((b / a) ** 2, rel=1e-5)  # Where a match is as likely as not.
     for options in (PCMEOptions(logit_bias=-1.0), PCMEOptions(distance="wasserstein2")):
         assert PCMELoss(options).match_logits() is None
@@ -463,9 +459,8 @@ def test_parity_of_values_and_gradients():
         group = f"inputs/{case['group']}"
         values = {key: tensors[f"{group}/{key}"] for key in ("img_mean", "img_head", "txt_mean", "txt_head")}
         values |= {key: torch.tensor(float(case[f"init_{key}"])) for key in ("negative_scale", "shift")}
-        leaf, match = (
-            {key: value.double().requires_grad_() for key, value in values.items()}, tensors[f"{group}/matched"],
-        )  # fmt: skip
+        leaf = {key: value.double().requires_grad_() for key, value in values.items()}
+        match = tensors[f"{group}/matched"]
         uniformity = case.get("uniform_lambda", 0) / match.numel()
         options = PCMEOptions(sigmoid="compressed", beta=0, uniformity_weight=uniformity)
         given = {"logit_scale": leaf["negative_scale"], "logit_bias": leaf["shift"]}
@@ -478,8 +473,7 @@ def test_parity_of_values_and_gradients():
         torch.testing.assert_close(float(total.detach()), case["loss"], rtol=1e-9, atol=0)
         total.backward()
         for key, value in leaf.items():
-            stored = tensors[f"{name}/grad/{key}"].reshape(value.shape)
-            relatively_equal(value.grad, stored, 1e-9)
+            relatively_equal(value.grad, tensors[f"{name}/grad/{key}"].reshape(value.shape), 1e-9)
         checked += 1
     assert checked == 4
 

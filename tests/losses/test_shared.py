@@ -167,8 +167,7 @@ embeddings = lambda tensors: (GaussianEmbedding(*tensors[:2]), GaussianEmbedding
 
 
 def value_and_gradients(loss, tensors, match, max_pairs):
-    block = PairBlock.whole(*embeddings(tensors), match, "test")
-    output = loss_of_block(loss, block, max_pairs=max_pairs)
+    output = loss_of_block(loss, PairBlock.whole(*embeddings(tensors), match, "test"), max_pairs=max_pairs)
     parameters = [p for p in loss.parameters() if p.requires_grad]
     return output, torch.autograd.grad(output.total, [*tensors, *parameters], materialize_grads=True)
 

@@ -71,8 +71,7 @@ def check(official, result):
 @pytest.mark.slow
 def test_parity_scores():
     described, _, ground_truths, images, captions = coco()
-    given = Scores(coco_scores().numpy(), better="larger")
-    result = evaluated(given, images, captions, ground_truths.values())
+    result = evaluated(Scores(coco_scores().numpy(), better="larger"), images, captions, ground_truths.values())
     official = described["metrics_full_ranking"]
     assert len(official) == 14
     check(official, result)

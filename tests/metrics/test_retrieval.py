@@ -16,8 +16,7 @@ def test_agrees_with_sorting_with_and_without_ties(levels, fraction):
     # The fractions 0.5 and 0.95 of 141 items take the sorting branch for most queries, the small ones the counting one.
     random = np.random.default_rng([levels, int(fraction * 100)])
     distance = random.integers(0, levels, (23, 141)).astype(np.float32)
-    dense = random.random((23, 141)) < fraction
-    ground_truths = [np.flatnonzero(row).tolist() for row in dense]
+    ground_truths = [np.flatnonzero(row).tolist() for row in random.random((23, 141)) < fraction]
     ground_truths[0] = [140]
     relevance = Relevance.from_lists(ground_truths, n_gallery=141)
     ranks = retrieval.relevant_ranks(torch.from_numpy(distance), relevance)

@@ -154,8 +154,7 @@ def test_parity_pcmepp_training(towers):
     model = training_model(state, heads)
     torch.testing.assert_close(model.image.encoder.pixels.mean.flatten(), torch.tensor(IMAGENET_MEAN))
     assert type(model.image.processor).__name__ == "BilinearProcessor"
-    ours = embed(model, values, lengths=values["inputs/lengths"])
-    assert_same(ours, values, "out", SINGLE)
+    assert_same(embed(model, values, lengths=values["inputs/lengths"]), values, "out", SINGLE)
     raw = training_model(state, heads, model={"no_imgnorm": True, "no_txtnorm": True})
     raw = embed(raw, values, torch.float64, values["inputs/lengths"])
     # The released code divides by |x| + 1e-8, we by |x|: apart from that they agree to rounding.
@@ -192,8 +191,7 @@ def test_parity_pcmepp_training_of_other_layers(towers):
 
 def fits_whole(layout, config, shapes):
     with torch.device("meta"):
-        tensors = {key: torch.empty(shape) for key, shape in shapes.items()}
-        built = layout(config, tensors, no_tokenizer, "x")
+        built = layout(config, {key: torch.empty(shape) for key, shape in shapes.items()}, no_tokenizer, "x")
         built.model.load_state_dict(built.state)
     return sum(p.numel() for p in built.model.parameters())
 
@@ -222,8 +220,7 @@ def test_full_size(parity):
 
 
 def large(key, shape):
-    image = key.startswith("img_enc")
-    wider = {768: 1024, 2304: 3072, 3072: 4096} if image else {512: 768, 1536: 2304, 2048: 3072}
+    wider = {768: 1024, 2304: 3072, 3072: 4096} if key.startswith("img_enc") else {512: 768, 1536: 2304, 2048: 3072}
     special = {"img_enc.backbone.positional_embedding": [257, 1024], "img_enc.backbone.conv1.weight": [1024, 3, 14, 14]}
     return special.get(key, [wider.get(size, size) for size in shape])
 

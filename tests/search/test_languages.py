@@ -33,8 +33,7 @@ def test_the_language_of_words_that_a_model_of_english_does_not_know():
 
 def test_the_heads_compute_what_their_formula_says(monkeypatch):
     rows = np.random.default_rng(0).standard_normal((3, 384)).astype(np.float32) / 20
-    encoder = SimpleNamespace(query=lambda texts: rows[: len(texts)])
-    monkeypatch.setattr(languages, "e5", lambda: encoder)
+    monkeypatch.setattr(languages, "e5", lambda: SimpleNamespace(query=lambda texts: rows[: len(texts)]))
     digest = load(SMALL).model.digest
     found, weights = as_english(["eins", "zwei", "drei"], digest), load_file(PACKAGED / "languages.safetensors")
     assert (PACKAGED / "languages.safetensors").stat().st_size < 2_000_000

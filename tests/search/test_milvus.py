@@ -119,10 +119,9 @@ def test_a_narrow_filter_brings_all_that_fit(embedded, options):
     batch = Records(batch.ids, batch.vectors, batch.uncertainty, tuple({"rare": str(i % 300)} for i in range(n)))
     store.upsert(batch)
     store.optimise()
-    reopened = open_store(store.url)
     for seconds in (0, 0.5):  # Lite builds the index in the background.
         time.sleep(seconds)
-        assert_nearest(reopened, by_id(batch), queries(5, dim, 3), 10, Filter({"rare": ("7",)}))
+        assert_nearest(open_store(store.url), by_id(batch), queries(5, dim, 3), 10, Filter({"rare": ("7",)}))
 
 
 def test_compressed_vectors_are_candidates_only(embedded):

@@ -228,9 +228,8 @@ def test_a_filter_takes_items_away_and_changes_no_probability(made, target, larg
         for one, some in zip(answers(), answers(filter=Filter({"date": left})), strict=True):
             said = {hit.id: hit.match_probability for hit in one if hit.payload["date"] in left}
             found = {hit.id: hit.match_probability for hit in some if not large or hit.id in said}
-            assert found == pytest.approx({i: said[i] for i in found}, rel=1e-6) and (
-                large or list(found) == list(said)
-            )
+            assert found == pytest.approx({i: said[i] for i in found}, rel=1e-6)
+            assert large or list(found) == list(said)
             assert large or some.expected_matches == pytest.approx(sum(said.values()), rel=1e-3)
             before, nothing = (each.nothing_probability or 0.0 for each in (one, some))
             assert nothing >= before
@@ -398,7 +397,6 @@ PLAIN = (
 
 @pytest.mark.parametrize("text", [*FACTS, *PLAIN])
 def test_words_of_time_and_place_are_taken_apart(text):
-    places, dates = (
-        {"rome", "saint denis", "new york", "zurich", "nice"}, {"2021", "2022", "summer", "winter", "christmas"},
-    )  # fmt: skip
+    places = {"rome", "saint denis", "new york", "zurich", "nice"}
+    dates = {"2021", "2022", "summer", "winter", "christmas"}
     assert split_facts(text, places, dates) == FACTS.get(text, (text, [], []))

@@ -66,8 +66,7 @@ def test_compose_and_proxy_fit_the_service_with_no_more_rights_than_it_needs():
     assert all(f'job="{job["job_name"]}"' in expr for expr in queries() if re.search(r"\bup\{", expr))
     service = services["serve-1"]
     name, _, *options = service["command"]
-    command = typer.main.get_command(app).commands[name]
-    known = {flag for parameter in command.params for flag in parameter.opts}
+    known = {flag for parameter in typer.main.get_command(app).commands[name].params for flag in parameter.opts}
     assert {option for option in options if option.startswith("--")} <= known
     assert Settings().drain + Settings().grace < float(service["stop_grace_period"].removesuffix("s"))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]

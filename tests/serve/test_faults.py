@@ -17,7 +17,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -27,6 +26,7 @@ from PIL import Image, PngImagePlugin
 from support import serving
 from support.photographs import halves, heic, saved
 from support.raising import failing, raises
+from support.scripts import benchmark
 from support.serving import KEY, Process, in_base64, new_item, picture, ready, remove, search, served, until
 
 from sfumato.data.images import POINTER, FolderImages, UploadedImages
@@ -77,9 +77,8 @@ def test_pictures_that_are_stored_or_shown():
     assert file.count(b"where I live") == 2 and shown(file, None)[1] == b""
     kept = stored(file)[1]
     copies = kept, shown(file, 16)[1], shown(file, None, copied=True)[1]
-    assert all(copy and b"where I live" not in copy for copy in copies) and Image.open(io.BytesIO(kept)).size == (
-        20, 30,
-    )  # fmt: skip
+    assert all(copy and b"where I live" not in copy for copy in copies)
+    assert Image.open(io.BytesIO(kept)).size == (20, 30)
     assert stored(serving.picture(format="WEBP"))[1].startswith(b"\x89PNG")
     told, copy = shown(serving.picture(format="BMP"), None)
     assert told == {"type": "image/png"} and copy.startswith(b"\x89PNG")
@@ -169,18 +168,13 @@ def test_no_id_leads_out_of_the_folder_and_only_pictures_of_items_are_shown(tmp_
 
 
 @pytest.mark.slow
-def test_malformed_requests_never_make_it_stumble(client, monkeypatch):
+def test_malformed_requests_never_make_it_stumble(client):
     pytest.importorskip("schemathesis")
-    folder = Path(__file__).parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(str(folder))
-    told = importlib.util.spec_from_file_location("faults", folder / "faults.py")
-    faults = importlib.util.module_from_spec(told)
-    told.loader.exec_module(faults)
+    faults = benchmark("faults")
     counts, wrong, _ = faults.by_hand(client.base_url.port, 40, random.Random(7))
     assert not wrong and sum(counts.values()) == 40 and len(counts) > 5
     counts, wrong = faults.from_schema(str(client.base_url).rstrip("/"), 15, seed=7)
     assert not wrong and sum(counts.values()) > 10 and client.get("/v1/search?q=a+red+bar").status_code == 200
-    sys.modules.pop("service_world", None)
 
 
 @pytest.fixture
@@ -380,9 +374,8 @@ def test_every_error_is_a_problem_that_can_be_said(client):
         (b'{"queries":[{"text":"a","id":"b"}]}', "body.queries.0"), (b'{"queries":[]}', "body.queries"),
         (b'{"queries":[{"image":"\xc3\xa9"}]}', "body.queries.0.image"), (b"null", "body"),
     ):  # fmt: skip
-        told = serving.problem(
-            client.post("/v1/search", content=body, headers={"Content-Type": "application/json"}), 422
-        )
+        head = {"Content-Type": "application/json"}
+        told = serving.problem(client.post("/v1/search", content=body, headers=head), 422)
         assert told["errors"][0]["where"] == where, told
         message, in_words = told["errors"][0]["message"], b"u0000" in body or b'"  "' in body
         assert message and ("NUL" in message) == in_words and "pattern" not in told["detail"]

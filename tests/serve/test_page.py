@@ -609,8 +609,7 @@ def test_filters_by_date_and_folder(visit, photographs, service):
 
 
 def test_a_dropped_folder_is_walked_to_its_end(visit, service):
-    page = visit(service)
-    found = page.evaluate("""async () => {
+    found = visit(service).evaluate("""async () => {
         const { filesIn } = await import("/page/add.js");
         const read = (path, yes, no) => path.includes("bad") ? no() : yes(new File([], "x"));
         const file = (path) => ({isFile: true, fullPath: path, file: (yes, no) => read(path, yes, no)});

@@ -238,10 +238,8 @@ def test_what_was_added_is_found_shown_replaced_and_removed(writable, sources):
     assert again.json()["n"] == 50 and writable.get("/v1/items/new/1").json()["payload"] == {"by": "you"}
     assert writable.get("/v1/pictures/new/1").headers["etag"] != shown.headers["etag"]
     assert serving.remove(writable, "new/1").json() == {"gallery": "images", "deleted": 1, "n": 49}
-    assert (
-        serving.remove(writable, "new/1").json()["deleted"] == 0
-        and writable.get("/v1/pictures/new/1").status_code == 404
-    )
+    assert serving.remove(writable, "new/1").json()["deleted"] == 0
+    assert writable.get("/v1/pictures/new/1").status_code == 404
     assert serving.remove(writable, "new 2", "new 2", "nobody").json() == {"gallery": "images", "deleted": 1, "n": 48}
     assert not [f for f in (writable.folder / "pictures").rglob("*") if f.is_file()]
 
@@ -491,9 +489,8 @@ def test_vectors_of_both_modalities_find_what_the_library_and_the_command_find(
     asked = [query(images[3], modality="image"), query(texts[4]), query(images[5], modality="image")]
     answers = serving.search(vectors, *asked, max_results=3)
     model, index = adopted.model, adopted.galleries["images"].gallery
-    photos, words = (
-        model.embed_images(serving.npy_rows(images[[3, 5]])), model.embed_texts(serving.npy_rows(texts[[4]])),
-    )  # fmt: skip
+    photos = model.embed_images(serving.npy_rows(images[[3, 5]]))
+    words = model.embed_texts(serving.npy_rows(texts[[4]]))
     for answer, row, native in zip(answers, (photos[:1], words, photos[1:]), (False, True, False), strict=True):
         same(answer, index.search(row, 3, about=[QueryInfo("", native=native)])[0])
     assert [a["query"] for a in answers] == ["vector 1", "vector 2", "vector 3"]

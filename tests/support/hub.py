@@ -99,8 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append((self.command, path, authorization.removeprefix("Bearer ")))
         if authorization and self.user() is None:
             return self.refused(401, "Invalid credentials in Authorization header")
-        words = path.strip("/").split("/")
-        match words:
+        match path.strip("/").split("/"):
             case ["api", "models", owner, name, *rest]:
                 self.model(f"{owner}/{name}", rest)
             case [owner, name, "resolve", revision, *file]:

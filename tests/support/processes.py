@@ -43,8 +43,7 @@ class Started:
         if piped:
             reading, writing = os.pipe()
             self.stdout, into = os.fdopen(reading, encoding="utf-8"), Connection(writing, readable=False)
-        given = function, arguments, {**os.environ, **env}, name, into
-        self._process = _CONTEXT.Process(target=_run, args=given)
+        self._process = _CONTEXT.Process(target=_run, args=(function, arguments, {**os.environ, **env}, name, into))
         self._process.start()
         if into is not None:
             into.close()

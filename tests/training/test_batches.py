@@ -187,8 +187,7 @@ def test_words_of_padded_texts_are_not_damaged_and_masking_needs_its_token():
     assert of_words(text_tokens=0.2).words is not None
     tokenizer.enable_padding(length=9)
     for name in ("text_tokens", "drop_words"):
-        message = rf"augment.{name} cannot be used with texts padded.*set it to 0"
-        raises(UserError, message, of_words, **{name: 0.2})
+        raises(UserError, rf"augment.{name} cannot be used with texts padded.*set it to 0", of_words, **{name: 0.2})
     assert of_words().words is None
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}))
     assert TokenProcessor(tokenizer, 9).mask_id is None and 0 not in TokenProcessor(tokenizer, 9).forbidden

@@ -134,8 +134,7 @@ def test_a_scaled_gradient_that_overflows_float16_skips_its_step_and_halves_the_
         return measured
 
     monkeypatch.setattr(learner, "forward_backward", overflowing)
-    recipe = load_recipe(toy, ["train.precision=float16", "train.epochs=2"])
-    fit(recipe, tmp_path / "run")
+    fit(load_recipe(toy, ["train.precision=float16", "train.epochs=2"]), tmp_path / "run")
     assert seen[0][0] == 2**16 and seen[1][2] and not seen[3][2] and len(seen) == 6
     for (scale, weights, skipped), (scale_after, weights_after, _) in itertools.pairwise(seen):
         assert scale_after == scale / (2 if skipped else 1)
@@ -190,8 +189,7 @@ def test_kill_9_at_any_moment_resumes_to_the_same_bits(toy, run):
     assert kills
     for name in ("last.safetensors", "model.safetensors"):
         assert (run[0] / name).read_bytes() == (folder / name).read_bytes()
-    lines = log_of(folder)
-    assert [line["epoch"] for line in lines] == [0, 1, 2]
+    assert [line["epoch"] for line in log_of(folder)] == [0, 1, 2]
 
 
 def test_nan_stops_with_exit_status_1_and_names_the_term(toy, sfumato):
@@ -291,8 +289,7 @@ OWN, CLIP = "own-pictures", "own-pictures-clip"
 
 def chosen(monkeypatch, tmp_path, place, *overrides):
     monkeypatch.setattr(module, "where_weights_are", lambda name: place)
-    asked = load_recipe(find_recipe(OWN), overrides)
-    recipe, reason = preferred_recipe(asked, overrides, tmp_path)
+    recipe, reason = preferred_recipe(load_recipe(find_recipe(OWN), overrides), overrides, tmp_path)
     return recipe.name, recipe, reason
 
 

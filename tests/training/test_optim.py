@@ -110,8 +110,7 @@ def test_matrices_alone_decay_and_a_step_of_adamw_moves_every_parameter_as_far_a
     optimiser = step.build_optimiser(model, loss, OptimConfig(weight_decay=0.3, layer_decay=0.7))
     held = [id(p) for g in optimiser.param_groups for p in g["params"]]
     assert sorted(held) == sorted(id(p) for p in everything) and len(set(held)) == len(held)
-    of_matrix = {(p.ndim > 1, options_of(optimiser, p)[1]) for p in model.parameters()}
-    assert of_matrix == {(True, 0.3), (False, 0)}
+    assert {(p.ndim > 1, options_of(optimiser, p)[1]) for p in model.parameters()} == {(True, 0.3), (False, 0)}
     assert [options_of(optimiser, p)[1] for p in loss.parameters()] == [0, 0]
 
 

@@ -142,8 +142,7 @@ def small_world(n, seed):
     sides = []
     for _ in ("image", "text"):
         channels, offset = torch.randn(6, 12, generator=fixed), torch.randn(12, generator=fixed)
-        noise = 0.3 * torch.randn(n, 3, 12, generator=generator)
-        sides.append(TokenFeatures(things @ channels + offset + noise))
+        sides.append(TokenFeatures(things @ channels + offset + 0.3 * torch.randn(n, 3, 12, generator=generator)))
     return sides
 
 

@@ -170,8 +170,7 @@ def test_bfloat16_is_for_encoders_and_the_linear_maps_of_heads():
     assert seen == [torch.float32, outputs, torch.bfloat16, outputs]
     for name, gradient in gradients(model, loss).items():
         assert gradient.dtype == torch.float32
-        error = (gradient - exact[name]).norm() / (exact[name].norm() + 1e-6)
-        assert error < 0.02, name
+        assert (gradient - exact[name]).norm() / (exact[name].norm() + 1e-6) < 0.02, name
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -215,8 +214,7 @@ def test_a_run_that_diverges_takes_no_half_step_and_keeps_its_last_epoch(tmp_pat
     assert len(after) == 4, "three steps in the first epoch, one in the second"
     assert all(map(torch.equal, state(), after[3])) and not all(map(torch.equal, after[3], after[2]))
     saved = load_file(folder / "last.safetensors")
-    named = dict(parts[0].named_parameters())
-    for name, value in zip(named, after[2], strict=False):
+    for name, value in zip(dict(parts[0].named_parameters()), after[2], strict=False):
         assert torch.equal(saved[f"model/{name}"], value), name
 
 

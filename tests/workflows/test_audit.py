@@ -126,9 +126,8 @@ def test_equal_distances_wordings_and_bad_input():
 
 
 def test_parts_keep_groups_whole_and_what_is_shown_is_varied():
-    picture = MemoryImage("x", b"")
     data = PairData(
-        tuple(map(str, range(9))), (picture,) * 9, tuple("abc"), tuple("abc"), ("tag",) * 3,
+        tuple(map(str, range(9))), (MemoryImage("x", b""),) * 9, tuple("abc"), tuple("abc"), ("tag",) * 3,
         np.array([[i, i % 3] for i in range(9)]), np.array([0, 0, 1, 1, 2, 2, 3, 3, 4]),
     )  # fmt: skip
     parts = [images_of_part(data, k, 2) for k in range(2)]

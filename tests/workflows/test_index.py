@@ -443,9 +443,8 @@ def test_what_cannot_be_measured_or_refined_is_refused(sfumato, index, tmp_path)
 
 
 def all_verdicts(index, yes):
-    queries = [f"a plain {colour} square" for colour in SQUARES]
     with load_index(index) as searcher:
-        answers = searcher.search(queries, 24)
+        answers = searcher.search([f"a plain {colour} square" for colour in SQUARES], 24)
     return [
         Judgement(answer.query, hit.id, yes(answer, hit), "ann", "2025-01-01", "rank 1", hit.match_probability)
         for answer in answers
@@ -528,9 +527,8 @@ def scan(tmp_path_factory):
 
 
 def test_regions_are_embedded_indexed_searched_and_have_no_picture(scan, tmp_path, sfumato):
-    changes, regions_run = (
-        [f"data.path={scan}", "model.init_total_variance=8", "augment.image_tokens=0.2"], tmp_path / "run",
-    )  # fmt: skip
+    changes = [f"data.path={scan}", "model.init_total_variance=8", "augment.image_tokens=0.2"]
+    regions_run = tmp_path / "run"
     fit(load_recipe(find_recipe("flickr8k-probabilistic-vsrn"), [*TINY, *changes]), regions_run)
     features = np.load(scan / "test_ims.npy")
     (tmp_path / "in").mkdir()
