@@ -142,17 +142,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
     sync_folder(folder.parent)
 
 
-@contextlib.contextmanager
-def closed_if_it_fails(*opened: Any) -> Iterator[None]:
-    """Close what was opened, e.g. a store, unless the block succeeds."""
-    try:
-        yield
-    except BaseException:
-        for one in opened:
-            one.close()
-        raise
-
-
 def sync_folder(folder: Path) -> None:
     """Force the entries of a folder, e.g. a rename, to disk. It does nothing on systems that cannot (Windows)."""
     if os.name == "posix":

@@ -148,8 +148,7 @@ def test_tar_members_are_read_by_position_from_many_threads(tmp_path):
     (tmp_path / "empty.tar").write_bytes(b"")
     for name in ("a.tar.gz", "no.tar", "empty.tar"):
         raises(ValueError, f"{name}: not an uncompressed tar file", TarArchive, tmp_path / name)
-    with pytest.raises(FileNotFoundError):
-        TarArchive(tmp_path / "absent.tar")
+    raises(FileNotFoundError, None, TarArchive, tmp_path / "absent.tar")
     write_tar(tmp_path / "a.tar", {"a": b"1" * 3000, "b": b"2" * 3000})
     archive = TarArchive(tmp_path / "a.tar")
     os.truncate(tmp_path / "a.tar", 5000)
@@ -165,8 +164,7 @@ def test_problems_are_listed_counted_and_fatal_beyond_their_share(tmp_path):
     for k in range(12):
         problems.add(tmp_path / f"{k}.png", f"bad · {k}")
     problems.check(1188, 0.01)  # 12 of 1,200 are just 1 %.
-    with pytest.raises(UserError, match="12 of 1199 items are unusable") as error:
-        problems.check(1187, 0.01)
+    error = raises(UserError, "12 of 1199 items are unusable", problems.check, 1187, 0.01)
     told = str(error.value)
     assert "9.png: bad · 9" in told and "10.png" not in told and "and 2 more" in told
     problems.write(tmp_path / "p.jsonl")

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.pictures import write_tar
 from support.processes import command, process_group
+from support.raising import raises
 from support.toy import assert_same_runs, fit_until, log_of, make_toy
 from torch.nn import functional
 from training.test_step import batch as pairs
@@ -73,10 +74,8 @@ def test_parts_cover_everything_once_and_a_lost_process_is_told_from_memory_that
     def fail(error):
         raise error
 
-    with pytest.raises(PeerLostError, match="another process of this run has ended"):
-        _answered(lambda dist: fail(RuntimeError("")))
-    with pytest.raises(torch.OutOfMemoryError):
-        _answered(lambda dist: fail(torch.OutOfMemoryError("CUDA out of memory")))
+    raises(PeerLostError, "another process of this run has ended", _answered, lambda dist: fail(RuntimeError("")))
+    raises(torch.OutOfMemoryError, None, _answered, lambda dist: fail(torch.OutOfMemoryError("CUDA out of memory")))
 
 
 def same_numbers(a: object, b: object) -> bool:

@@ -87,12 +87,9 @@ def test_wrong_images_are_named(toy, model, tmp_path):
         (np.zeros((8, 8, 3), np.uint8), ValueError, r"a batch of one is \(1, 8, 8, 3\)"),
     ):  # fmt: skip
         raises(error, message, model.embed_images, images)
-    for texts, error, message in (
-        ("a dog", TypeError, "expected a list of them"),
-        ([], ValueError, "got no texts"),
-        (["a", 3], TypeError, "text 1 is a int"),
-    ):
-        raises(error, message, model.embed_texts, texts)
+    raises(TypeError, "expected a list of them", model.embed_texts, "a dog")
+    raises(ValueError, "got no texts", model.embed_texts, [])
+    raises(TypeError, "text 1 is a int", model.embed_texts, ["a", 3])
 
 
 def test_python_and_the_command_line_agree_to_the_last_digit(toy, sfumato, tmp_path):
@@ -146,11 +143,10 @@ def test_galleries_of_texts_ids_of_images_and_queries_of_every_kind(toy, model):
     [by_embedding] = index.search(embedded, k=3)
     assert by_embedding.hits == index.search("a red circle", k=3).hits and by_embedding.calibrated
     assert not index.search(embedded, k=3, modality="images")[0].calibrated
-    for query, error, message in (
-        (["a text", path], TypeError, "mix texts and images"), (7, TypeError, "got a int; expected a text"),
-        ([], ValueError, "got no queries"), (" ", UserError, "has no words"),
-    ):  # fmt: skip
-        raises(error, message, index.search, query)
+    raises(TypeError, "mix texts and images", index.search, ["a text", path])
+    raises(TypeError, "got a int; expected a text", index.search, 7)
+    raises(ValueError, "got no queries", index.search, [])
+    raises(UserError, "has no words", index.search, " ")
     raises(TypeError, "the queries are texts; leave out modality", index.search, ["a dog"], modality="images")
     raises(UserError, "works only with queries by text", index.search, path, coverage=0.9)
     raises(UserError, "has no item 'nothing'", index.search_items, ["nothing"])
@@ -173,12 +169,9 @@ def test_a_query_of_several_texts(toy, model, sfumato, tmp_path):
     without = index.search("red", without=["a circle"], duplicates="fold")
     assert [hit["id"] for hit in printed["hits"]] == [hit.id for hit in without]
     assert [hit.id for hit in without] != [hit.id for hit in index.search("red")]
-    for query, options, message in (
-        (toy / "data" / "000.png", {"without": ["red"]}, "beside texts to search for"),
-        ("red", {"also": [" "]}, "has no words"),
-        ("red", {"without": ["blue"], "coverage": 0.9}, "works only with queries by text"),
-    ):
-        raises(UserError, message, index.search, query, **options)
+    raises(UserError, "beside texts to search for", index.search, toy / "data" / "000.png", without=["red"])
+    raises(UserError, "has no words", index.search, "red", also=[" "])
+    raises(UserError, "works only with queries by text", index.search, "red", without=["blue"], coverage=0.9)
     told = sfumato.refused("search", tmp_path / "index", "--id", "000.png", "--without", "red")
     assert "leave out --image and --id" in told
 

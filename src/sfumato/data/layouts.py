@@ -166,7 +166,8 @@ def _read_split(folder: Path, name: str, problems: Problems) -> PairData:
     of_line = np.arange(len(lines)) // each
     ids = _ids(folder / f"{name}_ids.txt", file.n, of_line)
     if each == 1 and ids is None:
-        of_line = _first_of_equal(file)
+        is_new = [row == 0 or not file.same(row, row - 1) for row in range(file.n)]
+        of_line = np.maximum.accumulate(np.where(is_new, of_line, 0))  # The first of consecutive equal rows.
     elif each == 1 and ids is not None:
         first: dict[str, int] = {}
         of_line = np.array([first.setdefault(identity, row) for row, identity in enumerate(ids)])
@@ -225,12 +226,6 @@ def _ids(path: Path, rows: int, of_line: np.ndarray) -> list[str] | None:
         if of_row.setdefault(row, identity) != identity:
             raise UserError(f"{path}:{number}: {identity!r} stands where row {row} was {of_row[row]!r} before")
     return list(of_row.values())
-
-
-def _first_of_equal(file: RegionFile) -> np.ndarray:
-    """(n,) position of the first row in each row's run of consecutive equal rows."""
-    is_new = [row == 0 or not file.same(row, row - 1) for row in range(file.n)]
-    return np.maximum.accumulate(np.where(is_new, np.arange(file.n), 0))
 
 
 _SIDES = ("image", "text")

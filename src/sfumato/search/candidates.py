@@ -376,7 +376,8 @@ class TextSearch:
             gone = max(0.0, 1 - total / max(everything, 1e-12)) ** max(1.0, everything / max(1e-12, 1 - nothing))
             nothing = min(nothing + (1 - nothing) * gone, 1 - float(fits[passing].max()))
         key = -found.distance if by_distance else logit
-        order = _highest(key, found.ids, passing, k)
+        highest = passing[(-key[passing]).argsort(kind="stable")[: with_margin(k)]].tolist()
+        order = sorted(highest, key=lambda j: (-float(key[j]), found.ids[j]))[:k]  # Equal ones by id.
         best_text = functools.partial(self.own.best_text, " ".join((form.joined, *form.facts[0], *form.facts[1])))
         top = hits_of(found.take(order), sigmoid(logit)[order], best_text)
         if not form.without:
@@ -397,12 +398,6 @@ def _part_of(form: TextQuery, place: str, dates: str) -> float:
     for wanted, there in zip(form.facts, own, strict=True):
         part *= 1.0 if there.issuperset(wanted) else _ELSEWHERE if there else _UNKNOWN
     return part
-
-
-def _highest(key: np.ndarray, ids: Sequence[str], passing: np.ndarray, k: int) -> list[int]:
-    """The k positions with the highest keys among some; those with equal keys by id. key (c,)."""
-    top = passing[(-key[passing]).argsort(kind="stable")[: with_margin(k)]].tolist()
-    return sorted(top, key=lambda j: (-float(key[j]), ids[j]))[:k]
 
 
 def hits_of(

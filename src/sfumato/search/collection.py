@@ -19,7 +19,6 @@ from sfumato.calibration.calibrator import Calibration, Scorer
 from sfumato.distances.distance import squared_l2_of_centred
 from sfumato.encoders.package_weights import WIDTH
 from sfumato.errors import UserError
-from sfumato.files import closed_if_it_fails
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction, check_ids, composed
 from sfumato.search import folder as folders
@@ -129,7 +128,7 @@ class GaussianCollection(Gallery, contextlib.AbstractContextManager["GaussianCol
             "logit_scale": logit_scale, "logit_bias": logit_bias, "direction": direction, "texts": texts,
             "about": json.loads(json.dumps(dict(metadata or {}), allow_nan=False)),
         }  # fmt: skip
-        with closed_if_it_fails(made):
+        with protocol.closed_if_it_fails(made):
             folders.write_settings(folder, settings, centre, calibration)
         return cls(folder, made, own, settings, centre, calibration)
 

@@ -27,7 +27,7 @@ from sfumato.calibration.calibrator import Calibration, Scorer
 from sfumato.calibration.fits import KNOWN_TEXTS
 from sfumato.distances import get_distance
 from sfumato.distances.distance import Distance
-from sfumato.files import closed_if_it_fails, write_atomically
+from sfumato.files import write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids
 from sfumato.search import exact
@@ -35,7 +35,7 @@ from sfumato.search.candidates import Candidates, GalleryRecords, SampledItems, 
 from sfumato.search.collection import UPLOADED_IMAGES, GaussianCollection
 from sfumato.search.gallery import N_WHOLE, Gallery
 from sfumato.search.screening import Screen
-from sfumato.search.stores.protocol import Filter, Records, beside, is_among
+from sfumato.search.stores.protocol import Filter, Records, beside, closed_if_it_fails, is_among
 from sfumato.search.texts import TextStore, item_texts
 
 _SAMPLE = 2048

@@ -167,7 +167,8 @@ def _handle_errors(app: FastAPI) -> None:
         detail = details.get(error.status_code, str(error.detail))
         headers = dict(error.headers or {})
         if error.status_code == 405:
-            headers["Allow"] = ", ".join(sorted(_methods(app, request.url.path)))
+            methods = set[str]().union(*map(_taken, _routes(app, request.url.path)))
+            headers["Allow"] = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
         code = "no-such-path" if error.status_code == 404 else None
         return Refusal(error.status_code, detail, headers=headers, code=code).response()
 
@@ -187,12 +188,6 @@ def _routes(app: FastAPI, path: str) -> Iterator[BaseRoute]:
 def _taken(route: BaseRoute) -> set[str]:
     """The methods that a route takes; files have no list of methods."""
     return getattr(route, "methods", None) or {"GET"}
-
-
-def _methods(app: FastAPI, path: str) -> set[str]:
-    """The methods that a path takes."""
-    found = set[str]().union(*map(_taken, _routes(app, path)))
-    return found | ({"HEAD"} if "GET" in found else set())
 
 
 class _Assets(StaticFiles):

@@ -109,7 +109,9 @@ TASKS: dict[str, Callable[..., Message]] = {task.__name__: task for task in (hea
 def done(task: str, options: Mapping[str, Any], data: bytes) -> Message:
     """Do one task."""
     try:
-        _check_scans(data)
+        scans = data.count(b"\xff\xda") if data.startswith(b"\xff\xd8") else 0
+        if scans > MAX_SCANS:
+            raise ValueError(f"a JPEG file with {scans} scans, more than the limit of {MAX_SCANS}; save it again")
         return TASKS[task](data, **options)
     except MemoryError:
         return {"error": "takes too much memory to decode; send a smaller copy"}, b""
@@ -136,12 +138,6 @@ def _exactly(pipe: IO[bytes], n: int) -> bytes:
     if len(data) < n:
         raise EOFError
     return data
-
-
-def _check_scans(data: bytes) -> None:
-    scans = data.count(b"\xff\xda") if data.startswith(b"\xff\xd8") else 0
-    if scans > MAX_SCANS:
-        raise ValueError(f"a JPEG file with {scans} scans, more than the limit of {MAX_SCANS}; save it again")
 
 
 def _drafted(data: bytes, side: int) -> bytes:

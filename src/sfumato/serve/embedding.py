@@ -236,8 +236,7 @@ class Embedder:
                 raise Refusal(413, f"{place}: {reason}")
             if total > limit:
                 found = f"with this image the request has {total} pixels, more than the limit of {limit} for all"
-                way = "images of a request; send fewer at a time, or smaller copies"
-                raise Refusal(413, f"{place}: {found} {way}")
+                raise Refusal(413, f"{place}: {found} images of a request; send fewer at a time, or smaller copies")
         with self.pixels.taken(total):
             yield
 

@@ -189,8 +189,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         request_id, started = _request_id(Headers(scope=scope).get(REQUEST_ID, "")), time.perf_counter()
-        own = {REQUEST_ID: request_id}
-        reply = _Reply(send, own, bodyless=scope["method"] == "HEAD", leaving=self.leaving)
+        reply = _Reply(send, {REQUEST_ID: request_id}, bodyless=scope["method"] == "HEAD", leaving=self.leaving)
         try:
             await self._answer(scope, receive, reply)
         except Refusal as refusal:

@@ -157,9 +157,8 @@ class Service:
         """The metrics of the service."""
         galleries = self.sources.galleries if self.ready.is_set() else {}  # Nothing here may wait for a store.
         images = self.embedder.decoding + len(self.embedder.images)
-        waiting = {"text": len(self.embedder.texts), "image": images, "search": len(self.searches.waiting)}
         values: dict[str, Mapping[str, float | None]] = {
-            "waiting": waiting,
+            "waiting": {"text": len(self.embedder.texts), "image": images, "search": len(self.searches.waiting)},
             "items": {name: served.gallery.size for name, served in galleries.items()},
             "store_up": {name: not health.problem for name, health in self._stores.items()},
             "calibrated_probability": {name: calibrated_probability(one) for name, one in galleries.items()},

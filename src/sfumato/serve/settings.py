@@ -98,8 +98,7 @@ class Settings(Capacity):
             raise UserError(f"serve: max_batch must be at most {MOST}, got {self.max_batch}")
         if self.queue < self.max_batch:
             why = "else a request with max_batch queries could never be accepted"
-            given = f"{self.queue} and {self.max_batch}"
-            raise UserError(f"serve: queue must be at least max_batch, got {given}; {why}")
+            raise UserError(f"serve: queue must be at least max_batch, got {self.queue} and {self.max_batch}; {why}")
         if any(len(key) < 8 or not key.isascii() for key in self.all_keys):
             way = "make one with `openssl rand -hex 32`"
             raise UserError(f"serve: an API key must be at least 8 ASCII characters; {way}")

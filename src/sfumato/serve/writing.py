@@ -105,8 +105,7 @@ class Writer:
         served = self.service.sources.gallery(gallery)
         if served.writable is None:
             way = "build a collection with `sfumato index RUN ... --out FOLDER` and serve that"
-            detail = f"The gallery of {gallery} is in memory and cannot be changed; {way}"
-            raise Refusal(409, detail, code="index")
+            raise Refusal(409, f"The gallery of {gallery} is in memory and cannot be changed; {way}", code="index")
         return served, served.writable
 
     def _check(self, gallery: GalleryName, items: Sequence[NewItem]) -> None:
@@ -160,9 +159,8 @@ class Writer:
                     if served.written - self._optimised[served] >= (most := self.service.settings.optimise_after):
                         self._begin(self._optimise(served, least=most))
 
-        task = self._begin(locked())
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(self._begin(locked()))
         except asyncio.CancelledError:
             wanted = False
             raise

@@ -63,7 +63,8 @@ def forward_backward(
     if batch.mix is not None:
         images = Inputs(batch.mix.apply(images.values))
 
-    pieces = _pieces(len(images), micro_batch)
+    n, size = len(images), micro_batch or max(len(images), 1)
+    pieces = [slice(start, min(start + size, n)) for start in range(0, n, size)]
     states: list[list[Tensor]] = []
     encoded: list[Sides] = []
     with torch.set_grad_enabled(len(pieces) == 1):
@@ -71,9 +72,9 @@ def forward_backward(
             states.append(_random_state(process_group.device))
             encoded.append(_encode(model, images, texts, piece, precision))
 
-    counts = process_group.counts(len(images))
+    counts = process_group.counts(n)
     first = sum(counts[: process_group.rank])
-    own = slice(first, first + len(images))
+    own = slice(first, first + n)
     leaves = _leaves(model, encoded, process_group, counts)
     labels = batch.labels(process_group)
     device_labels = [label.to(process_group.device) for label in labels]
@@ -107,11 +108,6 @@ def _divided(output: LossOutput, n: int) -> LossOutput:
     """A loss that n processes compute alike, as a part that sums to it."""
     shared = [{name: value / n for name, value in values.items()} for values in (output.terms, output.stats)]
     return LossOutput(output.total / n, *shared)
-
-
-def _pieces(n: int, micro_batch: int) -> list[slice]:
-    size = micro_batch or max(n, 1)
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def _encode(model: DualEncoder, images: Inputs, texts: Inputs, piece: slice, precision: torch.dtype) -> Sides:

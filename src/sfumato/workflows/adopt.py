@@ -298,8 +298,7 @@ def _new_run(recipe: Recipe, folder: Path, splits: Mapping[str, PairData]) -> Ru
     write_atomically(folder / MODEL, save({name: np.array(value) for name, value in logits.items()}, note))
     save_recipe(recipe, folder / RECIPE)
     run = load_run(folder)
-    texts = [text for data in splits.values() for text in data.texts]
-    remember_words(run.model, texts[:_MOST_WORDED], folder / WORDS)
+    remember_words(run.model, [text for data in splits.values() for text in data.texts][:_MOST_WORDED], folder / WORDS)
     return run
 
 

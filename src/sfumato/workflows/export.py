@@ -36,7 +36,7 @@ from sfumato.data.image_decoding import encode_png
 from sfumato.data.image_inputs import regions_from_bytes, regions_to_bytes
 from sfumato.encoders import package_weights as weights
 from sfumato.encoders.backbones import GRAPH_FILES, GRAPHS, EncodedTexts, describe_processor, prepared_images
-from sfumato.encoders.encoder_protocol import EncoderConfig, Inputs, Processor, TwoTowers
+from sfumato.encoders.encoder_protocol import Inputs, Processor, TwoTowers
 from sfumato.encoders.frozen import FrozenProcessor
 from sfumato.encoders.heads import GPO, Pooling
 from sfumato.encoders.processors import ImageFileProcessor
@@ -74,11 +74,13 @@ def _write(run: Run, folder: Path, *, license: str, graphs: bool) -> None:
     """Write the files of a run's model into an empty folder."""
     assets, own = load_assets(run.folder, run.recipe), None if graphs else _local_encoder(run.recipe.model)
     config = {
-        "sfumato": __version__, "name": run.recipe.name, "model": _without_local_paths(run.recipe.model, own),
+        "sfumato": __version__,
+        "name": run.recipe.name,
+        "model": _without_local_paths(run.recipe.model, own),
         "encoders": dict(assets.encoders),
         **{name: getattr(run, name) for name in ("distance", "logit_scale", "logit_bias", "calibrated")},
         **({} if run.sampled_logits is None else {"sampled_logits": list(run.sampled_logits)}),
-    }  # fmt: skip
+    }
     if graphs:
         config |= {"digest": model_digest(run.model), "processors": write_graphs(run, folder)}
     else:
@@ -142,19 +144,28 @@ def model_card(run: Run, *, license: str = "", own_encoder: bool = False, graphs
     about = {} if run.calibration is None else run.calibration.metadata
     pairs = f"{about['pairs']:,} pairs" if "pairs" in about else "pairs"
     values = {
-        "metadata": _metadata(run, evaluations, license, pictures), "recipe": run.recipe, "model": model,
-        "encoders": [_encoder(side) for side in sides],
+        "metadata": _metadata(run, evaluations, license, pictures),
+        "recipe": run.recipe,
+        "model": model,
+        "encoders": [f"{one.kind} ({without_folders(one.origin)})" if one.origin else one.kind for one in sides],
         "frozen": _shown_once(side.frozen_backbone for side in sides if not (graphs and side.extras)),
-        "own_encoder": own_encoder, "adopted": (run.folder / ADOPTED).is_file(), "data": _data(run),
-        "distance": run.distance, "license": license,
+        "own_encoder": own_encoder,
+        "adopted": (run.folder / ADOPTED).is_file(),
+        "data": _data(run),
+        "distance": run.distance,
+        "license": license,
         "below": f"; the base model{'s have their' if len(bases) > 1 else ' has its'} own" if bases else "",
-        "package": "sfumato" if graphs else _package(model), "text": text, "image": image, "pictures": pictures,
+        "package": "sfumato" if graphs else _package(model),
+        "text": text,
+        "image": image,
+        "pictures": pictures,
         "formula": f"sigmoid({run.logit_bias:.4g} - {run.logit_scale:.4g} * distance)",
         "calibration": run.calibration,
         "pairs": pairs + (f" of the split {about['split']}" if "split" in about else ""),
-        "first_hits": _first_hits(run), "scores": [_score(split, found) for split, found in evaluations],
+        "first_hits": _first_hits(run),
+        "scores": [_score(split, found) for split, found in evaluations],
         "version": __version__,
-    }  # fmt: skip
+    }
     return render_page("model_card.md.j2", values)
 
 
@@ -244,11 +255,6 @@ def _score(split: str, result: dict[str, Any]) -> list[str]:
     recalls = [result[way][f"recall@{k}"] for way in _WAYS for k in (1, 5, 10)]
     shown = [f"{100 * value:.1f}" for value in (*recalls, result["rsum"])]
     return [split, result["distance"], str(result["n_images"]), str(result["n_texts"]), *shown]
-
-
-def _encoder(config: EncoderConfig) -> str:
-    """A short description of the encoder of one side."""
-    return f"{config.kind} ({without_folders(config.origin)})" if config.origin else config.kind
 
 
 def _shown_once(names: Iterable[str]) -> list[str]:

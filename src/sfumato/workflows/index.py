@@ -24,7 +24,7 @@ from sfumato.data.pairs import PairData
 from sfumato.data.splits import WORDINGS
 from sfumato.encoders.processors import EmbeddingProcessor
 from sfumato.errors import UserError, counted, first_line, need, progress_bar, say
-from sfumato.files import RECIPE, closed_if_it_fails, write_atomically
+from sfumato.files import RECIPE, write_atomically
 from sfumato.gaussian import GaussianEmbedding, check_finite
 from sfumato.ids import Direction, check_ids, fits_pattern, plain_id
 from sfumato.models import embed, run
@@ -37,7 +37,7 @@ from sfumato.search.folder import check_empty, is_collection
 from sfumato.search.gallery import FEWEST_CAPTIONED, NO_PROBABILITIES, Gallery
 from sfumato.search.index import GaussianIndex, copy_gallery
 from sfumato.search.searcher import open_gallery
-from sfumato.search.stores.protocol import own_or_anchored, scheme
+from sfumato.search.stores.protocol import closed_if_it_fails, own_or_anchored, scheme
 
 _MOST_CAPTIONED = 1_000
 """Largest number of images whose captions calibrate a model."""

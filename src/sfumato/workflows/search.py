@@ -144,8 +144,7 @@ class LoadedModel(Model):
         names = [Path(i).as_posix() if isinstance(i, str | os.PathLike) else str(k) for k, i in enumerate(images)]
         part, features = GalleryPart(self.embed_images(images), _ids(ids, names)), self.model.image.processor.reads
         sources = image_sources(images, "index", features=features)
-        given = None if features else SplitImages(dict(zip(part.ids, sources, strict=False)))
-        return self._searcher(part, given)
+        return self._searcher(part, None if features else SplitImages(dict(zip(part.ids, sources, strict=False))))
 
     def index_texts(self, texts: Sequence[str], ids: Sequence[str] | None = None) -> Searcher:
         """A gallery of texts in memory, to search by image.

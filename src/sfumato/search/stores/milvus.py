@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 
 from sfumato.errors import UserError, progress_bar, refuse_newer
-from sfumato.files import closed_if_it_fails
 from sfumato.search.stores import milvus_place
-from sfumato.search.stores.protocol import Filter, Records, StoreBase, in_order
+from sfumato.search.stores.protocol import Filter, Records, StoreBase, closed_if_it_fails, in_order
 
 _IVF = ("IVF_FLAT", milvus_place.SQ8)
 _SEARCHING = ("ef", "nprobe", "overfetch", "consistency")

@@ -17,6 +17,7 @@ To add a store, write one module with the functions `create(url, dim, fingerprin
 there already or cannot be reached, or an extra is not installed.
 """
 
+import contextlib
 import importlib
 import re
 import unicodedata
@@ -286,6 +287,16 @@ def in_order(ids: Sequence[str], found: Mapping[str, Row]) -> list[Row]:
 
 
 _SCHEME = "[a-z][a-z0-9+]+"
+
+
+@contextlib.contextmanager
+def closed_if_it_fails(opened: Any) -> Iterator[None]:
+    """Close a store or a collection unless the block succeeds."""
+    try:
+        yield
+    except BaseException:
+        opened.close()
+        raise
 
 
 @dataclass(frozen=True)
