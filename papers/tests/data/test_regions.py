@@ -1,7 +1,7 @@
 """Region features: made from images, in both layouts; and what is refused."""
 
 import numpy as np
-import pytest
+from support.raising import raises
 from support.toy import make_toy
 
 from papers.data.regions import write_regions
@@ -53,8 +53,6 @@ class Grey:
 def test_what_no_layout_can_say_is_refused(tmp_path):
     config = load_recipe(find_recipe("emoji-pcmepp")).data
     for layout in ("scan", "manifest"):
-        with pytest.raises(
-            UserError, match=r"has texts of several images and kinds of texts and groups of images,.*frozen"
-        ):
-            write_regions(config, tmp_path / "out", Grey(), layout=layout)
+        message = "has texts of several images and kinds of texts and groups of images,.*frozen"
+        raises(UserError, message, write_regions, config, tmp_path / "out", Grey(), layout=layout)
     assert not (tmp_path / "out").exists()

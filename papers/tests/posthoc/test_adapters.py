@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
+from support.raising import raises
 from torch.nn import functional
 
 from papers.posthoc import FrozenPairs, asymvlm, variance_adapters
@@ -360,21 +361,17 @@ def test_asymvlm_embeddings():
 def test_batches_know_all_matches():
     """Images with several texts and texts with several images, against a loop."""
     g = torch.Generator().manual_seed(0)
-    index = torch.stack([torch.randint(0, 7, (30,), generator=g), torch.randint(0, 11, (30,), generator=g)], 1).unique(
-        dim=0
-    )
+    index = torch.stack([torch.randint(0, n, (30,), generator=g) for n in (7, 11)], 1).unique(dim=0)
     pairs = FrozenPairs(torch.randn(7, 3), torch.randn(11, 3), index[torch.randperm(len(index), generator=g)])
     batches, known = PairBatches(pairs), {tuple(row) for row in index.tolist()}
     for rows in torch.randperm(len(batches), generator=g).split(6):
         images, texts, match = batches.items(rows)
         assert images.tolist() == sorted({int(pairs.pairs[r, 0]) for r in rows})
         assert texts.tolist() == sorted({int(pairs.pairs[r, 1]) for r in rows})
-        wanted = [[float((int(i), int(t)) in known) for t in texts] for i in images]
-        assert match.tolist() == wanted
+        assert match.tolist() == [[float((int(i), int(t)) in known) for t in texts] for i in images]
 
 
 def test_a_diverging_adapter_is_an_error():
-    network = mlp(2, (), 1)
-    with pytest.raises(ArithmeticError, match="lower the learning rate"):
-        infinite = lambda rows: network(torch.ones(1, 2)).sum() * math.inf
-        minimise(network.parameters(), infinite, 4, AdapterTraining((1,), 1, 2), generator=torch.Generator())
+    network, training = mlp(2, (), 1), AdapterTraining((1,), 1, 2)
+    given = network.parameters(), lambda rows: network(torch.ones(1, 2)).sum() * math.inf, 4, training
+    raises(ArithmeticError, "lower the learning rate", minimise, *given, generator=torch.Generator())

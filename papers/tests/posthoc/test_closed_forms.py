@@ -15,19 +15,11 @@ from papers.posthoc.closed_forms import (
     shortest_change,
 )
 from papers.posthoc.method import FrozenPairs
-from papers.tests.posthoc.fixtures import fixture
+from papers.tests.posthoc.fixtures import fixture, items
 from sfumato.matching import match_probability
 
 DIRECTIONS = ("t2i", "i2t")
 SIDE = {"t2i": "text", "i2t": "image"}
-
-
-def items(n, d, seed, dtype=torch.float64):
-    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3 + 0.5
-
-
-def some_pairs(n=40, d=6):
-    return FrozenPairs(items(n, d, 1), items(n, d, 2), torch.arange(n).repeat(2, 1).T)
 
 
 def uclip(direction):
@@ -95,9 +87,8 @@ def test_the_shortest_change_is_that_of_all_items(m):
         first = int((gallery @ q).argmax())
         planes = [float(q @ (gallery[first] - g)) / float((gallery[first] - g).norm() or 1) for g in gallery]
         wanted.append(min(v for j, v in enumerate(planes) if j != first))
-    torch.testing.assert_close(
-        shortest_change(queries, gallery), torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-12
-    )
+    found = shortest_change(queries, gallery)
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-12)
 
 
 def test_the_visit_does_not_end_too_early():
@@ -118,7 +109,7 @@ def test_uncertainties_do_not_depend_on_the_length_of_embeddings():
 
 
 def test_the_whitened_norm_is_the_distance_of_mahalanobis():
-    pairs = some_pairs()
+    pairs = FrozenPairs(items(40, 6, 1), items(40, 6, 2), torch.arange(40).repeat(2, 1).T)
     method = WhitenedNorm({side: Whitening.fit(pairs.embeddings(side), shrinkage=0) for side in SIDE.values()})
     x = pairs.texts
     inverse = torch.linalg.inv(torch.cov(x.T))

@@ -12,16 +12,11 @@ from papers.posthoc.laplace import (
     kronecker_factors,
     summed_curvature,
 )
-from papers.posthoc.method import FrozenPairs
-from papers.tests.posthoc.fixtures import close, fixture
+from papers.tests.posthoc.fixtures import close, fixture, normal, small_pairs
 from sfumato.distances import csd_matrix
 
 SIDES = {"image": ("img", "txt"), "text": ("txt", "img")}
 DTYPES = [(torch.float64, 1e-10), (torch.float32, 1e-6)]
-
-
-def normal(*shape, seed, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def dense_curvature(sources, targets, scale, bias):
@@ -133,18 +128,6 @@ def test_parity_predictions(kind):
     if kind == "clip":
         close(csd_matrix(*found), t["ours/clip/csd_normalised"])
     close(csd_matrix(*found), 2 - 2 * t[f"{kind}/mean"] / float(t[f"inputs/{prefix}logit_scale"].exp()))
-
-
-def small_pairs(*, biased=False, n=60, d=4, widths=(6, 5), dtype=torch.float64):
-    """A small two-tower model whose pairs share a latent; hidden features of different widths."""
-    latent = normal(n, 3, seed=10, dtype=dtype)
-    hidden = [latent @ normal(3, p, seed=p, dtype=dtype) + 0.3 * normal(n, p, seed=20 + p, dtype=dtype) for p in widths]
-    matrices = [normal(d, p, seed=30 + p, dtype=dtype) for p in widths]
-    biases = [normal(d, seed=40 + k, dtype=dtype) if biased else None for k in range(2)]
-    images, texts = (h @ w.T + (0 if b is None else b) for h, w, b in zip(hidden, matrices, biases, strict=True))
-    layers = dict(zip(SIDES, zip(matrices, biases, strict=True), strict=True))
-    index = torch.arange(n).repeat(2, 1).T
-    return FrozenPairs(images, texts, index, 5.0, *hidden, layers, -2.0 if biased else None)
 
 
 def test_variances_are_those_of_the_dense_posterior():

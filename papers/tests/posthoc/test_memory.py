@@ -9,23 +9,16 @@ from support.raising import raises
 from papers.posthoc import FrozenPairs
 from papers.posthoc.closed_forms import BayesianBM25
 from papers.posthoc.memory import MemoryContrast, MemoryDistance, MemoryEntropy
+from papers.tests.posthoc.fixtures import items
 
 OTHER = {"image": "text", "text": "image"}
 MEMORY = (MemoryDistance, MemoryEntropy, MemoryContrast)
-
-
-def items(n, d, seed, dtype=torch.float64):
-    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3 + 0.5
 
 
 def some_pairs(n=9, m=14, d=5, scale=4.0):
     """Image 2 and texts 2, 12, 13 have no match, image 3 has three, text 1 has two; no vector has length 1."""
     matches = [(i, i) for i in range(n) if i != 2] + [(3, 9), (3, 10), (4, 1), (8, 11)]
     return FrozenPairs(items(n, d, 1), items(m, d, 2), torch.tensor(matches), logit_scale=scale)
-
-
-def units(x):
-    return [[v / math.sqrt(sum(w * w for w in row)) for v in row] for row in x.tolist()]
 
 
 def dot(a, b):
@@ -37,19 +30,20 @@ def softmax(values):
     return [math.exp(v) / total for v in values]
 
 
-def unit_row(row):
-    return [v / math.sqrt(dot(row, row)) for v in row]
+def units(rows):
+    return [[v / math.sqrt(dot(row, row)) for v in row] for row in rows]
 
 
 def contrast_by_loops(pairs, side, query, gallery, k):
-    keys, values, column = units(pairs.embeddings(side)), units(pairs.embeddings(OTHER[side])), int(side == "text")
+    keys, values = (units(pairs.embeddings(one).tolist()) for one in (side, OTHER[side]))
+    column = int(side == "text")
     matches = {}
     for pair in pairs.pairs.tolist():
         matches.setdefault(pair[column], []).append(values[pair[1 - column]])
     near = sorted(matches, key=lambda i: -dot(query, keys[i]))[:k]
     weights = softmax([pairs.logit_scale * dot(query, keys[i]) for i in near])
     means = [[sum(x) / len(matches[i]) for x in zip(*matches[i], strict=True)] for i in near]
-    proxy = unit_row([sum(w * v for w, v in zip(weights, x, strict=True)) for x in zip(*means, strict=True)])
+    (proxy,) = units([[dot(weights, x) for x in zip(*means, strict=True)]])
     first = max(range(len(gallery)), key=lambda j: dot(query, gallery[j]))
     return -math.log(softmax([pairs.logit_scale * dot(proxy, g) for g in gallery])[first])
 
@@ -60,9 +54,9 @@ def test_the_memory_is_that_of_loops(side):
     distance = MemoryDistance.fit(pairs, k=3).uncertainty(side, queries)
     entropy = MemoryEntropy.fit(pairs).uncertainty(side, queries)
     contrast = MemoryContrast.fit(pairs, k=4).uncertainty(side, queries, gallery)
-    own, other, found = units(pairs.embeddings(side)), units(pairs.embeddings(OTHER[side])), units(gallery)
+    own, other, found = (units(x.tolist()) for x in (pairs.embeddings(side), pairs.embeddings(OTHER[side]), gallery))
     for row in (0, 5, 255, 256, 299):
-        q = units(queries[row : row + 1])[0]
+        (q,) = units(queries[row : row + 1].tolist())
         assert float(distance[row]) == pytest.approx(1 - sorted(dot(q, x) for x in own)[-3], abs=1e-12)
         p = softmax([4 * dot(q, y) for y in other])
         assert float(entropy[row]) == pytest.approx(-sum(v * math.log(v) for v in p), abs=1e-12)

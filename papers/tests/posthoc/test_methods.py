@@ -9,32 +9,18 @@ from torch.nn import functional
 
 from papers.posthoc import METHODS, NOT_BUILT, AdapterMethod, FrozenPairs
 from papers.posthoc.method import PosthocMethod
+from papers.tests.posthoc.fixtures import small_pairs
 
 ADAPTERS = {name for name, method in METHODS.items() if issubclass(method, AdapterMethod)}
 OTHER = {"image": "text", "text": "image"}
 
 
-def pairs_of(n=48, d=6, widths=(7, 5), dtype=torch.float32):
-    g = torch.Generator().manual_seed(3)
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=dtype)
-    latent = draw(n, 4)
-    hidden = [latent @ draw(4, p) + 0.4 * draw(n, p) for p in widths]
-    matrices = [draw(d, p) for p in widths]
-    images, texts = (h @ w.T for h, w in zip(hidden, matrices, strict=True))
-    layers = {side: (matrix, None) for side, matrix in zip(OTHER, matrices, strict=True)}
-    return FrozenPairs(images, texts, torch.arange(n).repeat(2, 1).T, 10.0, *hidden, layers)
-
-
-def small_training(name, epochs=2):
-    widths = (8,) * len(METHODS[name].default.widths)
-    return replace(METHODS[name].default, widths=widths, epochs=epochs, batch_size=16)
-
-
 def fitted(name, pairs, seed=0):
-    options = {}
-    if name in ADAPTERS:
-        options["training"] = small_training(name)
-    return METHODS[name].fit(pairs, seed=seed, **options)
+    if name not in ADAPTERS:
+        return METHODS[name].fit(pairs, seed=seed)
+    usual = METHODS[name].default
+    small = replace(usual, widths=(8,) * len(usual.widths), epochs=2, batch_size=16)
+    return METHODS[name].fit(pairs, seed=seed, training=small)
 
 
 def asked(method, pairs, side, rows=slice(0, 9)):
@@ -52,7 +38,7 @@ def test_the_registry_names_every_method():
 
 @pytest.fixture(scope="module")
 def pairs():
-    return pairs_of()
+    return small_pairs(n=48, d=6, widths=(7, 5), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -82,8 +68,7 @@ def test_a_method_gives_repeatable_numbers_and_keeps_the_ranking(name, pairs):
 
 def test_half_precision_is_read(pairs):
     layers = {side: (matrix.half(), None) for side, (matrix, _) in pairs.projections.items()}
-    tensors = (x.half() for x in (pairs.images, pairs.texts, pairs.image_hidden, pairs.text_hidden))
-    images, texts, *hidden = tensors
+    images, texts, *hidden = (x.half() for x in (pairs.images, pairs.texts, pairs.image_hidden, pairs.text_hidden))
     half = FrozenPairs(images, texts, pairs.pairs, 10.0, *hidden, layers)
     for name in METHODS:
         method = fitted(name, half)

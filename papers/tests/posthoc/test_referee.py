@@ -7,12 +7,12 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy
 import torch
+from support.raising import raises
 from support.toy import make_toy
 from support.words import folded, too_wide
 from torch.nn import functional
@@ -331,8 +331,7 @@ def test_finished_contestants_are_not_computed_again(model, tmp_path, monkeypatc
     path = tmp_path / "tiny.json"
     whole = referee_model(model, RefereeOptions(methods=("constant", "top1", "margin"), n_resamples=5, n_absent=5))
     referee_model(model, RefereeOptions(methods=("top1",), n_resamples=5, n_absent=5), path=path)
-    asked = []
-    kept = referee_module.fit_contestant
+    asked, kept = [], referee_module.fit_contestant
     monkeypatch.setattr(referee_module, "fit_contestant", lambda n, *a, **k: asked.append(n) or kept(n, *a, **k))
     options = RefereeOptions(methods=("constant", "top1", "margin"), n_resamples=5, n_absent=5)
     resumed = referee_model(model, options, path=path, about={"commit": "abc"})
@@ -419,8 +418,8 @@ def run(tmp_path_factory):
         writer.writerow(["image", "text", "split"])
         for t in range(240):
             writer.writerow([t // 2, t, "train" if t < 120 else ("val", "test")[t // 2 % 2]])
-    names = {"images": "images.npy", "texts": "texts.npy", "path": "pairs.csv"}
-    data = [f"data.{key}={folder / name}" for key, name in names.items()]
+    names = ("images", "images.npy"), ("texts", "texts.npy"), ("path", "pairs.csv")
+    data = [f"data.{key}={folder / name}" for key, name in names]
     small = "model.dim=8", "model.hidden=16", "train.batch_size=16", "train.epochs=4", "train.device=cpu"
     fit(load_recipe(find_recipe("embeddings"), [*small, *data]), folder / "run")
     return folder / "run"
@@ -469,33 +468,31 @@ def test_the_command_prints_tables_writes_files_and_resumes(run, papers):
 
 
 def test_other_models_and_other_distances_are_refused(papers, tmp_path):
-    status, _, err = papers("referee", tmp_path)
-    assert status == 2 and "is not a run folder" in err
+    assert "is not a run folder" in papers.refused("referee", tmp_path)
     recipe = make_toy(tmp_path / "toy")
     fit(load_recipe(recipe, ["train.epochs=1"]), tmp_path / "csd")
-    status, out, err = papers("referee", tmp_path / "csd", "--methods", "top1,laplace", "--bootstrap", 5)
-    words = folded(out)
-    assert status == 0 and "note: its variances are left out: methods see the means" in words
+    words = folded(papers.printed("referee", tmp_path / "csd", "--methods", "top1,laplace", "--bootstrap", 5))
+    assert "note: its variances are left out: methods see the means" in words
     assert "Not available: laplace" in words and "corrupted queries" in words
     loaded = load_run(tmp_path / "csd")
     frozen = freeze(loaded, loaded.recipe.data, ("test",), name="csd", n_corrupted=4, seed=3)
     data = load_split(loaded.model, loaded.recipe.data, "test").data
     usable = {"image": np.ones(len(data.images), bool), "text": np.ones(len(data.texts), bool)}
     found = {(c.side, c.name): c for c in frozen.corruptions}
-    made = {side: corrupted_queries(loaded.model, side, data, kept, 4, 3) for side, kept in usable.items()}
-    expected = {(side, c.name): c for side, corruptions in made.items() for c in corruptions}
+    expected = {
+        (side, c.name): c
+        for side, kept in usable.items()
+        for c in corrupted_queries(loaded.model, side, data, kept, 4, 3)
+    }
     assert found.keys() == expected.keys() and len(found) == 5
     for key, c in found.items():
         assert c.strengths == (0.0, *expected[key].strengths)
         steps = [frozen.tests["test"].points(key[0])[torch.from_numpy(expected[key].index)], *expected[key].embeddings]
         for split, step in zip(c.splits, steps, strict=True):
             torch.testing.assert_close(split.points(key[0]).mean, functional.normalize(step.mean, dim=1))
-    changes = ["train.epochs=1", "model.item_offset=true"]
-    fit(load_recipe(recipe, changes), tmp_path / "offset")
+    fit(load_recipe(recipe, ["train.epochs=1", "model.item_offset=true"]), tmp_path / "offset")
     status, _, err = papers("referee", tmp_path / "offset")
     assert status == 2 and "not of unit length, so the model does not search by their cosine" in err
-    run = load_run(tmp_path / "csd")
     for name in ("average_l2", "kl"):
-        sampled = SimpleNamespace(model=run.model, distance=name)
-        with pytest.raises(UserError, match=f"searches by {name}, and not by the cosine"):
-            freeze(sampled, run.recipe.data, ("test",), name="x")
+        message, sampled = f"searches by {name}, and not by the cosine", replace(loaded, distance=name)
+        raises(UserError, message, freeze, sampled, loaded.recipe.data, ("test",), name="x")

@@ -92,9 +92,8 @@ def test_a_method_of_the_item_alone_is_the_same_in_dealt_galleries(tmp_path):
     model = model_of(n_val=20, many=True)
     added = read_added([written(tmp_path / "scores.csv", rows_of(model, "whitened_norm"))])
     report = referee_model(model, RefereeOptions(methods=("whitened_norm",), n_resamples=9, n_absent=9), added=added)
-    assert figures_of(report, "mine", "recall_after", "recall_csd") == figures_of(
-        report, "whitened_norm", "recall_after", "recall_csd"
-    )
+    mine, own = (figures_of(report, name, "recall_after", "recall_csd") for name in ("mine", "whitened_norm"))
+    assert mine == own
     assert {f["n_galleries"] for f in figures_of(report, "mine").values()} == {3}
 
 
@@ -176,9 +175,7 @@ def test_the_lines_of_the_guide_write_a_file_that_the_command_takes(run, scores,
     split = freeze(loaded, loaded.recipe.data, ("test",), name="mine").tests["test"]
     assert (split.image_ids, split.text_ids) == (data.image_ids, data.text_ids)
     arguments = "--methods", "constant,top1", "--bootstrap", 5, "--absent", 3, "--corrupted", 4, "--add", scores
-    status, out, err = papers("referee", run, *arguments)
-    assert status == 0, err
-    words = folded(out)
+    words = folded(papers.printed("referee", run, *arguments))
     assert "mine (scores.csv)" in words and "uncertainties from scores.csv" in words and "[mine]" not in words
     assert "Not measured: mine (scores.csv) (a file has no uncertainties of damaged queries)" in words
     path = run / "referee-test" / "mine-seed0.json"
@@ -187,10 +184,9 @@ def test_the_lines_of_the_guide_write_a_file_that_the_command_takes(run, scores,
     mine, top1 = (report["methods"][name]["tests"]["test"] for name in ("mine", "top1"))
     for direction in SIDES:
         assert mine[direction]["log_loss"]["value"] == pytest.approx(top1[direction]["log_loss"]["value"], rel=1e-4)
-    rows = scores.read_text().splitlines()
     short = scores.with_name("short.csv")
-    short.write_text("\n".join(rows[:-1]))
-    status, out, err = papers("referee", run, *arguments[:-1], short)
+    short.write_text("\n".join(scores.read_text().splitlines()[:-1]))
+    status, _, err = papers("referee", run, *arguments[:-1], short)
     assert status == 2 and "lacks 1 of" in folded(err) and "Traceback" not in err
 
 

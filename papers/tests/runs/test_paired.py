@@ -15,6 +15,7 @@ from sfumato.evaluation.benchmarks import COMPARED, per_query_table, rank, write
 from sfumato.evaluation.ground_truth import ground_truth_from_pairs
 from sfumato.evaluation.protocols import Embeddings, Lists
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.metrics.relevance import Relevance
 
 # Three images and four texts on a line. Distances: a to t1..t4 = 1, 4, 9, 16; b: 1, 0, 1, 4 ...
 IMAGES = GaussianEmbedding(torch.tensor([[0.0], [2.0], [10.0]]), torch.log(torch.tensor([[0.5], [0.25], [1.0]])))
@@ -65,8 +66,8 @@ def test_lists_give_what_they_determine():
         np.testing.assert_array_equal(found.figures[name], whole.figures[name])
     for name in ("recall@5", "best_rank", "uncertainty"):
         assert np.isnan(found.figures[name]).all()
-    with pytest.raises(ValueError, match="recall@5 needs 4"):
-        per_query_table(rank(Lists(*lists), IMAGE_IDS, TEXT_IDS, [ground_truth(("recall@5",))]))
+    longer = rank(Lists(*lists), IMAGE_IDS, TEXT_IDS, [ground_truth(("recall@5",))])
+    raises(ValueError, "recall@5 needs 4", per_query_table, longer)
 
 
 def test_ranks_beyond_a_list_of_faiss_are_undefined_not_huge():
@@ -79,8 +80,6 @@ def test_ranks_beyond_a_list_of_faiss_are_undefined_not_huge():
 
 
 def test_a_positive_outside_of_the_gallery_stands_alone_and_infinitely_far(tmp_path):
-    from sfumato.metrics.relevance import Relevance
-
     own = ground_truth()
     i2t = Relevance.from_lists([[0], [], []], n_gallery=4, n_outside=np.array([0, 1, 1]))
     outside = type(own)("out", own.image_ids, own.text_ids, i2t, own.t2i, ("map@r",))
@@ -215,17 +214,17 @@ def test_figures_that_are_not_defined_for_all_are_left_out():
     second.figures["recall@1"][3] = np.nan
     assert [d.metric for d in compare_per_query(first, second)] == ["map@r"]
     second.figures["map@r"][0] = np.nan
-    with pytest.raises(ValueError, match=r"no metric among recall@1, .* is defined for all queries of both runs"):
-        compare_per_query(first, second)
+    message = r"no metric among recall@1, .* is defined for all queries of both runs"
+    raises(ValueError, message, compare_per_query, first, second)
 
 
 def test_other_queries_are_refused_by_name():
     first, second = runs()
     shorter = second.select(np.delete(np.arange(60), 7))
-    with pytest.raises(ValueError, match=r"query 'q7' \(t, i2t\) is in the first run but not in the second"):
-        compare_per_query(first, shorter)
-    with pytest.raises(ValueError, match=r"query 'q7' \(t, i2t\) is in the second run but not in the first"):
-        compare_per_query(shorter, second)
     other = PerQuery(second.ground_truth, second.direction, second.query, second.query, second.figures)
-    with pytest.raises(ValueError, match="'q0'.* is in group 'g0' of the first run and in 'q0' of the second"):
-        compare_per_query(first, other)
+    for one, another, message in (
+        (first, shorter, r"query 'q7' \(t, i2t\) is in the first run but not in the second"),
+        (shorter, second, r"query 'q7' \(t, i2t\) is in the second run but not in the first"),
+        (first, other, "'q0'.* is in group 'g0' of the first run and in 'q0' of the second"),
+    ):
+        raises(ValueError, message, compare_per_query, one, another)

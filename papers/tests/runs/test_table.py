@@ -40,13 +40,6 @@ def work(tmp_path_factory):
     return folder
 
 
-def refused(papers, *words):
-    """What a command says that fails, maybe after some work."""
-    status, out, err = papers(*words)
-    assert status == 2 and not out and "Traceback" not in err, err
-    return folded(err)
-
-
 def queries(values, groups=None):
     """A table with one value in all metrics of each query, half of them in each direction."""
     n = len(values) // 2
@@ -197,12 +190,10 @@ def test_a_diverged_run_of_a_grid_is_named_and_the_others_go_on(work, papers, mo
 
 def test_points_do_not_hear_of_distances(work, papers, tmp_path):
     """For points csd and squared_l2 train the same model, which is no row of its own."""
-    message = refused(
-        papers,
-        "runs", "grid", work / "toy.toml", "train.epochs=1", "model.variance=false", "loss.beta=0",
-        "--vary", "loss.distance=csd,squared_l2", "--runs", tmp_path,
-    )  # fmt: skip
-    assert "have equal weights" in message
+    points = "train.epochs=1", "model.variance=false", "loss.beta=0"
+    vary = "--vary", "loss.distance=csd,squared_l2"
+    status, out, err = papers("runs", "grid", work / "toy.toml", *points, *vary, "--runs", tmp_path)
+    assert status == 2 and not out and "Traceback" not in err and "have equal weights" in folded(err)
 
 
 def test_commas_within_brackets_do_not_divide():
@@ -215,10 +206,8 @@ def test_an_unknown_loss_and_an_unfinished_run_are_in_the_table(work, tmp_path):
     """A run of somebody's own loss is read without its code; a run with fewer epochs than its recipe says so."""
     shutil.copytree(work / "runs/pcmepp-0", tmp_path / "mine")
     recipe = tmp_path / "mine/recipe.toml"
-    text = (
-        recipe.read_text().replace('name = "pcmepp"', 'name = "mine"').replace("epochs = 1\nbatch", "epochs = 3\nbatch")
-    )
-    recipe.write_text('imports = ["mine.py"]\n' + text)
+    text = recipe.read_text().replace('name = "pcmepp"', 'name = "mine"')
+    recipe.write_text('imports = ["mine.py"]\n' + text.replace("epochs = 1\nbatch", "epochs = 3\nbatch"))
     weights = tmp_path / "mine/model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1

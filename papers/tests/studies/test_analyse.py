@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from reports.test_report import Checker
 from support.charts import undrawn
+from support.raising import failing, raises
 from support.toy import make_toy
 from support.words import folded
 
@@ -43,13 +44,8 @@ def run(work, tmp_path):
 def test_all_studies_are_printed_written_and_drawn(run, papers):
     status, out, err = papers("analyse", run, *QUICK)
     assert status == 0
-    for words in (
-        "does damage raise total_variance?",
-        "mixtures of two images, 4 pairs",
-        "words of texts",
-        "principal",
-    ):
-        assert words in folded(out)
+    said = "does damage raise total_variance?", "mixtures of two images, 4 pairs", "words of texts", "principal"
+    assert not [words for words in said if words not in folded(out)]
     folder = run / "analysis-test"
     files = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("corruption", "sets", "words", "map")}
     assert all(f["split"] == "test" and f["model"] == "toy" and f["study"] == name for name, f in files.items())
@@ -66,10 +62,9 @@ def test_all_studies_are_printed_written_and_drawn(run, papers):
     assert len(re.findall(r"<title>(?:A|B|M|C|A′|B′): ", page)) == 4 * 6
     assert len(re.findall(r"<title>(?:image of|text) “", page)) == 20
 
-    status, out, _ = papers("analyse", run, *QUICK, "--json")
-    printed = json.loads(out)
+    printed = papers.json("analyse", run, *QUICK)
     again = {name: json.loads((folder / f"{name}.json").read_text()) for name in files}
-    assert status == 0 and again == files and printed["out"] == str(folder)
+    assert again == files and printed["out"] == str(folder)
     assert all(printed[name].items() <= files[name].items() for name in files)
 
 
@@ -83,15 +78,12 @@ def test_queries_are_corrupted_as_stated(run, papers):
     chosen = {n: np.sort(np.random.default_rng([4, 2]).permutation(n)[:6]) for n in (len(data.texts), len(data.images))}
     texts, images = chosen.values()
     letters, erased = TEXT_CORRUPTIONS["wrong_letters"], IMAGE_CORRUPTIONS["erased"]
-    worse = {
-        ("text", "wrong_letters"): loaded.model.embed_texts(
-            [letters.apply(data.texts[i], 0.75, (4, int(i))) for i in texts]
-        ),
-        ("image", "erased"): loaded.model.embed_images(
-            [erased.apply(data.images[i].read_bytes(), 0.9, (4, int(i))) for i in images]
-        ),
-    }
-    for (side, name), embedded in worse.items():
+    misspelt = [letters.apply(data.texts[i], 0.75, (4, int(i))) for i in texts]
+    covered = [erased.apply(data.images[i].read_bytes(), 0.9, (4, int(i))) for i in images]
+    for side, name, embedded in (
+        ("text", "wrong_letters", loaded.model.embed_texts(misspelt)),
+        ("image", "erased", loaded.model.embed_images(covered)),
+    ):
         assert found[side][name]["n"] == 6
         assert found[side][name]["mean"][-1]["value"] == pytest.approx(float(embedded.total_variance.mean()), rel=1e-4)
 
@@ -132,8 +124,8 @@ def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, papers, tmp_p
     assert status == 0 and "map" in found and not {"corruption", "sets", "words"} & set(found)
     assert len([n for n in found["notes"] if n != AT_CHANCE]) == 3 and "points" in err
     assert all(item["a"] == 0 for item in found["map"]["items"])
-    options = ("--only", "corruption,words", "--uncertainty", "top1_mismatch", "--out", tmp_path / "found", "--json")
-    found = json.loads(papers("analyse", work / "points", *QUICK, *options)[1])
+    options = "--only", "corruption,words", "--uncertainty", "top1_mismatch", "--out", tmp_path / "found"
+    found = papers.json("analyse", work / "points", *QUICK, *options)
     assert found["corruption"]["uncertainty"] == found["words"]["uncertainty"] == "top1_mismatch"
 
 
@@ -157,22 +149,20 @@ def test_mistakes_are_one_line_and_status_two(work, papers, arguments, says):
     places = {name: work / name for name in ("run", "points", "data")}
     status, out, err = papers("analyse", *(a.format(**places) for a in arguments))
     assert status == 2 and out == "" and says in err and "Traceback" not in err
-    if "--data" not in arguments and "dev" not in arguments:
-        assert not (work / "run" / "analysis-test").exists()
+    assert not (work / "run" / "analysis-test").exists()
 
 
 def test_too_few_items_are_refused_before_anything_is_embedded(run, papers, monkeypatch):
-    def embed(*_):
-        raise AssertionError("embedded")
-
-    monkeypatch.setattr("papers.studies.analyse.embed_split", embed)
-    status, _, err = papers("analyse", run, "--only", "corruption,words", "--bins", "100")
-    assert status == 2 and "too few for 100 bins of uncertainty; ask for fewer with --bins" in err
+    monkeypatch.setattr("papers.studies.analyse.embed_split", failing(AssertionError("embedded")))
+    err = papers.refused("analyse", run, "--only", "corruption,words", "--bins", "100")
+    assert "too few for 100 bins of uncertainty; ask for fewer with --bins" in err
     loaded = load_run(run)
-    with pytest.raises(UserError, match="2 pairs of images are too few"):
-        analyse_model(loaded, loaded.recipe.data, "test", studies=["sets"], options=AnalysisOptions(n_pairs=2))
-    with pytest.raises(UserError, match="2 items are too few for a map, which needs 3; --items is 1"):
-        analyse_model(loaded, loaded.recipe.data, "test", studies=["map"], options=AnalysisOptions(n_mapped=1))
+    for study, options, message in (
+        ("sets", AnalysisOptions(n_pairs=2), "2 pairs of images are too few"),
+        ("map", AnalysisOptions(n_mapped=1), "2 items are too few for a map, which needs 3; --items is 1"),
+    ):
+        given = loaded, loaded.recipe.data, "test"
+        raises(UserError, message, analyse_model, *given, studies=[study], options=options)
 
 
 @undrawn()
@@ -208,8 +198,7 @@ def test_region_features_leave_what_needs_no_pictures(tmp_path, papers):
     assert status == 0 and list(found["corruption"]["sides"]) == ["text"] and "sets" not in found
     assert {"words", "map"} <= set(found) and "this model reads region features" in err
     assert len([n for n in found["notes"] if n != AT_CHANCE]) == 2
-    status, _, err = papers("analyse", tmp_path / "run", "--only", "sets")
-    assert status == 2 and "set algebra needs image files" in err
+    assert "set algebra needs image files" in papers.refused("analyse", tmp_path / "run", "--only", "sets")
     for number, (name, regions) in enumerate(zip(words[:2] * 2, np.load(data / "test_ims.npy")[:4], strict=True)):
         (tmp_path / "classes" / name).mkdir(parents=True, exist_ok=True)
         np.save(tmp_path / "classes" / name / f"{number}.npy", regions)

@@ -1,7 +1,5 @@
 """The two-dimensional study: its data, its direction, its figure."""
 
-import json
-
 import pytest
 import torch
 from support.words import folded
@@ -45,16 +43,14 @@ def test_start_is_kept_and_equal_runs_are_equal():
 
 def test_the_figure_is_drawn_and_said(papers, tmp_path, monkeypatch):
     arguments = "table", "PCME++ Fig. A.1", "toy.seed=2", "toy.updates=2", "--out", tmp_path
-    status, out, err = papers(*arguments)
-    words = folded(out)
-    assert status == 0 and "published 1.82" in words and "published 1.04" in words and "2930 updates" in words, err
+    words = folded(papers.printed(*arguments))
+    assert "published 1.82" in words and "published 1.04" in words and "2930 updates" in words
     monkeypatch.setattr("papers.tables.drawn.write_drawing", lambda *_: [])
-    numbers = json.loads(papers(*arguments, "--json")[1])["numbers"]
+    numbers = papers.json(*arguments)["numbers"]
     assert list(numbers["methods"]) == list(METHODS) and "ratio" not in numbers["methods"]["triplet_sum"]
     data = toy_data(seeded(2))
     found = numbers["methods"]["csd"]
     assert found["ratio"] == pytest.approx(ratio(data, train_toy(data, "csd", generator=seeded(2), updates=2)))
     assert found["ratio"] == pytest.approx(found["uncertain"] / found["certain"])
     assert (tmp_path / "pcmepp-fig-a-1" / "figure.png").stat().st_size > 10_000
-    status, out, err = papers(*arguments[:2], "toy.updates=0")
-    assert status == 2 and not out and "toy.updates" in err
+    assert "toy.updates" in papers.refused(*arguments[:2], "toy.updates=0")

@@ -251,8 +251,8 @@ def test_the_halves_that_choose_are_not_reported():
     assert (report["n_images"], report["n_chosen_on"]) == (5, 4)
     alone = evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0)] * 5), ["sure {}", "vague {}"], filters=["oracle"])
     assert (alone["n_images"], alone["n_chosen_on"], alone["n_empty"]) == (5, 0, 1)
-    with pytest.raises(UserError, match="no class has two images"):
-        evaluate_zeroshot(BOUNDARY, labelled([(0.0, 0), (10.0, 1)]), ["sure {}"])
+    lone = labelled([(0.0, 0), (10.0, 1)])
+    raises(UserError, "no class has two images", evaluate_zeroshot, BOUNDARY, lone, ["sure {}"])
 
 
 def test_differences_are_paired_and_without_resamples_have_no_interval():
@@ -339,8 +339,8 @@ def test_class_folders(tmp_path):
     assert found.labels.tolist() == [1, 2, 2]
     named = read_class_folder(tmp_path, {"polar_bear": "white bear", "absent": "yeti", "fox": "red fox"})
     assert named.classes == ("white bear", "yeti", "red fox") and named.labels.tolist() == [2, 0, 0]
-    with pytest.raises(UserError, match="there is no name for the class 'fox'; the first that have one: polar_bear"):
-        read_class_folder(tmp_path, {"polar_bear": "white bear"})
+    message = "there is no name for the class 'fox'; the first that have one: polar_bear"
+    raises(UserError, message, read_class_folder, tmp_path, {"polar_bear": "white bear"})
     raises(UserError, "expected one for each class", read_class_folder, tmp_path / "empty")
 
 
@@ -386,9 +386,9 @@ def study(run, *settings):
 
 def test_the_study_of_folders(work, papers, tmp_path):
     given = f"images={work / 'classes'}", f"templates={work / 'templates.txt'}", "filter=none,global,per-class,oracle"
-    status, out, err = papers(*study(work / "run", *given), "--bootstrap", 100, "--out", tmp_path / "out")
+    out = papers.printed(*study(work / "run", *given), "--bootstrap", 100, "--out", tmp_path / "out")
     words = folded(out)
-    assert status == 0 and "24 images of 24 classes, K chosen on 24 others; by csd" in words, err
+    assert "24 images of 24 classes, K chosen on 24 others; by csd" in words
     for shown in (
         "one prompt: a {}", "all 3 prompts", "weighted by 1 / variance", "oracle, K most certain, per class",
         "always the most frequent class", "whether filtering helps cannot be told",
@@ -405,13 +405,13 @@ def test_the_study_of_folders(work, papers, tmp_path):
 
 
 def test_the_study_of_emoji_and_of_a_split(work, papers, tmp_path):
-    given = f"templates={work / 'templates.txt'}", f"choose_on={_shapes(work, tmp_path)}"
-    manifest = "data.source=manifest", f"data.path={work / 'shapes.csv'}"
-    status, out, err = papers(
-        *study(work / "run", *given), *manifest, "--data", work / "toy.toml", "--out", tmp_path / "out", "--json"
-    )
-    assert status == 0, err
-    result = json.loads(out)["zeroshot"]["report"]
+    for k in range(24):
+        target = tmp_path / "shapes" / SHAPES[k % 4] / f"{k}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((work / "data" / f"{k:02d}1.png").read_bytes())
+    given = study(work / "run", f"templates={work / 'templates.txt'}", f"choose_on={tmp_path / 'shapes'}")
+    data = "data.source=manifest", f"data.path={work / 'shapes.csv'}", "--data", work / "toy.toml"
+    result = papers.json(*given, *data, "--out", tmp_path / "out")["zeroshot"]["report"]
     assert result["classes"] == sorted(SHAPES) and (result["n_images"], result["n_chosen_on"]) == (24, 24)
     assert result["methods"][0]["top5"] is None
     groups = sorted(set(emoji_labelled("group").keys) - {"flags"})
@@ -426,18 +426,9 @@ def test_the_study_leaves_out_what_it_cannot_read(work, papers, tmp_path):
     (tmp_path / "broken" / "a" / "0.png").write_bytes(b"no image")
     (tmp_path / "broken" / "a" / "1.png").write_bytes((work / "data" / "000.png").read_bytes())
     (tmp_path / "broken" / "b").mkdir()
-    status, out, err = papers(*study(work / "run", f"images={tmp_path / 'broken'}", "filter=none"))
-    words = folded(out)
-    assert status == 0 and "1 image of 2 classes" in words and "1 left out: " in words, err
+    words = folded(papers.printed(*study(work / "run", f"images={tmp_path / 'broken'}", "filter=none")))
+    assert "1 image of 2 classes" in words and "1 left out: " in words
     assert "which can only be wrong answers: 1" in words
-
-
-def _shapes(work, folder):
-    for k in range(24):
-        target = folder / "shapes" / SHAPES[k % 4] / f"{k}.png"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes((work / "data" / f"{k:02d}1.png").read_bytes())
-    return folder / "shapes"
 
 
 def test_no_conclusion_is_drawn_from_methods_at_chance():
@@ -470,8 +461,7 @@ def test_a_bad_input_is_one_clear_message_and_status_2(work, papers):
         ([classes, "prompts=3"], "expected zeroshot.KEY=VALUE with one of images, emoji"),
         ([], "texts; expected one each"),
     ]
-    answers = [(papers(*study(work / "run", *settings)), message) for settings, message in cases]
-    answers.append((papers("analyse", work / "run", "zeroshot.emoji=group"), "is for the command zeroshot"))
-    answers.append((papers(*study(work, "filter=none")), "no config.json in it"))
-    wrong = [(a, message) for a, message in answers if a[0] != 2 or a[1] or message not in folded(a[2])]
-    assert not wrong
+    for settings, message in cases:
+        assert message in folded(papers.refused(*study(work / "run", *settings)))
+    assert "is for the command zeroshot" in papers.refused("analyse", work / "run", "zeroshot.emoji=group")
+    assert "no config.json in it" in papers.refused(*study(work, "filter=none"))

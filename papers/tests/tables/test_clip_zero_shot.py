@@ -23,12 +23,9 @@ def test_an_adopted_clip_has_the_recall_of_its_cosines(tmp_path, sfumato, monkey
         entries.append({"filename": name, "split": split, "sentences": sentences})
     coco = tmp_path / "dataset_coco.json"
     coco.write_text(json.dumps({"images": entries}))
-    status, _, err = sfumato("adopt", tmp_path / "model", "--data", coco, "--out", tmp_path / "run")
-    assert status == 0, err
-    wanted = "--benchmark", "coco", "--annotations", coco, "--json"
-    status, out, err = sfumato("evaluate", "run", tmp_path / "run", *wanted)
-    assert status == 0, err
-    found = json.loads(out)["truths"]["coco_5k"]
+    sfumato.printed("adopt", tmp_path / "model", "--data", coco, "--out", tmp_path / "run")
+    wanted = "--benchmark", "coco", "--annotations", coco
+    found = sfumato.json("evaluate", "run", tmp_path / "run", *wanted)["truths"]["coco_5k"]
 
     import transformers
 

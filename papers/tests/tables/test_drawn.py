@@ -22,12 +22,6 @@ ELSEWHERE = {"PCME Fig. E.3", "PCME++ Fig. C.2", "PVSE++ 4", "PVSE++ Fig. 2", "P
 their studies."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Pictures with captions, and the runs of all figures."""
-    return tiny_figures.make_pictures(tmp_path_factory.mktemp("drawn"))
-
-
 def check(figure, folder):
     """The files of a figure, and that its words have no undefined number."""
     paths = write_figure(figure, folder)
@@ -49,16 +43,15 @@ def test_every_kind_of_the_data_is_computed_and_drawn():
 
 
 @pytest.mark.parametrize("id", [id for id in FIGURES if id not in ELSEWHERE])
-def test_every_figure_is_drawn_from_tiny_runs(id, folder, tmp_path):
+def test_every_figure_is_drawn_from_tiny_runs(id, pictures, tmp_path):
     item = find_item(id)
-    given = (f"data.images={folder / 'images'}", *SMALL)
-    data = choose_data(item, str(folder / "dataset_flickr8k.json"), given) if item.runs else choose_data(item, None, ())
-    figure = make_figure(item, data, folder / "runs")
+    given = (str(pictures / "dataset_flickr8k.json"), (f"data.images={pictures / 'images'}", *SMALL))
+    data = choose_data(item, *(given if item.runs else (None, ())))
+    figure = make_figure(item, data, pictures / "runs")
     stored, texts = check(figure, tmp_path / "out")
     assert set(stored["runs"]) == set(item.runs) and any(item.id in text for text in texts)
     if item.runs:
         assert not stored["same_data"] and stored["data"] == "Flickr8k" and stored["overrides"] == list(data.overrides)
-
     if "VSE∞" in item.runs:
         assert any(line.startswith("VSE∞: ") and line.endswith("points") for line in figure_lines(figure))
         assert "VSE∞: points" in texts

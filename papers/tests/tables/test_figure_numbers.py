@@ -24,16 +24,15 @@ from sfumato.models.embed import embed_split, load_split
 from sfumato.models.run import load_run
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
+@pytest.fixture
+def made(pictures):
     """Makes a figure on twenty images of a colour each; equal runs are trained once."""
-    folder = make_pictures(tmp_path_factory.mktemp("figures"))
 
     def make(name, *overrides, n_seeds=1, item=None):
-        chosen = (f"data.images={folder / 'images'}", *SMALL, *overrides)
+        chosen = (f"data.images={pictures / 'images'}", *SMALL, *overrides)
         item = item or find_item(name)
-        data = choose_data(item, str(folder / "dataset_flickr8k.json"), chosen)
-        return make_figure(item, data, folder / "runs", n_seeds=n_seeds)
+        data = choose_data(item, str(pictures / "dataset_flickr8k.json"), chosen)
+        return make_figure(item, data, pictures / "runs", n_seeds=n_seeds)
 
     return make
 
@@ -51,16 +50,14 @@ def points(panel, row):
 def test_recall_in_bins_is_that_of_evaluate_and_a_mean_over_seeds(made, sfumato):
     figure = made("PCME++ Fig. 3", n_seeds=2)
     (runs,) = figure.runs.values()
-    found = [json.loads(sfumato("evaluate", "run", run, "--json")[1])["uncertainty"] for run in runs]
+    found = [sfumato.json("evaluate", "run", run)["uncertainty"] for run in runs]
     for panel in figure.numbers["panels"]:
         own = [one[panel["name"]] for one in found]
         assert panel["correlation"] == pytest.approx(mean(one["correlation"] for one in own))
         for k, b in enumerate(panel["bins"]):
             recalls = [one["bins"][k]["recall"] for one in own]
             assert b["value"] == pytest.approx(mean(recalls))
-            assert (b["low"], b["high"]) == pytest.approx(
-                (mean(recalls) - stdev(recalls), mean(recalls) + stdev(recalls))
-            )
+            assert [b["low"], b["high"]] == pytest.approx([mean(recalls) + k * stdev(recalls) for k in (-1, 1)])
             assert b["uncertainty"] == pytest.approx(mean(one["bins"][k]["uncertainty"] for one in own), rel=1e-5)
 
 
@@ -96,7 +93,7 @@ def test_values_are_read_from_the_rows_and_figures_are_those_of_evaluate(made, s
     (panel,) = figure.numbers["panels"]
     assert [x for x, *_ in points(panel, "PCME")] == [1, 7] and figure.split == "val"
     for (_, value, *_), (run,) in zip(points(panel, "PCME"), figure.runs.values(), strict=True):
-        found = json.loads(sfumato("evaluate", "run", run, "--split", "val", "--json")[1])
+        found = sfumato.json("evaluate", "run", run, "--split", "val")
         assert value == pytest.approx(50 * (found["i2t"]["r_precision"] + found["t2i"]["r_precision"]))
 
 
@@ -104,13 +101,15 @@ def test_samples_at_test_time_are_those_of_evaluate(made, sfumato):
     figure = made("PCME Fig. E.1")
     (panel,) = figure.numbers["panels"]
     ((run,),) = figure.runs.values()
-    r_precision = lambda out: 50 * sum(json.loads(out)[side]["r_precision"] for side in ("i2t", "t2i"))
-    asked = ("evaluate", "run", run, "--json", "--distance")
+
+    def r_precision(*distance):
+        found = sfumato.json("evaluate", "run", run, "--distance", *distance)
+        return 50 * sum(found[side]["r_precision"] for side in ("i2t", "t2i"))
+
     for n, value, *_ in points(panel, "PCME, match probability"):
-        out = sfumato(*asked, "match_probability", "--samples", int(n))[1]
-        assert value == pytest.approx(r_precision(out)), n
+        assert value == pytest.approx(r_precision("match_probability", "--samples", int(n))), n
     alone = [value for _, value, *_ in points(panel, "PCME, means alone")]
-    assert alone == pytest.approx([r_precision(sfumato(*asked, "squared_l2")[1])] * len(alone))
+    assert alone == pytest.approx([r_precision("squared_l2")] * len(alone))
 
 
 def test_two_metrics_of_each_row(made, sfumato):
@@ -118,7 +117,7 @@ def test_two_metrics_of_each_row(made, sfumato):
     figure = made("", item=replace(item, runs={row: item.runs[row] for row in ("VSE0", "PVSE K=2")}))
     point = figure.numbers["panels"][1]["points"][-1]
     (run,) = figure.runs[point["row"]]
-    found = json.loads(sfumato("evaluate", "run", run, "--json")[1])["t2i"]
+    found = sfumato.json("evaluate", "run", run)["t2i"]
     own = 100 * found["recall@1"], 100 * found["r_precision"]
     assert (point["x"]["value"], point["y"]["value"]) == pytest.approx(own)
 
@@ -131,9 +130,8 @@ def test_pseudo_positives_are_those_of_the_log(made):
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     expected = [(k + 1, (e["pseudo_positives_i2t"] + e["pseudo_positives_t2i"]) / 2) for k, e in enumerate(log)]
     assert [p[:2] for p in points(number, row)] == [(x, pytest.approx(y)) for x, y in expected]
-    assert [p[:2] for p in points(score, row)] == [
-        (k + 1, pytest.approx(100 * e["val/rsum"])) for k, e in enumerate(log)
-    ]
+    rsums = [pytest.approx(100 * e["val/rsum"]) for e in log]
+    assert [p[:2] for p in points(score, row)] == [*enumerate(rsums, 1)]
     assert set(score["series"]) == {*with_them, *without} and set(number["series"]) == {row}
 
 
@@ -155,7 +153,7 @@ def test_examples_are_the_most_and_the_least_uncertain_with_their_nearest(made, 
         assert [one["uncertainty"] for one in shown] == pytest.approx([value[i] for i in order], rel=1e-4)
         names = list(data.texts if side == "text" else data.image_ids)
         others = list(data.image_ids if side == "text" else data.texts)
-        matrix, match = (distance, np.asarray(prepared.data.relevance().to_dense()))
+        matrix, match = distance, np.asarray(data.relevance().to_dense())
         matrix, match = (matrix.T, match.T) if side == "text" else (matrix, match)
         for one in shown:
             i = names.index(one["query"].get("text", one["query"].get("id")))
@@ -186,9 +184,8 @@ def test_corruption_of_several_seeds_is_a_mean_of_its_study(made):
 
 
 def test_runs_on_ready_features_have_nothing_to_damage():
-    item = find_item("PCME Fig. 7")
-    with pytest.raises(UserError, match="ready features alone"):
-        KINDS["corruption"].numbers(Scene(item, TableData("flickr8k", "Flickr8k"), {}))
+    scene = Scene(find_item("PCME Fig. 7"), TableData("flickr8k", "Flickr8k"), {})
+    raises(UserError, "ready features alone", KINDS["corruption"].numbers, scene)
 
 
 def test_gradients_of_pairs_are_those_of_the_formulas():
@@ -217,7 +214,8 @@ def test_gradients_of_pairs_are_those_of_the_formulas():
 
 
 def test_the_gradients_of_the_figure_say_what_the_paper_says():
-    figure = make_figure(find_item("PCME++ Fig. A.3"), choose_data(find_item("PCME++ Fig. A.3"), None, ()), None)
+    item = find_item("PCME++ Fig. A.3")
+    figure = make_figure(item, choose_data(item, None, ()), None)
     pairs = {name: np.abs(np.array(rows)) > 1e-14 for name, rows in figure.numbers["matrices"].items()}
     assert pairs["match loss of PCME++"].all() and pairs["InfoNCE"].all()
     assert 0 < pairs["triplet, hardest negative"].sum() < pairs["triplet, all negatives"].sum() < 32
@@ -234,15 +232,14 @@ def test_pmrp_by_tolerance_against_sets_of_classes(tmp_path):
     ids = {entry["filename"]: int(entry["filename"][-16:-4]) for entry in layout}
     classes = {i: set(random.choice(6, random.integers(1, 4), replace=False).tolist()) for i in ids.values()}
     annotations = [{"image_id": i, "category_id": c} for i, chosen in classes.items() for c in chosen]
-    (folder / "instances.json").write_text(
-        json.dumps({"images": [{"id": i} for i in ids.values()], "annotations": annotations})
-    )
+    instances = {"images": [{"id": i} for i in ids.values()], "annotations": annotations}
+    (folder / "instances.json").write_text(json.dumps(instances))
     item = find_item("PCME Fig. E.3")
     item = replace(item, runs={"PCME": item.runs["PCME"]})
     shrunk = (*SMALL, 'model.text.kind="small"', "model.local_attention=false", "optim.first_stage_epochs=0")
     overrides = (f"data.path={folder / 'dataset_coco.json'}", f"data.images={folder / 'images'}", *shrunk)
-    raises(UserError, "--instances", make_figure, item, choose_data(item, None, overrides), folder / "runs")
     data = choose_data(item, None, overrides)
+    raises(UserError, "--instances", make_figure, item, data, folder / "runs")
     figure = make_figure(item, data, folder / "runs", instances=[folder / "instances.json"])
     ((run,),) = figure.runs.values()
     prepared, images, texts = embedded(run)
@@ -273,6 +270,5 @@ def test_prompts_kept_are_those_of_zeroshot(made, papers, tmp_path, monkeypatch)
     item = replace(find_item("PCME++ Fig. C.2"), options=files)
     numbers = KINDS["prompts_kept"].numbers(Scene(item, TableData("imagenet", "ImageNet"), {"PCME++": (run,)}))
     settings = *(f"zeroshot.{key}={file}" for key, file in files.items()), "zeroshot.filter=oracle"
-    status, out, err = papers("analyse", run, "--only", "zeroshot", *settings, "--out", tmp_path / "out", "--json")
-    assert status == 0, err
-    assert json.loads(out)["zeroshot"]["report"]["prompts_kept"] == [numbers["kept"]] and numbers["n_images"] == 6
+    found = papers.json("analyse", run, "--only", "zeroshot", *settings, "--out", tmp_path / "out")
+    assert found["zeroshot"]["report"]["prompts_kept"] == [numbers["kept"]] and numbers["n_images"] == 6

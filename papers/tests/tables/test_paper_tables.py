@@ -5,7 +5,8 @@ import re
 from statistics import mean, stdev
 
 import pytest
-from support.raising import raises
+from support.raising import failing, raises
+from support.words import folded
 
 from papers.runs import strategies
 from papers.tables import paper_tables
@@ -35,11 +36,6 @@ def test_every_table_and_figure_with_numbers_is_listed(shared, paper):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    return tiny_figures.make_pictures(tmp_path_factory.mktemp("pictures"))
-
-
-@pytest.fixture(scope="module")
 def table(pictures, tmp_path_factory):
     """The arguments of a table of two rows and two seeds, and its folders."""
     work = tmp_path_factory.mktemp("tables")
@@ -51,26 +47,21 @@ def table(pictures, tmp_path_factory):
 
 def test_figures_are_means_and_deviations_of_evaluate_and_runs_are_reused(table, papers, sfumato):
     work, command = table
-    status, out, err = papers(*command, "--json")
-    assert status == 0, err
-    made = json.loads(out)
+    made = papers.json(*command)
     trained = {path: path.stat().st_mtime_ns for path in work.glob("runs/*/model.safetensors")}
     repeated = [row for row in made["rows"] if row["runs"]]
     assert len(trained) == sum(len(row["runs"]) for row in repeated) >= 4
     for row in repeated:
-        found = [json.loads(sfumato("evaluate", "run", run, "--split", "val", "--json")[1]) for run in row["runs"]]
+        found = [sfumato.json("evaluate", "run", run, "--split", "val") for run in row["runs"]]
         recalls = [100 * one["t2i"]["recall@5"] for one in found]
-        rsums = [100 * one["rsum"] for one in found]
-        for name, values in (("t2i recall@5", recalls), ("rsum", rsums)):
+        for name, values in (("t2i recall@5", recalls), ("rsum", [100 * one["rsum"] for one in found])):
             assert row["own"][name]["mean"] == pytest.approx(mean(values), rel=1e-9)
             assert row["own"][name]["deviation"] == pytest.approx(stdev(values), rel=1e-6, abs=1e-9)
-    sides = json.loads(sfumato("evaluate", "run", row["runs"][0], "--split", "val", "--json")[1])["chance"]
-    chance = made["rows"][-1]["own"] if made["rows"][-1]["label"] == "by chance" else {}
-    assert chance["rsum"]["mean"] == pytest.approx(
-        100 * sum(v for s in sides.values() for k, v in s.items() if "@" in k)
-    )
+    rsum = 100 * sum(v for s in found[0]["chance"].values() for k, v in s.items() if "@" in k)
+    chance = made["rows"][-1]
+    assert chance["label"] == "by chance" and chance["own"]["rsum"]["mean"] == pytest.approx(rsum)
     assert not made["same_data"] and made["rows"][0]["published"]["rsum"] > 400
-    status, again, err = papers(*command, "--json")
+    _, again, err = papers(*command, "--json")
     assert json.loads(again)["rows"] == made["rows"] and "training" not in err
     assert trained == {path: path.stat().st_mtime_ns for path in work.glob("runs/*/model.safetensors")}
 
@@ -96,17 +87,15 @@ def test_rows_ranked_by_strategies_share_one_run_and_those_of_faiss_search_its_l
 ):
     built, original = [], strategies._faiss_index
     monkeypatch.setattr(strategies, "_faiss_index", lambda *a: built.append(a[1]) or original(*a))
-    status, out, err = papers(
+    made = papers.json(
         "table", "PCME++ C.7", "--data", pictures / "dataset_flickr8k.json", *SMALL,
-        f"data.images={pictures / 'images'}",
-        "--runs", tmp_path / "runs", "--out", tmp_path / "out", "--json",
+        f"data.images={pictures / 'images'}", "--runs", tmp_path / "runs", "--out", tmp_path / "out",
     )  # fmt: skip
-    assert status == 0, err
-    rows = [row for row in json.loads(out)["rows"] if row["runs"]]
+    rows = [row for row in made["rows"] if row["runs"]]
     assert built == ["ivf"] * 4  # Two rows, two directions.
     (run,) = {run for row in rows for run in row["runs"]}
     asked = "mean,wasserstein2,csd,faiss_mean,faiss_rerank"
-    found = json.loads(papers("runs", "strategies", run, "--strategies", asked, "--json")[1])
+    found = papers.json("runs", "strategies", run, "--strategies", asked)
     for row, name in zip(rows, asked.split(","), strict=True):
         figures = found[name]["truths"]["test"]
         both = mean(figures[side]["recall@1"] for side in ("i2t", "t2i"))
@@ -115,8 +104,7 @@ def test_rows_ranked_by_strategies_share_one_run_and_those_of_faiss_search_its_l
 
 def test_what_is_written_says_ours_and_published(table, papers):
     work, command = table
-    status, out, err = papers(*command)
-    assert status == 0, err
+    out = papers.printed(*command)
     (folder,) = (work / "out").iterdir()
     made = json.loads((folder / "table.json").read_text(encoding="utf-8"))
     cells = [
@@ -136,20 +124,18 @@ def test_what_is_written_says_ours_and_published(table, papers):
     assert all(line.count("&") == 2 * len(made["columns"]) and line.endswith("\\\\") for line in body)
     every = "".join("".join([item.about, item.note, item.source, *item.labels]) for item in paper_items().values())
     assert tex(every).isascii() and tex("a_b{c}\\") == r"a\_b\{c\}\textbackslash{}"
-    assert "Flickr8k, split val, mean ± standard deviation over 2 seeds" in " ".join(out.split())
+    assert "Flickr8k, split val, mean ± standard deviation over 2 seeds" in folded(out)
 
 
 def test_rows_of_other_data_keep_their_own_paths_and_without_them_the_others_are_made(pictures):
     """The VSRN rows read regions; the images' path is not theirs."""
     item = find_item("PVSE++ 1")
-    chosen = paper_tables.choose_data(
-        item, str(pictures / "dataset_flickr8k.json"), [f"data.images={pictures / 'images'}"]
-    )
+    path = str(pictures / "dataset_flickr8k.json")
+    chosen = paper_tables.choose_data(item, path, [f"data.images={pictures / 'images'}"])
     rows = {row.label: row for row in paper_tables.plan_table(item, chosen)}
     left = rows["VSRN ours"]
     assert left.missing == "no flickr8k_regions here, see `sfumato recipes flickr8k-probabilistic-vsrn`"
-    assert not left.recipes
-    assert rows["VSE++ ours"].recipes[0].data.path == str(pictures / "dataset_flickr8k.json")
+    assert not left.recipes and rows["VSE++ ours"].recipes[0].data.path == path
 
 
 def test_ground_truths_are_looked_for_before_training(pictures, capsys, tmp_path, monkeypatch):
@@ -158,21 +144,19 @@ def test_ground_truths_are_looked_for_before_training(pictures, capsys, tmp_path
     monkeypatch.setattr("papers.runs.grid.fit", lambda *_: pytest.fail("trained"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     raises(UserError, "eccv_caption", paper_tables.make_table, find_item("PCME++ 4"), coco, tmp_path)
-    with pytest.raises(UserError, match="no figures"):
-        monkeypatch.setattr(paper_tables, "train_missing", lambda *_: (_ for _ in ()).throw(UserError("no figures")))
-        paper_tables.make_table(find_item("PCME 3"), coco, tmp_path)
-    assert "PMRP, which needs --instances instances_val2014.json" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(paper_tables, "train_missing", failing(UserError("no figures")))
+    raises(UserError, "no figures", paper_tables.make_table, find_item("PCME 3"), coco, tmp_path)
+    assert "PMRP, which needs --instances instances_val2014.json" in folded(capsys.readouterr().err)
     assert "--instances" in find_item("PCME 3").needs and "sfumato[benchmarks]" in find_item("PCME++ 4").needs
 
 
 @pytest.mark.parametrize("given", ["pictures.csv", "images"])
 def test_own_data_repeat_a_table(pictures, papers, tmp_path, given):
-    status, out, err = papers(
+    made = papers.json(
         "table", "PVSE++ 6", "--data", pictures / given, *SMALL, "data.val_fraction=0.2", "data.test_fraction=0.2",
-        "--runs", tmp_path / "runs", "--out", tmp_path / "out", "--json",
+        "--runs", tmp_path / "runs", "--out", tmp_path / "out",
     )  # fmt: skip
-    assert status == 0, err
-    assert all(row["own"]["rsum"]["mean"] > 0 for row in json.loads(out)["rows"] if row["runs"])
+    assert all(row["own"]["rsum"]["mean"] > 0 for row in made["rows"] if row["runs"])
 
 
 @pytest.mark.parametrize(
@@ -197,21 +181,20 @@ def test_own_data_repeat_a_table(pictures, papers, tmp_path, given):
 def test_what_cannot_be_repeated_is_said_before_anything_is_trained(words, said, papers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, _, err = papers("table", *words)
-    assert status == 2 and said in " ".join(err.split())
+    assert status == 2 and said in folded(err)
     assert not any(tmp_path.iterdir())
 
 
 def test_published_figures_alone(papers):
-    rows = json.loads(papers("table", "PCME++ 4", "--published", "--json")[1])
+    rows = papers.json("table", "PCME++ 4", "--published")
     assert rows["ViT-B/32 Proposed (Equation 1)"]["rsum"] == 534.5 and len(rows) == 7
-    out = papers("table", "PCME++ 4", "--published")[1]
+    out = papers.printed("table", "PCME++ 4", "--published")
     assert "534.5" in out and "ours" not in out.lower()
-    out = papers("table", "PCME++ C.5", "--published")[1]
-    assert "0.0002" in out and "total variance and minus rho as they are" in " ".join(out.split())
+    out = papers.printed("table", "PCME++ C.5", "--published")
+    assert "0.0002" in out and "total variance and minus rho as they are" in folded(out)
     columns = ("rsum", "image log_sigma")
-    row = paper_tables.TableRow(
-        "a", {"rsum": 534.5, columns[1]: -13.01}, {c: OverSeeds(-0.01234, 0.00056, 2) for c in columns}
-    )
+    own = dict.fromkeys(columns, OverSeeds(-0.01234, 0.00056, 2))
+    row = paper_tables.TableRow("a", dict(zip(columns, (534.5, -13.01), strict=True)), own)
     made = paper_tables.Table(find_item("PCME D.1"), paper_tables.TableData("emoji", ""), 2, "val", columns, (row,))
     assert paper_table(made).rows == [["a", "0.0 ± 0.0", "534.5", "−0.0123 ± 0.00056", "−13.01"]]
 

@@ -8,7 +8,7 @@ import torch
 from papers.uncertainty.corruption import Corrupted, follow_corruption
 from papers.uncertainty.estimators import ESTIMATORS
 from sfumato import GaussianEmbedding
-from sfumato.evaluation.estimators import Matching, estimate_uncertainty
+from sfumato.evaluation.estimators import Matching
 from sfumato.metrics.relevance import Relevance
 
 
@@ -84,11 +84,9 @@ def test_items_of_a_group_are_resampled_together():
 def test_an_infinite_mean_is_undefined():
     queries, gallery, ground_truth, corrupted = scene()
     points = Corrupted("made up", corrupted.index, (1.0,), (GaussianEmbedding.point(corrupted.embeddings[0].mean),))
-    chosen, matching = {"log_det": ESTIMATORS["log_det"]}, Matching("csd", 2.0, 3.0)
-    found = follow_corruption(points, queries, gallery, ground_truth, matching, chosen["log_det"], n_resamples=9)
+    log_det, matching = ESTIMATORS["log_det"], Matching("csd", 2.0, 3.0)
+    found = follow_corruption(points, queries, gallery, ground_truth, matching, log_det, n_resamples=9)
     clean, infinite = found["mean"]
-    expected = estimate_uncertainty(queries[torch.from_numpy(corrupted.index)], gallery, Matching(), estimators=chosen)[
-        "log_det"
-    ].mean()
+    expected = log_det(queries[torch.from_numpy(corrupted.index)], gallery, Matching()).mean()
     assert infinite["value"] is None and clean["value"] == pytest.approx(float(expected))
     assert found["rises"]["value"] == 0

@@ -16,9 +16,8 @@ from papers.uncertainty.damage import (
 from sfumato.data.image_decoding import decode_image
 
 
-def picture(width=40, height=24, colour=None):
-    pixels = np.random.default_rng(0).integers(0, 100, (height, width, 3)).astype(np.uint8)
-    return encoded(pixels)
+def picture():
+    return encoded(np.random.default_rng(0).integers(0, 100, (24, 40, 3)).astype(np.uint8))
 
 
 def test_erased_squares_are_the_stated_share_and_grow():
