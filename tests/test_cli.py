@@ -148,7 +148,8 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
     out = sfumato.printed("trust", work / "run", "--details")
     for word in ("Brier", "text -> image", "image -> text", "AUROC", "Are the probabilities of hits right?"):
         assert word in folded(out)
-    for name, title in (("nearest_mean", "distance of means"), ("match_entropy", "entropy, all items")):
+    words = {"nearest_mean": "distance of means", "match_entropy": "entropy, all items", "text_misses": "text misses"}
+    for name, title in (words | {"misses": "misses in 10"}).items():
         assert re.search(rf"^{title} ", out, re.MULTILINE), "in words"
         assert f"[{name}]" in out, "with a legend"
     assert not too_wide(out, work)
@@ -156,6 +157,7 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
     assert sfumato.json("trust", work / "run") == written and set(written["directions"]) == {"t2i", "i2t"}
     assert any(0 < direction["recall"]["value"] < 1 for direction in written["directions"].values())
     for direction in written["directions"].values():
+        assert 0 <= direction["precision"]["true"] <= direction["precision"]["perfect"] <= 1
         some_wrong = {"wrong_auroc", "deciles"} if 0 < direction["recall"]["value"] < 1 else set()
         for name, figures in direction["estimators"].items():
             assert name in written["estimators"] and {"wrong_aurc", *some_wrong} <= set(figures)

@@ -77,8 +77,8 @@ class AnalysisOptions:
     zeroshot: ZeroShotOptions = field(default_factory=ZeroShotOptions)
 
     def __post_init__(self) -> None:
-        if self.uncertainty not in ESTIMATORS:
-            raise ValueError(f"--uncertainty {self.uncertainty}: unknown; known: {', '.join(ESTIMATORS)}")
+        if self.uncertainty not in (names := [name for name, e in ESTIMATORS.items() if not e.needs_texts]):
+            raise ValueError(f"--uncertainty {self.uncertainty}: unknown; known: {', '.join(names)}")
         for option, value, known in (("corpus", self.corpus, usual.Corpus), ("method", self.method, usual.Method)):
             if value not in get_args(known):
                 raise ValueError(f"--{option} {value}: unknown; known: {', '.join(get_args(known))}")

@@ -1,7 +1,7 @@
-"""Eight more estimators of uncertainty of the papers, beside the six of the package.
+"""Eight more estimators of uncertainty of the papers, beside those of the package.
 
 Importing this module registers them: `sfumato trust RUN --details --import papers/uncertainty/estimators.py` measures
-all fourteen, and so do the studies here.
+all, and so do the studies here.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def _self_mismatch(block: Block) -> Tensor:
 
 
 def _match_entropy_top10(block: Block) -> Tensor:
-    return entropy(match_logit(block.nearest[0], block.matching.logit_scale, block.matching.logit_bias))
+    return entropy(block.nearest_logit)
 
 
 MORE: dict[str, Estimator] = {

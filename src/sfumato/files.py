@@ -97,12 +97,20 @@ def write_json(path: str | Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def read_utf8(path: str | Path) -> str:
+    """A text file that a user gave."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+
+
 def read_json(path: str | Path, *, hook: Any = None) -> Any:
     """The value of a JSON file that a user gave; hook makes the objects of their pairs."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=hook)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        return json.loads(read_utf8(path), object_pairs_hook=hook)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not usable JSON: {error}") from error
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from scipy.stats import spearmanr
+from scipy.stats import pearsonr, spearmanr
 from support.raising import raises
+from support.texts import said_of_text
 
-from sfumato.arrays import sigmoid
+from sfumato.arrays import sigmoid, some_rows
 from sfumato.calibration import fits
 from sfumato.calibration.fits import LENGTHS, Evidence, FitsCalibration, JudgedHits, fit_correction, list_features
 from sfumato.encoders.package_weights import sentence_vectors
@@ -148,7 +148,7 @@ def test_items_without_texts_have_their_own():
     hits, _ = judged(200, shift=2.0, has_texts=False)
     new = FITS.refined(hits)
     assert new.of(3).hit_with == FITS.of(3).hit_with and new.of(3).hit_without != FITS.of(3).hit_without
-    assert FITS.refined(hits.some(np.zeros(len(hits.yes), bool))) == FITS, "no verdicts"
+    assert FITS.refined(some_rows(hits, np.zeros(len(hits.yes), bool))) == FITS, "no verdicts"
     change, pair = FITS.corrections(hits)["hit_without"], np.array([[2.0, 1.0]])
     listed = list_features(pair, np.array([4.0]), np.array([-8.0]))
     for near in (None, np.array([0.6])):
@@ -156,33 +156,22 @@ def test_items_without_texts_have_their_own():
         np.testing.assert_allclose(after, change.factor * before + change.shift + change.by_words / 4, rtol=1e-7)
 
 
-def by_loops(vector, n_words):
-    known = load_file(Path(fits.__file__).with_name("multiplicity.safetensors"))
-    cosines, own = [], vector.astype(float) @ known["axes"].astype(float)
-    for row in known["captions"].astype(float):
-        cosines.append(float(own @ row) / math.sqrt((own @ own) * (row @ row)))
-    near = sorted(cosines, reverse=True)
-    numbers = [n_words, near[0], sum(near[:10]) / 10, sum(near[:100]) / 100]
-    numbers += [math.log(sum(math.exp(k * (c - 1)) for c in cosines)) for k in (8, 15, 20, 30, 40)]
-    numbers = [min(4, max(-4, (v - c) / s)) for v, c, s in zip(numbers, known["centre"], known["spread"], strict=True)]
-    log = float(known["mean"][0])
-    for caption, cosine, weight in zip(known["numbers"].astype(float), cosines, known["weights"], strict=True):
-        product, square = numbers @ caption, ((numbers - caption) ** 2).sum()
-        value = 0.3 * product / 9 + 0.5 * math.exp(-0.3 * square / 9) + 0.8 * math.exp(2 * cosine - 2)
-        log += float(weight) * value
-    return math.exp(log)
-
-
 def test_it_is_the_formula_and_a_usual_sentence_means_more():
     texts = {"a man riding a wave on a surfboard": 8, "a purple giraffe plays chess with a robot": 8, "a red bus": 3}
     vectors, n_words = sentence_vectors(list(texts)), np.array([*texts.values()])
-    found = fits.multiplicity(vectors, n_words)
-    assert found == pytest.approx([by_loops(*each) for each in zip(vectors, n_words.tolist(), strict=True)], rel=5e-3)
-    assert found[0] > 100 > 5 > found[1]
+    found, precision = fits.multiplicity(vectors, n_words), fits.expected_precision(vectors, n_words)
+    logs, raw = zip(*(said_of_text(*each) for each in zip(vectors, n_words.tolist(), strict=True)), strict=True)
+    assert found == pytest.approx(np.exp(logs), rel=5e-3)
+    assert precision == pytest.approx(np.clip(raw, 0, 1), abs=2e-3)
+    assert found[0] > 100 > 5 > found[1] and precision[0] > 0.4 > 0.1 > precision[1] >= 0
 
 
-def test_it_follows_the_number_of_images_that_people_found(shared):
+def test_it_follows_the_number_of_images_that_people_found_and_the_precision_of_clip_and_blip2(shared):
     rows = [json.loads(line) for line in (shared / "data/pqpp/validation.jsonl").read_text("utf-8").splitlines()[:300]]
-    texts, counts = zip(*((row["caption"], len(row["relevant"])) for row in rows), strict=True)
-    found = fits.multiplicity(sentence_vectors(list(texts)), np.array([len(text.split()) for text in texts]))
-    assert spearmanr(found, counts).statistic > 0.65  # .704; of all 2,000 .717.
+    n_words = np.array([len(row["caption"].split()) for row in rows])
+    vectors = sentence_vectors([row["caption"] for row in rows])
+    found, precision = fits.multiplicity(vectors, n_words), fits.expected_precision(vectors, n_words)
+    assert spearmanr(found, [len(row["relevant"]) for row in rows]).statistic > 0.65  # .704; of all 2,000 .717.
+    true = [(row["clip_p10"] + row["blip2_p10"]) / 2 for row in rows]
+    assert pearsonr(precision, true).statistic > 0.5  # Of all 2,000 .565.
+    assert abs(precision.mean() - np.mean(true)) < 0.03 and 0 <= precision.min() < precision.max() <= 1

@@ -3,17 +3,20 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from support.batches import MATCHING, M, N, scene
+from support.batches import MATCHING, TEXTS, M, N, scene
 from support.raising import raises
+from support.texts import said_of_text
 
 from sfumato import DISTANCES, ESTIMATORS, Estimator, Relevance, estimate_uncertainty, measure_trust, register_estimator
 from sfumato.calibration.calibrator import Calibration, DirectionCalibration
 from sfumato.calibration.logits import PairLogits
 from sfumato.calibration.query_scores import QueryScores
+from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.evaluation import estimators as module
 from sfumato.evaluation.estimators import Matching, usable_estimators
 from sfumato.evaluation.hits import hit_figures, measure_hits, without_nearest
@@ -22,7 +25,13 @@ from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics.reliability import calibration_error_by_chance, expected_calibration_error, log_loss
 
 
-def by_loops(query, gallery, scale=1.3, bias=2.0, left_out=()):
+@cache
+def by_loops_of_text(text):
+    log_number, precision = said_of_text(sentence_vectors([text])[0], len(text.split()))
+    return {"text_misses": 1 - min(1, max(0, precision)), "text_multiplicity": math.exp(log_number)}
+
+
+def by_loops(query, gallery, text, scale=1.3, bias=2.0, left_out=()):
     mean, var = query.mean[0].double().tolist(), query.var[0].double().tolist()
     rows = zip(gallery.mean.double().tolist(), gallery.var.double().tolist(), strict=True)
     items = [row for j, row in enumerate(rows) if j not in left_out]
@@ -39,23 +48,28 @@ def by_loops(query, gallery, scale=1.3, bias=2.0, left_out=()):
     return {
         "total_variance": sum(var), "expected_matches": sum(sigmoid(x) for x in logit), "match_entropy": entropy(logit),
         "top1_mismatch": 1 - sigmoid(max(logit)), "margin": logit[order[1]] - logit[order[0]],
-        "nearest_mean": min(means),
-    }  # fmt: skip
+        "nearest_mean": min(means), "expected_misses": 1 - sum(sigmoid(logit[j]) for j in order[:10]) / 10,
+    } | by_loops_of_text(text)  # fmt: skip
 
 
 def test_every_estimator_is_its_loop():
     queries, gallery = scene()
-    found = estimate_uncertainty(queries, gallery, MATCHING)
+    found = estimate_uncertainty(queries, gallery, MATCHING, texts=TEXTS)
     assert set(found) == set(ESTIMATORS)
     for i in range(N):
-        loops = by_loops(queries[i : i + 1], gallery)
+        loops = by_loops(queries[i : i + 1], gallery, TEXTS[i])
         assert set(loops) == set(ESTIMATORS), "an estimator without its slow loop, or a loop without its estimator"
         for name, value in loops.items():
             assert found[name][i] == pytest.approx(value, rel=2e-4, abs=2e-5), name
     for name, estimator in ESTIMATORS.items():
         assert estimator.name == name and found[name].shape == (N,) and found[name].dtype == float
-        np.testing.assert_array_equal(estimator(queries, gallery, MATCHING), found[name])
+        np.testing.assert_array_equal(estimator(queries, gallery, MATCHING, TEXTS), found[name])
         assert estimator.kind in ("aleatoric", "epistemic", "both") and estimator.formula and estimator.cost
+    without = [name for name, e in ESTIMATORS.items() if not e.needs_texts]
+    assert list(estimate_uncertainty(queries, gallery, MATCHING)) == without and "text_misses" not in without
+    given = {"estimators": ESTIMATORS}, {"texts": TEXTS[1:]}
+    for message, options in zip(("text_misses needs texts, got none", "12 texts for 13 queries"), given, strict=True):
+        raises(ValueError, message, estimate_uncertainty, queries, gallery, MATCHING, **options)
 
 
 LARGEST = lambda block: block.queries.var.amax(1)
@@ -98,14 +112,17 @@ def test_items_that_are_left_out_are_as_good_as_not_there_and_blocks_are_small(m
     nearest = DISTANCES["csd"].matrix(queries, gallery).argmin(1).tolist()
     lists = [[], [0], [3, 4, 5], *[[j] for j in nearest[3:]]]
     without = Relevance.from_lists(lists, n_gallery=M)
-    found = estimate_uncertainty(queries, gallery, MATCHING, without=without, memory_mb=4 * M * 4 / 2**20)
+    found = estimate_uncertainty(queries, gallery, MATCHING, texts=TEXTS, without=without, memory_mb=M / 2**16)
     assert max(seen) == 4 and sum(seen) == N
-    whole = estimate_uncertainty(queries, gallery, MATCHING)
+    whole = estimate_uncertainty(queries, gallery, MATCHING, texts=TEXTS)
     for i in range(N):
-        for name, value in by_loops(queries[i : i + 1], gallery, left_out=lists[i]).items():
+        for name, value in by_loops(queries[i : i + 1], gallery, TEXTS[i], left_out=lists[i]).items():
             assert found[name][i] == pytest.approx(value, rel=2e-4, abs=2e-5), name
     for name, estimator in ESTIMATORS.items():
-        assert (found[name][3:] != whole[name][3:]).all() == estimator.needs_gallery, name
+        if estimator.needs_gallery:
+            assert (found[name][3:] != whole[name][3:]).all(), name
+        else:
+            np.testing.assert_allclose(found[name], whole[name], rtol=1e-4, err_msg=name)  # In float32.
 
 
 def test_kl_goes_from_image_to_text_in_both_directions_and_points_need_no_gallery():
@@ -113,15 +130,15 @@ def test_kl_goes_from_image_to_text_in_both_directions_and_points_need_no_galler
     found = estimate_uncertainty(queries, gallery, MATCHING)
     assert (found["total_variance"] == 0).all() and all(not np.isnan(values).any() for values in found.values())
     needy = {"needy": replace(TOY, name="needy", needs_variance=True)}
-    assert usable_estimators(queries, gallery, estimators=ESTIMATORS | needy) == ESTIMATORS
-    with pytest.raises(ValueError, match="needy need variances, got points"):
+    assert usable_estimators(queries, gallery, estimators=ESTIMATORS | needy, texts=TEXTS) == ESTIMATORS
+    with pytest.raises(ValueError, match="needy needs variances, got points"):
         estimate_uncertainty(queries, gallery, MATCHING, estimators=needy)
     queries, gallery = scene(8)
     chosen = {name: e for name, e in ESTIMATORS.items() if not e.needs_gallery}
-    alone = estimate_uncertainty(queries, gallery[:0], MATCHING, estimators=chosen)
-    whole = estimate_uncertainty(queries, gallery, MATCHING)
-    assert chosen and all((alone[name] == whole[name]).all() for name in chosen)
-    assert all(v.shape == (0,) for v in estimate_uncertainty(queries[:0], gallery, MATCHING).values())
+    alone = estimate_uncertainty(queries, gallery[:0], MATCHING, estimators=chosen, texts=TEXTS)
+    whole = estimate_uncertainty(queries, gallery, MATCHING, texts=TEXTS)
+    assert len(chosen) == 3 and all((alone[name] == whole[name]).all() for name in chosen)
+    assert all(v.shape == (0,) for v in estimate_uncertainty(queries[:0], gallery, MATCHING, texts=[]).values())
     images, texts = scene(4)
     matrix = DISTANCES["kl"].matrix(images, texts)
     assert not torch.allclose(matrix.T, DISTANCES["kl"].matrix(texts, images))

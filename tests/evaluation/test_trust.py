@@ -54,6 +54,9 @@ def test_every_figure_of_every_estimator_by_loops():
     assert (result.n_queries, result.n_gallery) == (has.sum(), M) and result.recall.value == pytest.approx(hit.mean())
     order = np.sort(1 - hit)
     assert result.risk_best.value == pytest.approx((np.cumsum(order) / np.arange(1, len(hit) + 1)).mean())
+    ten = ground_truth[np.arange(N)[:, None], distance.argsort(1)[:, :10]][has].mean(1)
+    assert result.precision["true"] == pytest.approx(ten.mean())
+    assert result.precision["predicted"] == pytest.approx(1 - scores["expected_misses"].mean())
     enough = M - ground_truth[has].sum(1) >= 10
     assert result.n_out_of_gallery == enough.sum()
     rests = {i: gallery[torch.from_numpy(~ground_truth[i])] for i in np.flatnonzero(has)[enough]}
@@ -69,6 +72,7 @@ def test_every_figure_of_every_estimator_by_loops():
         assert figures["wrong_gain"].value == pytest.approx(gain), name
         assert figures["risk_at_half"].value == pytest.approx(risks[int(np.ceil(len(hit) / 2)) - 1]), name
         expected = vars(RecallByUncertainty.of(u, hit))
+        assert figures["misses"].value == pytest.approx(scipy.stats.spearmanr(u, 1 - ten).statistic), name
         assert figures["deciles"].value == pytest.approx(expected["correlation"]), name
         assert result.deciles[name] == pytest.approx([b["recall"] for b in expected["bins"]]), name
         counts = ground_truth[has].sum(1)
@@ -80,6 +84,23 @@ def test_every_figure_of_every_estimator_by_loops():
             assert figures["out_of_gallery"].value == pytest.approx(expected, abs=0.01), name
         for figure, interval in figures.items():
             assert figure in trust.FIGURES and interval.low <= interval.high, (name, figure)
+
+
+def test_the_precision_at_10_by_hand():
+    """Twelve items at 0, 1, ..., 11 of a line; without the farthest three there are fewer than ten."""
+    items = GaussianEmbedding.point(torch.arange(12.0)[:, None])
+    log_var = torch.tensor([[2.0], [1.0], [0.0], [3.0]])
+    queries = GaussianEmbedding(torch.tensor([[0.0], [11.0], [0.0], [5.0]]), log_var)
+    relevance = Relevance.from_lists([[0, 1, 10], [11, 1], range(11), []], n_gallery=12)
+    result = measure_trust(queries, items, relevance, MATCHING, texts=["a", "b", "c", "d"], **QUICK)
+    # Of the ten best 2, 1 and 10 match; the last query has no match. Misses have the ranks 2, 3 and 1.
+    assert result.precision["true"] == pytest.approx(13 / 30) and result.precision["perfect"] == 0.5
+    assert result.estimators["total_variance"]["misses"].value == pytest.approx(0.5)
+    assert "text_misses" in result.estimators and "precision" not in trust.FIGURES
+    few = Relevance.from_lists([[0, 1], [1], [0, 3, 4], []], n_gallery=9)
+    result = measure_trust(queries, items[:9], few, MATCHING, **QUICK)
+    assert result.precision == {} and set(result.estimators) == set(usable_estimators())
+    assert all("misses" not in figures for figures in result.estimators.values())
 
 
 def test_kl_goes_from_image_to_text_whoever_asks():

@@ -98,7 +98,7 @@ def test_undefined_figures_are_none_and_bad_input_is_named():
     raises(ValueError, "n_bins", reliability_curve, good, good, n_bins=0)
     for function in (reliability_curve, reliability.brier_score):
         raises(ValueError, r"must be \(k,\)", function, torch.zeros(2), torch.zeros(3))
-    raises(ValueError, "got no probabilities", reliability.expected_calibration_error, torch.zeros(0), torch.zeros(0))
+    raises(ValueError, "k >= 1", reliability.expected_calibration_error, torch.zeros(0), torch.zeros(0))
 
 
 def test_balanced_spearman_and_its_resamples_are_exact_of_whole_bins_seeded_otherwise_and_see_ties():

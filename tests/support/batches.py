@@ -17,6 +17,8 @@ MATCH = torch.tensor(
     [[1, 0, 0, 0, 0.9, 0], [0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0.7], [0, 0, 0, 1, 0, 0.3]], dtype=torch.float64
 )
 N, M, D, MATCHING = 13, 37, 5, Matching("csd", 1.3, 2.0)
+THINGS = ["dog", "cat", "bus", "man", "kite", "pizza", "wave", "bed", "train", "clock", "sheep", "bear", "phone"]
+TEXTS = [f"a {thing}{' near a lake' * (k % 3)}" for k, thing in enumerate(THINGS)]  # Of the N queries.
 
 
 def scene(seed=0, n=N, m=M, d=D):

@@ -387,7 +387,8 @@ def test_every_command_takes_files(tmp_path, monkeypatch, sfumato):
     np.save(tmp_path / "query.npy", texts[30])
     (found,) = sfumato.json("search", index, tmp_path / "query.npy", "-k", 2)
     assert found["calibrated"] and found["hits"][0]["id"] == "10"
-    assert "probability of the first hit" in folded(command("trust", run))
+    said = folded(command("trust", run))
+    assert "probability of the first hit" in said and re.search(r"precision at 10: \S+ predicted, \S+ true", said)
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -262,6 +262,7 @@ def test_each_half_has_the_fit_on_the_other_and_trust_measures_it(run):
         assert served.rate == pytest.approx(report.directions[direction].recall.value), "the recall@1 beside it"
         assert abs(served.rate - served.mean_probability) < 0.12, "three standard deviations of 300 hits and more"
     assert any("each half has the probabilities of a fit on the other" in note for note in report.notes)
+    assert "expected_misses" in report.estimators and "text_misses" not in report.estimators, "rows have ids, no texts"
     (served,) = (f for f in report.hits["served"] if (f.hits, f.n_gallery, f.direction) == (1, 300, "t2i"))
     in_sample = measure_hits(Calibration.load(run / TRAINING_CALIBRATION), distance, match)
     (own,) = (f for f in in_sample if f.hits == 1 and f.direction == "t2i" and f.n_gallery == 300)
@@ -289,7 +290,7 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(trust_r
     for name in ("caption_distance", "caption_words"):
         np.testing.assert_array_equal(texts["proxies"][name], images["proxies"][name][image_of])
     assert np.ptp(images["proxies"]["caption_distance"]) > 0
-    assert not texts["multiplicity"] and set(texts["estimators"]) == set(ESTIMATORS)
+    assert not texts["multiplicity"] and texts["relevance"].n_queries == len(texts["texts"]) > len(set(texts["texts"]))
     trust_model(trust_run, trust_run.recipe.data, "test", n_resamples=0)
     shared, images = seen["t2i"], seen["i2t"]
     counts = shared["relevance"].counts
@@ -303,6 +304,9 @@ def test_captions_of_an_image_are_resampled_together_and_share_its_proxy(trust_r
 
 def test_probabilities_of_hits_are_those_that_a_search_shows(trust_run):
     report = trust_model(trust_run, trust_run.recipe.data, "test", n_resamples=5)
+    of_texts, of_images = (report.directions[direction].estimators for direction in ("t2i", "i2t"))
+    assert set(of_texts) - set(of_images) == {"text_misses", "text_multiplicity"}, "images are not texts"
+    assert set(report.estimators) == set(of_texts) == set(ESTIMATORS)
     prepared = load_split(trust_run.model, trust_run.recipe.data, "test")
     queries, gallery = embed_split(trust_run.model, prepared)
     distance, truth = get_distance(trust_run.distance), prepared.data.relevance()

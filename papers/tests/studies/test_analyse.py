@@ -133,6 +133,7 @@ def test_points_have_a_map_and_whatever_looks_at_the_gallery(work, papers, tmp_p
     ("arguments", "says"),
     [
         (["{run}", "--uncertainty", "doubt"], "--uncertainty doubt: unknown; known: total_variance"),
+        (["{run}", "--uncertainty", "text_misses"], "--uncertainty text_misses: unknown"),
         (["{run}", "--only", "words", "--bins", "100"], "too few for 100 bins"),
         (["{run}", "--pairs", "1"], "'--pairs': Input should be greater than or equal to 3"),
         (["{points}", "--only", "sets"], "are points, but set algebra needs variances"),

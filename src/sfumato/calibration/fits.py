@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load
 
-from sfumato.arrays import Array, as_numpy, sigmoid
+from sfumato.arrays import Array, as_numpy, sigmoid, some_rows
 from sfumato.calibration.logistic import Floats, log_losses
 from sfumato.calibration.logits import LinearLogit, fit_logistic
 
@@ -190,10 +190,6 @@ class JudgedHits:
     yes: np.ndarray  # (k,) fraction of people who say yes
     weight: np.ndarray  # (k,) one over the probability that the hit was sampled
 
-    def some(self, rows: np.ndarray) -> "JudgedHits":
-        """Those of some rows. rows (k,) bool."""
-        return JudgedHits(*(values[rows] for values in vars(self).values()))
-
 
 @dataclass(frozen=True)
 class Correction:
@@ -315,7 +311,7 @@ class FitsCalibration:
         """
         found = {}
         for name, rows in _kinds(hits).items():
-            some = hits.some(rows)
+            some = some_rows(hits, rows)
             own = fit_correction(some.logit, self._inverse_words(name, some.n_words), some, seed=seed)
             if own is not None and own.factor > 0:
                 found[name] = own
@@ -387,8 +383,8 @@ _SHARPNESS, _BLOCK = (8, 15, 20, 30, 40), 64
 
 @functools.cache
 def _counted() -> dict[str, np.ndarray]:
-    """For :func:`multiplicity`: captions (n, k) directions, axes (d, k), numbers (n, 9) standardised, centre and spread
-    (9,), weights (n,)."""
+    """Captions (n, k) directions, axes (d, k), numbers (n, 9) standardised, centre and spread (9,), weights (n, 2) and
+    mean (2,) of the log number of images and of the precision."""
     values = load(files(__package__).joinpath("multiplicity.safetensors").read_bytes())
     found = {name: value.astype(np.float32) for name, value in values.items()}
     return found | {"captions": unit(found["captions"])}
@@ -414,18 +410,26 @@ def kernel(numbers: np.ndarray, cosine: np.ndarray, known: np.ndarray) -> np.nda
 
 
 def multiplicity(vectors: Array, n_words: np.ndarray) -> Floats:
-    """(q,) numbers of COCO's 123,287 images that people would find relevant. vectors (q, 384), n_words (q,).
+    """(q,) numbers of COCO's 123,287 images that people would find relevant. vectors (q, 384), n_words (q,)."""
+    return np.asarray(np.exp(predicted(vectors, n_words)[:, 0]))
+
+
+def expected_precision(vectors: Array, n_words: np.ndarray) -> Floats:
+    """(q,) fractions of relevant images among COCO's 10 best by CLIP and by BLIP-2, the mean of both. Arguments as of
+    :func:`multiplicity`."""
+    return np.asarray(predicted(vectors, n_words)[:, 1].clip(0, 1))
+
+
+def predicted(vectors: Array, n_words: np.ndarray) -> Floats:
+    """(q, 2) natural log of :func:`multiplicity`, and :func:`expected_precision` that is not yet cut to [0, 1].
 
     A Gaussian process on a text's place among 6,000 captions. PQPP (Poesina et al., CVPR 2025, annotations CC BY 4.0)
     has the images that people found relevant for each. scripts/make_multiplicity.py fits the constants.
     """
-    vectors, starts = as_numpy(vectors), range(0, len(n_words), _BLOCK)
-    return np.concatenate([np.empty(0), *(_counts(vectors[i : i + _BLOCK], n_words[i : i + _BLOCK]) for i in starts)])
-
-
-def _counts(vectors: np.ndarray, n_words: np.ndarray) -> Floats:
-    known = _counted()
-    cosine = unit(vectors @ known["axes"]) @ known["captions"].T
-    numbers = ((place(cosine, n_words) - known["centre"]) / known["spread"]).clip(-4, 4)
-    log = kernel(numbers, cosine, known["numbers"]) @ known["weights"] + known["mean"]
-    return np.asarray(np.exp(log), np.float64)
+    known, parts = _counted(), [np.empty((0, 2))]
+    for start in range(0, len(n_words), _BLOCK):
+        some = slice(start, start + _BLOCK)
+        cosine = unit(as_numpy(vectors[some]) @ known["axes"]) @ known["captions"].T
+        numbers = ((place(cosine, n_words[some]) - known["centre"]) / known["spread"]).clip(-4, 4)
+        parts.append(kernel(numbers, cosine, known["numbers"]) @ known["weights"] + known["mean"])
+    return np.concatenate(parts)

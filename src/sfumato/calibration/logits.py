@@ -62,7 +62,7 @@ def fit_logistic(
     return found[:-1], float(found[-1])
 
 
-def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) -> tuple[float, float]:
+def fit_logits(distance: Array, match: Array) -> tuple[float, float]:
     """The (logit_scale, logit_bias) that maximise the likelihood of known matches (Platt scaling).
 
     A convex problem in two numbers, solved in float64. Fit on held-out pairs, never on the training pairs.
@@ -72,7 +72,6 @@ def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) ->
     Args:
         distance: (k,) or any shape, a tensor or an array; flattened.
         match: labels in [0, 1] of the same shape.
-        weight: of each pair, same shape; 1 for all if None.
 
     Returns:
         (logit_scale > 0, logit_bias).
@@ -86,23 +85,20 @@ def fit_logits(distance: Array, match: Array, *, weight: Array | None = None) ->
     who = "fit_logits"
     distance = as_numpy(distance, "distance", who).astype(np.float64).ravel()
     match = as_numpy(match, "match", who).astype(np.float64).ravel()
-    weight = np.ones_like(match) if weight is None else as_numpy(weight, "weight", who).astype(np.float64).ravel()
-    if distance.shape != match.shape or weight.shape != match.shape:
-        found = f"{distance.size} distances, {match.size} labels and {weight.size} weights"
-        raise ValueError(f"fit_logits: got {found}; the numbers must be equal")
+    if distance.shape != match.shape:
+        raise ValueError(f"fit_logits: got {distance.size} distances and {match.size} labels; give one for each")
     if not np.isfinite(distance).all() or not ((match >= 0) & (match <= 1)).all():
         raise ValueError("fit_logits: distances must be finite and match must lie in [0, 1]")
-    positive, negative = weight * match, weight * (1 - match)
-    if positive.sum() == 0 or negative.sum() == 0:
+    if match.sum() == 0 or (1 - match).sum() == 0:
         raise ValueError("fit_logits: needs matching and non-matching pairs, got only one kind")
-    means = (positive * distance).sum() / positive.sum(), (negative * distance).sum() / negative.sum()
+    means = np.average(distance, weights=match), np.average(distance, weights=1 - match)
     if not means[0] < means[1]:
         found = f"matches (mean distance {means[0]:.4g}) are not closer than non-matches ({means[1]:.4g})"
         raise ValueError(f"fit_logits: {found}; train the model further")
     # Standardised distances make the problem well scaled; a weak prior keeps separable data finite.
     centre, deviation = distance.mean(), float(deviations(distance[:, None])[0])
     z = (distance - centre) / deviation
-    slope, intercept = fit_logistic(-z[:, None], match, weight=weight, penalty=2e-9)
+    slope, intercept = fit_logistic(-z[:, None], match, penalty=2e-9)
     scale = float(slope[0] / deviation)
     bias = intercept + scale * float(centre)
     if not scale > 0:

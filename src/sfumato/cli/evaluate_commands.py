@@ -244,8 +244,8 @@ def trust(
     """Measure what probabilities and uncertainties are worth.
 
     The summary says what to do: show the probabilities beside hits or not, and which estimator of uncertainty finds
-    wrong first hits and queries without a match. The tables of --details have the figures of all estimators. For a run
-    on its own data, writes trust-SPLIT.json into its folder.
+    wrong first hits, foresees the precision at 10, and finds queries without a match. The tables of --details have the
+    figures of all estimators. For a run on its own data, writes trust-SPLIT.json into its folder.
     """
     from sfumato.data.splits import WORDINGS
     from sfumato.models.embed import write_figures

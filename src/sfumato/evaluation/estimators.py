@@ -11,7 +11,7 @@ and its slow loop to ``by_loops`` in tests/evaluation/test_estimators.py. Code o
 :func:`register_estimator` instead.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -19,20 +19,26 @@ from typing import Literal, get_args
 import numpy as np
 
 from sfumato.arrays import Array, as_numpy, like, namespace, sigmoid, smallest
+from sfumato.calibration.fits import expected_precision, multiplicity
 from sfumato.distances import get_distance, squared_l2_matrix
 from sfumato.distances.distance import Distance
+from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.ids import Direction
 from sfumato.imports import claim_name
 from sfumato.matching import match_logit, match_probability
 from sfumato.metrics.relevance import Relevance
 from sfumato.search.exact import distance_blocks
+from sfumato.search.languages import words_of
 
 NEAREST = 10
 """Number of nearest gallery items that the local estimators look at."""
 
 Kind = Literal["aleatoric", "epistemic", "both"]
 """The kind of uncertainty that an estimator is meant to see."""
+
+Texts = Sequence[str] | None
+"""The texts of queries; None if they are images, or are known by their embeddings alone."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Block:
     distance: Array  # (b, m) distances; infinite for items that are left out
     matching: Matching  # the distance and the match logits
     seed: int = 0  # of the samples
+    texts: Texts = None  # b texts of the queries; None if they have none
 
     @cached_property
     def logit(self) -> Array:
@@ -74,6 +81,17 @@ class Block:
         fewer."""
         values, index = (like(each, self.distance) for each in smallest(self.distance, NEAREST))
         return values, index
+
+    @cached_property
+    def nearest_logit(self) -> Array:
+        """(b, k) match logits of the nearest items, descending."""
+        return match_logit(self.nearest[0], self.matching.logit_scale, self.matching.logit_bias)
+
+    @cached_property
+    def words(self) -> tuple[np.ndarray, np.ndarray]:
+        """(b, 384) sentence vectors of the texts, and (b,) numbers of their words."""
+        texts = self.texts or ()
+        return sentence_vectors(texts), np.array([len(words_of(text)) for text in texts], np.int64)
 
 
 UncertaintyFunction = Callable[[Block], Array]
@@ -96,6 +114,7 @@ class Estimator:
         function: computes it; see :data:`UncertaintyFunction`.
         needs_gallery: whether it uses the gallery.
         needs_variance: whether it is undefined for points, which have no variance.
+        needs_texts: whether it reads the texts of the queries, and is undefined for other queries.
     """
 
     name: str
@@ -105,10 +124,13 @@ class Estimator:
     function: UncertaintyFunction
     needs_gallery: bool = True
     needs_variance: bool = False
+    needs_texts: bool = False
 
-    def __call__(self, queries: GaussianEmbedding, gallery: GaussianEmbedding, matching: Matching) -> np.ndarray:
+    def __call__(
+        self, queries: GaussianEmbedding, gallery: GaussianEmbedding, matching: Matching, texts: Texts = None
+    ) -> np.ndarray:
         """(n,) float64 uncertainties of the queries: :func:`estimate_uncertainty` with this estimator alone."""
-        return estimate_uncertainty(queries, gallery, matching, estimators={self.name: self})[self.name]
+        return estimate_uncertainty(queries, gallery, matching, estimators={self.name: self}, texts=texts)[self.name]
 
 
 # ---------------------------------------------------------------- the functions
@@ -126,14 +148,10 @@ def _expected_matches(block: Block) -> Array:
     return xp.sum(p, axis=1, dtype=xp.float64)
 
 
-def _top1_mismatch(block: Block) -> np.ndarray:
-    best = as_numpy(namespace(block.logit).max(block.logit, axis=1))
-    return sigmoid(-best.astype(np.float64))  # In float32 all queries without a likely match would tie at 1.
-
-
-def _margin(block: Block) -> Array:
-    best = match_logit(block.nearest[0], block.matching.logit_scale, block.matching.logit_bias)
-    return best[:, 1] - best[:, 0]
+def _misses(block: Block) -> np.ndarray:
+    """(b, k) probabilities that the nearest items do not match."""
+    logit = as_numpy(block.nearest_logit).astype(np.float64)
+    return sigmoid(-logit)  # In float32 all queries without a likely match would tie at 1.
 
 
 def _nearest_mean(block: Block) -> Array:
@@ -162,16 +180,32 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator(
             "top1_mismatch",
             "probability that the best item does not match; same order as the distance to the nearest item",
-            "both", "n m", _top1_mismatch,
+            "both", "n m", lambda block: _misses(block)[:, 0],
         ),
         Estimator(
             "margin", "second best match logit minus the best; under csd independent of the query's own variance",
-            "both", "n m", _margin,
+            "both", "n m", lambda block: block.nearest_logit[:, 1] - block.nearest_logit[:, 0],
         ),
         Estimator(
             "nearest_mean",
             "squared distance of the query's mean to the nearest mean of the gallery; it ignores variances",
             "epistemic", "n m d, a second matrix product", _nearest_mean,
+        ),
+        Estimator(
+            "expected_misses", f"1 - mean match probability of the {NEAREST} nearest items",
+            "both", f"n m for the best {NEAREST}", lambda block: _misses(block).mean(1),
+        ),
+        Estimator(
+            "text_misses",
+            "fraction of misses among the 10 best of COCO by CLIP and BLIP-2, predicted from the text alone",
+            "both", "n sentence vectors", lambda block: 1 - expected_precision(*block.words),
+            needs_gallery=False, needs_texts=True,
+        ),
+        Estimator(
+            "text_multiplicity",
+            "number of COCO's 123,287 images that people would find for the text, predicted from the text alone",
+            "aleatoric", "n sentence vectors", lambda block: multiplicity(*block.words),
+            needs_gallery=False, needs_texts=True,
         ),
     )
 }  # fmt: skip
@@ -224,7 +258,8 @@ def estimate_uncertainty(
     gallery: GaussianEmbedding,
     matching: Matching,
     *,
-    estimators: Mapping[str, Estimator] = ESTIMATORS,
+    estimators: Mapping[str, Estimator] | None = None,
+    texts: Texts = None,
     without: Relevance | None = None,
     memory_mb: float = 32.0,
     seed: int = 0,
@@ -235,7 +270,8 @@ def estimate_uncertainty(
         queries: (n, d) embeddings.
         gallery: (m, d) embeddings; m >= 2 if an estimator uses the gallery.
         matching: the distance and the match logits.
-        estimators: by name; all of ESTIMATORS by default.
+        estimators: by name; by default all of ESTIMATORS that are defined for these queries and this gallery.
+        texts: the n texts of the queries, if they are texts.
         without: for n queries and m items, the items that are left out of a query's gallery; at least NEAREST must
             remain.
         memory_mb: size of a block of distances, in MiB; the working memory is about six times that.
@@ -245,7 +281,8 @@ def estimate_uncertainty(
         For each estimator (n,) float64, higher is less certain. Points have a log_det of minus infinity.
 
     Raises:
-        ValueError: sizes do not fit, the gallery is too small, or an estimator needs variances and gets points.
+        ValueError: sizes do not fit, the gallery is too small, or an estimator needs variances and gets points, or
+            needs texts and gets none.
 
     Example:
         >>> queries = GaussianEmbedding(np.zeros((2, 2)), np.array([[0.0, 0.0], [-1.0, -1.0]]))
@@ -254,24 +291,26 @@ def estimate_uncertainty(
         >>> estimate_uncertainty(queries, gallery, Matching(), estimators=chosen)["total_variance"].round(3)
         array([2.   , 0.736])
     """
+    if texts is not None and len(texts) != queries.n:
+        raise ValueError(f"estimate_uncertainty: {len(texts)} texts for {queries.n} queries; give one for each")
     if without is not None and (without.n_queries, without.n_gallery) != (queries.n, gallery.n):
         listed = f"`without` is of {without.n_queries} by {without.n_gallery}"
         raise ValueError(f"estimate_uncertainty: {queries.n} queries and {gallery.n} items, but {listed}")
     if without is not None and gallery.n - without.counts.max(initial=0) < NEAREST:
         raise ValueError(f"estimate_uncertainty: `without` leaves a query fewer than {NEAREST} items; leave it out")
+    usable = usable_estimators(queries, gallery, estimators=estimators, texts=texts)
+    estimators = usable if estimators is None else estimators
     looking = [name for name, e in estimators.items() if e.needs_gallery]
     if looking and gallery.n < 2:
         raise ValueError(f"estimate_uncertainty: {looking[0]} needs a gallery of at least two items, got {gallery.n}")
-    missing = [name for name in estimators if name not in usable_estimators(queries, gallery, estimators=estimators)]
-    if missing:
-        needs = f"{', '.join(missing)} need variances, got points"
-        raise ValueError(f"estimate_uncertainty: {needs}; choose with usable_estimators()")
+    if missing := [name for name in estimators if name not in usable]:
+        needs = "texts, got none" if estimators[missing[0]].needs_texts and texts is None else "variances, got points"
+        raise ValueError(f"estimate_uncertainty: {missing[0]} needs {needs}; choose with usable_estimators()")
     queries, gallery = queries.detach(), gallery.detach()
     parts: dict[str, list[np.ndarray]] = {name: [np.empty(0)] for name in estimators}
+    blocks: Iterable[tuple[int, Array]] = [(0, queries.mean[:, :0])]
     if looking:
         blocks = distance_blocks(queries, gallery, matching.oriented_distance, memory_mb=memory_mb)
-    else:
-        blocks = iter([(0, queries.mean[:, :0])])
     for start, distance in blocks:
         own = queries[start : start + len(distance)]
         if without is not None and distance.shape[1]:
@@ -279,15 +318,17 @@ def estimate_uncertainty(
             at = without.query_of_item[low:high] - start, without.indices[low:high]
             distance = namespace(distance).asarray(distance, copy=True)
             distance[tuple(like(index, distance) for index in at)] = np.inf
-        block = Block(own, gallery, distance, matching, seed)
+        block = Block(own, gallery, distance, matching, seed, texts and texts[start : start + own.n])
         for name, estimator in estimators.items():
             parts[name].append(as_numpy(estimator.function(block)).astype(np.float64))
     return {name: np.concatenate(values) for name, values in parts.items()}
 
 
 def usable_estimators(
-    *embeddings: GaussianEmbedding, estimators: Mapping[str, Estimator] = ESTIMATORS
+    *embeddings: GaussianEmbedding, estimators: Mapping[str, Estimator] | None = None, texts: Texts = None
 ) -> dict[str, Estimator]:
-    """Choose the estimators that are defined for these embeddings."""
+    """Choose the estimators, of all by default, that are defined for these embeddings and texts of queries."""
     points = any(bool((e.log_var == -np.inf).any()) for e in embeddings)
-    return {name: e for name, e in estimators.items() if not (points and e.needs_variance)}
+    known = ESTIMATORS if estimators is None else estimators
+    undefined = {n for n, e in known.items() if (points and e.needs_variance) or (texts is None and e.needs_texts)}
+    return {name: estimator for name, estimator in known.items() if name not in undefined}

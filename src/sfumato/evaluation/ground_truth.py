@@ -5,6 +5,7 @@ sources and definitions.
 """
 
 import csv
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from sfumato.data.coco import coco_captions, json_kind
 from sfumato.data.images import Problems
 from sfumato.data.pairs import PairData
 from sfumato.errors import UserError, expected_columns
-from sfumato.files import read_json
+from sfumato.files import read_json, read_utf8
 from sfumato.ids import first_twice
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import ALL_METRICS, check_metric
@@ -260,19 +261,16 @@ def _of_coco(path: Path) -> _Ids:
 def _read_csv(path: Path) -> _Ids:
     pairs = []
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            if not {"image", "text"} <= set(reader.fieldnames or ()):
-                raise UserError(f"{path}:1: {expected_columns(list(reader.fieldnames or ()), ['image', 'text'])}")
-            for row in reader:
-                if not row["image"] or not row["text"]:
-                    raise UserError(f"{path}:{reader.line_num}: image or text is empty")
-                if None in row:
-                    raise UserError(f"{path}:{reader.line_num}: more values than columns; quote ids that hold commas")
-                pairs.append((row["image"], row["text"]))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (csv.Error, UnicodeDecodeError) as error:
+        reader = csv.DictReader(io.StringIO(read_utf8(path), newline=""), strict=True)
+        if not {"image", "text"} <= set(reader.fieldnames or ()):
+            raise UserError(f"{path}:1: {expected_columns(list(reader.fieldnames or ()), ['image', 'text'])}")
+        for row in reader:
+            if not row["image"] or not row["text"]:
+                raise UserError(f"{path}:{reader.line_num}: image or text is empty")
+            if None in row:
+                raise UserError(f"{path}:{reader.line_num}: more values than columns; quote ids that hold commas")
+            pairs.append((row["image"], row["text"]))
+    except csv.Error as error:
         raise UserError(f"{path}: not CSV in UTF-8: {error}") from error
     return list(dict.fromkeys(i for i, _ in pairs)), list(dict.fromkeys(t for _, t in pairs)), pairs
 

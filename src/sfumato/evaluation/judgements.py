@@ -25,7 +25,7 @@ import numpy as np
 from filelock import FileLock
 
 from sfumato.errors import UserError
-from sfumato.files import write_atomically
+from sfumato.files import read_utf8, write_atomically
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, mean_statistic, on_all
 from sfumato.metrics.reliability import N_BINS, calibration_error_statistic
 
@@ -112,13 +112,7 @@ def _is_number(value: Any) -> bool:
 
 def numbered_lines(path: Path) -> list[tuple[int, str]]:
     """The lines of a file that are not empty, with their numbers."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not in UTF-8 ({error.reason}); save it in UTF-8") from error
-    return [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [(n, line) for n, line in enumerate(read_utf8(path).split("\n"), 1) if line.strip()]
 
 
 def read_judgements(path: str | Path) -> list[Judgement]:

@@ -1,7 +1,7 @@
 """What is ranked, and its evaluation in both directions, for any ground truth and any distance."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -226,10 +226,6 @@ class EmbeddedSet:
     text_ids: tuple[str, ...]  # m distinct ids
     ground_truths: tuple[GroundTruth, ...]  # with distinct names
     text_kinds: tuple[str, ...] | None = None  # (m,) kinds of the texts, if they have any
-
-    def to(self, device: Any) -> "EmbeddedSet":
-        """Move the embeddings to another device."""
-        return replace(self, images=self.images.to(device), texts=self.texts.to(device))
 
     def uncertainty(self, measure: ScalarUncertainty = "total_variance") -> dict[str, dict[str, float]] | None:
         """Compute uncertainties in the form of :func:`~sfumato.evaluation.benchmarks.per_query_table`."""

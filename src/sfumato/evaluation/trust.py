@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from sfumato.arrays import as_numpy
-from sfumato.evaluation.estimators import ESTIMATORS, NEAREST, Estimator, Matching, estimate_uncertainty
+from sfumato.evaluation.estimators import NEAREST, Estimator, Matching, estimate_uncertainty, usable_estimators
 from sfumato.evaluation.hits import HitFigures
 from sfumato.gaussian import GaussianEmbedding
 from sfumato.metrics import bootstrap
-from sfumato.metrics.bootstrap import Interval, Resampling, Statistic
+from sfumato.metrics.bootstrap import Interval, Statistic
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import RecallByUncertainty
 from sfumato.metrics.retrieval import beats_chance, chance_metrics, per_query_metrics
@@ -67,6 +67,7 @@ FIGURES: dict[str, str] = {
     "wrong_aurc": "area under the risk-coverage curve, smaller is better; chance is the error rate",
     "wrong_excess_aurc": "excess AURC (E-AURC): wrong_aurc minus that of a perfect order",
     "wrong_gain": "prediction rejection ratio (PRR): fraction of a perfect order's gain, 0 chance, 1 perfect",
+    "misses": f"Spearman with the fraction of the {NEAREST} best items that do not match",
     "risk_at_half": "error rate of the more certain half of the queries",
     "deciles": "Pearson correlation of decile of uncertainty and recall@1; negative if uncertain queries fail",
     "multiplicity": "Spearman with the true number of matches",
@@ -89,6 +90,7 @@ class DirectionTrust:
     above_chance: bool  # whether the model ranks better than a random order; if not, no other figure means anything
     risk_best: Interval  # area under the risk-coverage curve of a perfect order; a random order has 1 - recall
     right_pairs: Interval
+    precision: dict[str, float]  # at 10: "true", of a "perfect" order, and "predicted" by expected_misses
     n_out_of_gallery: int  # number of queries in the figure out_of_gallery
     estimators: dict[str, dict[str, Interval]]
     deciles: dict[str, list[float]]  # by name, recall@1 in ten bins from the most certain queries to the least
@@ -127,7 +129,8 @@ def measure_trust(
     relevance: Relevance,
     matching: Matching,
     *,
-    estimators: Mapping[str, Estimator] = ESTIMATORS,
+    estimators: Mapping[str, Estimator] | None = None,
+    texts: Sequence[str] | None = None,
     multiplicity: bool = False,
     proxies: Mapping[str, np.ndarray] | None = None,
     groups: np.ndarray | None = None,
@@ -142,7 +145,8 @@ def measure_trust(
         gallery: (m, d) embeddings.
         relevance: query -> its true items.
         matching: the distance and the match logits.
-        estimators: by name.
+        estimators: by name; by default all of ESTIMATORS that are defined for these queries and this gallery.
+        texts: the n texts of the queries, if they are texts.
         multiplicity: whether a query's number of true items measures its ambiguity. Set it for data that lists every
             true pair, not for data in which each image only has its own five captions.
         proxies: by name in FIGURES, (n,) proxies of ambiguity; NaN leaves a query out.
@@ -158,24 +162,34 @@ def measure_trust(
     Raises:
         ValueError: sizes do not fit, or no query has a true item.
     """
-    found_by = per_query_metrics(rank_relevant(queries, gallery, relevance, matching.oriented_distance), relevance)
+    ranks = rank_relevant(queries, gallery, relevance, matching.oriented_distance)
+    found_by = per_query_metrics(ranks, relevance)
     hit = found_by["recall@1"]
     kept = np.flatnonzero(~np.isnan(hit))
     if not len(kept):
         raise ValueError("measure_trust: no query has a true item; check that ids of images and texts fit together")
+    chosen = usable_estimators(queries, gallery, texts=texts) if estimators is None else estimators
     scene = _Scene(
         queries=queries[kept], gallery=gallery, relevance=relevance.select_queries(kept), matching=matching,
-        estimators=estimators, hit=hit[kept], groups=None if groups is None else groups[kept],
-        resampling=Resampling(n_resamples, level, seed),
+        estimators=chosen, texts=None if texts is None else [texts[i] for i in kept.tolist()], hit=hit[kept],
+        groups=None if groups is None else groups[kept], n_resamples=n_resamples, level=level, seed=seed,
     )  # fmt: skip
     by_chance = chance_metrics(relevance)
     recalls = {name: float(np.nanmean(found_by[name])) for name in by_chance.keys() & found_by}
-    scores = scene.estimate(scene.queries)
+    scores = estimate_uncertainty(scene.queries, gallery, matching, estimators=chosen, texts=scene.texts, seed=seed)
     # An estimator that is the same for all queries has no figures.
     informative = {name: u for name, u in scores.items() if np.any(u != u[0])}
     found = _of_errors(scene, informative) | (_of_multiplicity(scene, informative) if multiplicity else {})
     for proxy, values in (proxies or {}).items():
         found |= _of_proxy(scene, informative, proxy, values[kept])
+    precision = dict[str, float]()
+    if gallery.n >= NEAREST:
+        n_right = np.bincount(relevance.query_of_item, weights=ranks < NEAREST, minlength=queries.n)[kept]
+        found |= _of_proxy(scene, informative, "misses", NEAREST - n_right)
+        numbers = {"true": n_right, "perfect": np.minimum(scene.relevance.counts, NEAREST)}
+        precision = {name: float(values.mean()) / NEAREST for name, values in numbers.items()}
+        if "expected_misses" in scores:
+            precision["predicted"] = 1 - float(scores["expected_misses"].mean())
     n_removed, removed = _of_removed_items(scene, informative)
     found |= removed
     figures = {n: {f: found[f"{n}/{f}"] for f in FIGURES if f"{n}/{f}" in found} for n in scores}
@@ -183,7 +197,7 @@ def measure_trust(
     return DirectionTrust(
         n_queries=len(kept), n_gallery=gallery.n, recall=found["recall"], chance=by_chance["recall@1"],
         above_chance=beats_chance(recalls, by_chance, min(len(kept), gallery.n)), risk_best=found["best"],
-        right_pairs=_right_pairs(scene), n_out_of_gallery=n_removed,
+        right_pairs=_right_pairs(scene), n_out_of_gallery=n_removed, precision=precision,
         estimators={n: {f: i for f, i in values.items() if i.value is not None} for n, values in figures.items()},
         deciles={n: [b["recall"] for b in of] for n, of in bins.items()},
     )  # fmt: skip
@@ -198,28 +212,27 @@ class _Scene:
     relevance: Relevance
     matching: Matching
     estimators: Mapping[str, Estimator]
+    texts: Sequence[str] | None
     hit: np.ndarray
     groups: np.ndarray | None
-    resampling: Resampling
-
-    def estimate(self, queries: GaussianEmbedding, *, without: Relevance | None = None) -> dict[str, np.ndarray]:
-        """(n,) uncertainties by name."""
-        return estimate_uncertainty(
-            queries, self.gallery, self.matching,
-            estimators=self.estimators, without=without, seed=self.resampling.seed,
-        )  # fmt: skip
+    n_resamples: int
+    level: float
+    seed: int
 
     def intervals(self, statistics: Mapping[str, Statistic], index: np.ndarray | None = None) -> dict[str, Interval]:
         """Intervals of statistics of all queries, or of those at these positions."""
         groups = self.groups if self.groups is None or index is None else self.groups[index]
-        return self.resampling.intervals(statistics, len(self.hit) if index is None else len(index), groups)
+        return bootstrap.bootstrap(
+            statistics, len(self.hit) if index is None else len(index), groups=groups,
+            n_resamples=self.n_resamples, level=self.level, seed=self.seed,
+        )  # fmt: skip
 
 
 def error_statistics(u: np.ndarray, error: np.ndarray, best: Statistic | None = None) -> dict[str, Statistic]:
     """The figures of wrong best items, see FIGURES. u (n,), error (n,) 1 where the best item is wrong."""
     found = bootstrap.risk_coverage_statistics(u, error, best)
-    keys = {"wrong_aurc": "aurc", "wrong_excess_aurc": "e_aurc", "wrong_gain": "prr"}
-    return {"wrong_auroc": bootstrap.auroc_statistic(u, error)} | {name: found[key] for name, key in keys.items()}
+    own = {"wrong_aurc": found["aurc"], "wrong_excess_aurc": found["e_aurc"], "wrong_gain": found["prr"]}
+    return {"wrong_auroc": bootstrap.auroc_statistic(u, error), **own}
 
 
 def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Interval]:
@@ -237,13 +250,12 @@ def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Int
 
 def _of_multiplicity(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Interval]:
     """Correlations with the number of true items."""
-    counts, options = scene.relevance.counts, scene.resampling
+    counts, options = scene.relevance.counts, {"n_resamples": scene.n_resamples, "seed": scene.seed}
     found = _of_proxy(scene, scores, "multiplicity", counts)
-    n, seed = options.n_resamples, options.seed
-    resampled = bootstrap.resampled_balanced_spearman(scores, counts, n_resamples=n, seed=seed)
+    resampled = bootstrap.resampled_balanced_spearman(scores, counts, **options)
     for name, u in scores.items():
         value = bootstrap.balanced_spearman(u, counts)
-        found[f"{name}/multiplicity_balanced"] = bootstrap.percentile_interval(value, resampled[name], options.level)
+        found[f"{name}/multiplicity_balanced"] = bootstrap.percentile_interval(value, resampled[name], scene.level)
     return found
 
 
@@ -257,18 +269,20 @@ def _of_proxy(scene: _Scene, scores: Mapping[str, np.ndarray], proxy: str, value
 def _of_removed_items(scene: _Scene, scores: Mapping[str, np.ndarray]) -> tuple[int, dict[str, Interval]]:
     """The number of queries with enough gallery after removal of their true items, and the figures of this removal."""
     enough = np.flatnonzero(scene.gallery.n - scene.relevance.counts >= NEAREST)
-    removed = {}
-    if len(enough):
-        removed = scene.estimate(scene.queries[enough], without=scene.relevance.select_queries(enough))
-    kept = [name for name in removed if name in scores and scene.estimators[name].needs_gallery]
-    statistics = {f"{n}/out_of_gallery": bootstrap.paired_auroc(scores[n][enough], removed[n]) for n in kept}
+    if not len(enough):
+        return 0, {}
+    removed = estimate_uncertainty(
+        scene.queries[enough], scene.gallery, scene.matching, without=scene.relevance.select_queries(enough),
+        estimators={name: e for name, e in scene.estimators.items() if name in scores and e.needs_gallery},
+        texts=None if scene.texts is None else [scene.texts[i] for i in enough.tolist()], seed=scene.seed,
+    )  # fmt: skip
+    statistics = {f"{n}/out_of_gallery": bootstrap.paired_auroc(scores[n][enough], u) for n, u in removed.items()}
     return len(enough), scene.intervals(statistics, enough)
 
 
 def _right_pairs(scene: _Scene) -> Interval:
     """AUROC of distances of true pairs against wrong pairs."""
-    seed = scene.resampling.seed
-    pairs = random_pairs(scene.relevance, np.random.default_rng(seed))
+    pairs = random_pairs(scene.relevance, np.random.default_rng(scene.seed))
     if not len(pairs):
         return Interval(None, None, None)
     distance, gaps = scene.matching.oriented_distance, []
@@ -279,7 +293,7 @@ def _right_pairs(scene: _Scene) -> Interval:
         if distance.sampled:
             import torch
 
-            seeded["generator"] = torch.Generator().manual_seed(seed)
+            seeded["generator"] = torch.Generator().manual_seed(scene.seed)
         gaps.append(as_numpy(distance.row(*sides, **seeded)).astype(np.float64))
     return scene.intervals({"right_pairs": bootstrap.paired_auroc(*gaps)}, pairs[:, 0])["right_pairs"]
 

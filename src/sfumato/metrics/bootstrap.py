@@ -87,19 +87,6 @@ def bootstrap(
     return {name: percentile_interval(whole[name], values, level) for name, values in every.items()}
 
 
-@dataclass(frozen=True)
-class Resampling:
-    """Options of the intervals."""
-
-    n_resamples: int = 1000
-    level: float = 0.95
-    seed: int = 0
-
-    def intervals(self, statistics: Mapping[str, Statistic], n: int, groups: np.ndarray | None) -> dict[str, Interval]:
-        """The interval of each statistic of n queries; those of a group are resampled together. groups (n,)."""
-        return bootstrap(statistics, n, n_resamples=self.n_resamples, level=self.level, seed=self.seed, groups=groups)
-
-
 def percentile_interval(value: float, resampled: np.ndarray, level: float = 0.95) -> Interval:
     """The interval between the percentiles of resampled values. resampled (b,)."""
     if np.isnan(value):

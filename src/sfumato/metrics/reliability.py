@@ -28,12 +28,9 @@ def reliability_curve(
     probability: Array, match: Array, *, n_bins: int = N_BINS, binning: Binning = "count"
 ) -> list[dict[str, Any]]:
     """The reliability curve: predicted probability and observed fraction in each bin. probability (k,), match (k,)."""
-    probability, match = _arrays("reliability_curve", probability, match)
+    probability, match = _predictions("reliability_curve", probability, match)
     if n_bins < 1:
         raise ValueError(f"reliability_curve: n_bins must be at least 1, got {n_bins}")
-    if probability.shape != match.shape or probability.ndim != 1:
-        found = f"{probability.shape} probabilities for {match.shape} labels"
-        raise ValueError(f"reliability_curve: got {found}; both must be (k,)")
     if not ((probability >= 0) & (probability <= 1)).all():
         raise ValueError("reliability_curve: probabilities must lie in [0, 1]")
     which = _which_bin(probability, n_bins, binning)
@@ -63,9 +60,7 @@ def expected_calibration_error(
 
     Paper: Naeini, Cooper and Hauskrecht, "Obtaining well calibrated probabilities using Bayesian binning", AAAI 2015.
     """
-    probability, match = _arrays("expected_calibration_error", probability, match)
-    if not len(probability):
-        raise ValueError("expected_calibration_error: got no probabilities")
+    probability, match = _predictions("expected_calibration_error", probability, match)
     curve = reliability_curve(probability, match, n_bins=n_bins, binning=binning)
     return float(sum(b["count"] * abs(b["probability"] - b["observed"]) for b in curve)) / len(probability)
 
@@ -214,7 +209,7 @@ class Reliability:
         Raises:
             ValueError: see :func:`reliability_curve`.
         """
-        p, y = (values.astype(np.float64) for values in _arrays("Reliability.of", probability, match))
+        p, y = _predictions("Reliability.of", probability, match)
         return cls(
             tuple(reliability_curve(p, y, n_bins=n_bins)), expected_calibration_error(p, y),
             calibration_error_by_chance(p), len(p), float(p.mean()), float(y.mean()),
@@ -351,13 +346,9 @@ def _digits(value: float | None) -> str:
     return "undefined" if value is None else f"{value:.2f}"
 
 
-def _arrays(who: str, probability: Array, match: Array) -> tuple[np.ndarray, np.ndarray]:
-    return as_numpy(probability, "probability", who), as_numpy(match, "match", who)
-
-
 def _predictions(who: str, probability: Array, match: Array) -> tuple[np.ndarray, np.ndarray]:
     """Checked, in float64."""
-    p, y = _arrays(who, probability, match)
+    p, y = as_numpy(probability, "probability", who), as_numpy(match, "match", who)
     if p.shape != y.shape or p.ndim != 1 or not len(p):
         raise ValueError(f"{who}: got {p.shape} probabilities for {y.shape} labels; both must be (k,), k >= 1")
     return p.astype(np.float64), y.astype(np.float64)

@@ -23,7 +23,7 @@ from sfumato.errors import UserError, counted, progress_bar, say
 from sfumato.evaluation.benchmarks import plan_ranks
 from sfumato.evaluation.ground_truth import GroundTruth, ground_truth_from_data, ids_by_order
 from sfumato.evaluation.protocols import EmbeddedSet, Evaluation, EvaluationOptions, evaluate_retrieval
-from sfumato.files import write_json
+from sfumato.files import read_utf8, write_json
 from sfumato.gaussian import GaussianEmbedding, Sides
 from sfumato.ids import NO_TEXT, check_id, check_ids, id_error, is_text, plain_id
 from sfumato.models.model import Model
@@ -223,11 +223,7 @@ def read_lines(path: Path) -> tuple[list[str], list[str], Problems]:
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     problems, texts, ids = Problems(), [], []
-    try:
-        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_utf8(path).removesuffix("\n").split("\n"), 1):
         if line.strip() and is_text(line):
             texts.append(line.strip())
             ids.append(str(number))

@@ -9,7 +9,6 @@ from sfumato.evaluation.hits import HitFigures
 from sfumato.evaluation.protocols import Evaluation, table_rows
 from sfumato.evaluation.trust import FIGURES, DirectionTrust, TrustReport
 from sfumato.ids import DIRECTIONS
-from sfumato.metrics.bootstrap import Interval
 from sfumato.metrics.retrieval import RANK_METRICS
 from sfumato.reports import tables
 from sfumato.reports.tables import ARROWS, MISSING, compact_interval, compact_number, in_words, print_wrapped, signed
@@ -113,6 +112,7 @@ _VERDICTS = {
 
 _USES = {
     "wrong_auroc": ("to find wrong first hits", "AUROC", 0.5),
+    "misses": ("to foresee the precision at 10", "Spearman", 0.0),
     "out_of_gallery": ("to find queries without a match", "AUROC", 0.5),
     "multiplicity_balanced": ("to find queries with many matches", "balanced Spearman", 0.0),
 }
@@ -132,9 +132,13 @@ def print_trust_summary(report: TrustReport, title: str) -> None:
         served = next((f for f in reversed(report.hits.get("served", [])) if f.direction == key and f.hits == 1), None)
         advice = _AT_CHANCE if _first_hits_at_chance(direction) else _advice(served, report)
         print_wrapped(f"  probability of the first hit: {advice}", indent=4)
+        if report.calibrated and "predicted" in direction.precision:
+            at = {name: compact_number(value) for name, value in direction.precision.items()}
+            level = f"{at['predicted']} predicted, {at['true']} true, {at['perfect']} with a perfect order"
+            print_wrapped(f"  precision at 10: {level}", indent=4)
         for figure, (use, unit, by_chance) in _USES.items():
-            if (best := _best(direction, figure, by_chance)) is not None:
-                print_wrapped(f"  {use}: {_estimator(best, unit)}", indent=4)
+            if best := _best(direction, figure, unit, by_chance):
+                print_wrapped(f"  {use}: {best}", indent=4)
 
 
 _AT_CHANCE = (
@@ -162,22 +166,16 @@ def _advice(served: HitFigures | None, report: TrustReport) -> str:
     return f"{shown}; {_VERDICTS[served.verdict]}"
 
 
-def _best(direction: DirectionTrust, figure: str, by_chance: float) -> tuple[str, Interval, bool] | None:
-    """The best estimator by a figure, the figure, and whether its interval lies above chance; None if unmeasured."""
-    known = {name: values[figure] for name, values in direction.estimators.items() if figure in values}
-    found = {name: interval for name, interval in known.items() if interval.value is not None}
-    if not found:
-        return None
-    name = max(found, key=lambda name: found[name].value or 0.0)
-    low = found[name].low
-    return name, found[name], (found[name].value or 0.0) > by_chance and (low is None or low > by_chance)
-
-
-def _estimator(best: tuple[str, Interval, bool], unit: str) -> str:
-    name, figure, above = best
-    shown = f"{unit} {compact_interval(figure)}"
-    title = in_words(name)
-    return f"{title} ({shown})" if above else f"no estimator is above chance here (best: {title}, {shown})"
+def _best(direction: DirectionTrust, figure: str, unit: str, by_chance: float) -> str:
+    """The best estimator by a figure, and the figure; "" if it is unmeasured."""
+    found = {name: of[figure] for name, of in direction.estimators.items() if figure in of}
+    if not (values := {name: interval.value for name, interval in found.items() if interval.value is not None}):
+        return ""
+    name = max(values, key=lambda name: values[name])
+    title, shown, low = in_words(name), f"{unit} {compact_interval(found[name])}", found[name].low
+    if values[name] > by_chance and (low is None or low > by_chance):
+        return f"{title} ({shown})"
+    return f"no estimator is above chance here (best: {title}, {shown})"
 
 
 def print_trust(report: TrustReport, title: str) -> None:
@@ -193,9 +191,8 @@ def print_trust(report: TrustReport, title: str) -> None:
         print()
         perfect = f"AURC of a perfect order {compact_interval(direction.risk_best)}"
         pairs = f"match probability of true against random pairs, AUROC {compact_interval(direction.right_pairs)}"
-        known = {name: values for name, values in direction.estimators.items() if values}
-        cells = {name: [compact_interval(of.get(column)) for column in columns] for name, of in known.items()}
-        rows = [[in_words(name), *own] for name, own in cells.items()]
+        found = direction.estimators.items()
+        rows = [[in_words(n), *(compact_interval(of.get(column)) for column in columns)] for n, of in found if of]
         tables.print_table(f"{ARROWS[key]}; {perfect}; {pairs}", ["estimator", *map(in_words, columns)], rows)
     print()
     about = [[in_words(name), f"{report.estimators[name]['estimates']} [{name}]"] for name in shown]

@@ -40,6 +40,7 @@ WORDS = {
     "total_variance": "total variance", "log_det": "log volume", "geometric_std": "geometric mean σ",
     "expected_matches": "expected matches", "match_entropy": "entropy, all items",
     "top1_mismatch": "first hit mismatch", "margin": "margin to second hit", "nearest_mean": "distance of means",
+    "misses": "misses in 10",
     "wrong_gain": "wrong, PRR", "wrong_excess_aurc": "wrong E-AURC", "out_of_gallery": "unanswerable, AUROC",
 }  # fmt: skip
 """Names of estimators and figures in words; others stand as they are."""

@@ -23,7 +23,7 @@ from sfumato.errors import UserError, counted, progress_bar, say
 from sfumato.evaluation import pair_scores
 from sfumato.evaluation.pair_scores import ListedScores, MissingScores
 from sfumato.metrics.relevance import Relevance
-from sfumato.metrics.retrieval import beats_chance, chance_metrics
+from sfumato.metrics.retrieval import RECALLS, beats_chance, chance_metrics, retrieval_metrics
 from sfumato.models.embed import PreparedSplit, chosen_split, embed_split, load_splits, prepare_split, say_problems
 from sfumato.models.model import Model
 from sfumato.models.run import Run, load_run
@@ -160,28 +160,19 @@ class _Part:
     n_independent: int  # number of independent queries
 
 
-_RECALLS = {f"recall@{k}": k for k in (1, 5, 10)}
-
-
 def _recalls(listed: ListedScores, relevance: Relevance) -> dict[str, np.ndarray]:
     """Those of a part, with positions in the part; the closest listed item of a query counts."""
-    found = {}
-    for direction, query, rank, own in (
-        ("i2t", listed.image, listed.text_rank, relevance),
-        ("t2i", listed.text, listed.image_rank, relevance.transpose()),
-    ):
-        best = np.full(query.max() + 1, np.iinfo(np.int64).max)
-        np.minimum.at(best, query, rank)
-        asked, chance = best[np.unique(query)], chance_metrics(own)
-        found[direction] = np.array([[(asked < k).mean(), chance[name]] for name, k in _RECALLS.items()]).T
-    return found
+    by_text = np.lexsort((listed.image, listed.text))
+    sides = {"i2t": (listed.text_rank, relevance), "t2i": (listed.image_rank[by_text], relevance.transpose())}
+    both = {d: (retrieval_metrics(rank, own, names=RECALLS), chance_metrics(own)) for d, (rank, own) in sides.items()}
+    return {d: np.array([[of[name] for name in RECALLS] for of in pair]) for d, pair in both.items()}
 
 
 def _check_above_chance(parts: Sequence[_Part], split: str) -> None:
     """Raise an error if the models rank the listed pairs no better than a random order."""
     weights = [part.n_independent for part in parts]
     means = {d: np.average([part.recalls[d] for part in parts], 0, weights) for d in ("i2t", "t2i")}
-    pairs = {d: [dict(zip(_RECALLS, row.tolist(), strict=True)) for row in mean] for d, mean in means.items()}
+    pairs = {d: [dict(zip(RECALLS, row.tolist(), strict=True)) for row in mean] for d, mean in means.items()}
     if not any(beats_chance(found, chance, sum(weights)) for found, chance in pairs.values()):
         found, chance = pairs["t2i"]
         raise UserError(

@@ -193,8 +193,9 @@ def trust_model(
     model = retrieval_model.model
     prepared = load_split(model, data, split)
     embedded = EmbeddedSplit(*embed_split(model, prepared), prepared.data.relevance())
-    estimators = usable_estimators(embedded.images, embedded.texts)
-    left_out = len(estimators) < len(usable_estimators())
+    spelt = prepared.data.texts if _worded(prepared.data) else None
+    estimators = usable_estimators(embedded.images, embedded.texts, texts=spelt)
+    left_out = len(estimators) < len(usable_estimators(texts=spelt))
     notes = ["estimators that need variances are left out: some embeddings are points"] if left_out else []
     many = trust.many_to_many(embedded.relevance)
     proxies = {} if many else _proxies(embedded.texts, prepared.data, embedded.relevance)
@@ -207,11 +208,8 @@ def trust_model(
             lacking = np.full(embedded.texts.n, np.nan)
             values = {k: np.append(v, lacking)[groups] for k, v in proxies.items()}
         directions[query.direction] = trust.measure_trust(
-            query.queries,
-            query.gallery,
-            query.relevance,
-            Matching(*logits, query.direction),
-            estimators=estimators, multiplicity=many, proxies=values, groups=groups,
+            query.queries, query.gallery, query.relevance, Matching(*logits, query.direction),
+            texts=spelt if side == "text" else None, multiplicity=many, proxies=values, groups=groups,
             n_resamples=n_resamples, level=_LEVEL, seed=seed,
         )  # fmt: skip
     hits, unmeasured = _hits(retrieval_model, data, embedded, prepared.data, split, seed)
@@ -272,10 +270,14 @@ def _hits(
     return measured, notes
 
 
+def _worded(data: PairData) -> bool:
+    """Whether the data have texts; those of rows of features may have only ids."""
+    return not data.text_rows or data.texts != data.text_ids
+
+
 def _proxies(texts: GaussianEmbedding, data: PairData, relevance: Relevance) -> dict[str, np.ndarray]:
     """Ambiguity of an image by its captions, for data with one image for each text."""
-    worded = not data.text_rows or data.texts != data.text_ids
-    words = {"caption_words": trust.caption_words(data.texts, relevance)} if worded else {}
+    words = {"caption_words": trust.caption_words(data.texts, relevance)} if _worded(data) else {}
     return {"caption_distance": trust.caption_distance(texts, relevance)} | words
 
 

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from sfumato.arrays import sigmoid
+from sfumato.arrays import sigmoid, some_rows
 from sfumato.calibration.fits import N_FOLDS, FitsCalibration, JudgedHits
 from sfumato.calibration.score_lists import ScoreCalibrator
 from sfumato.errors import UserError
@@ -169,8 +169,8 @@ def _cross_fitted(fits: FitsCalibration, hits: JudgedHits, seed: int) -> np.ndar
     fold = (np.random.default_rng(seed).permutation(len(queries)) % N_FOLDS)[group]
     logit = hits.logit.copy()
     for k in np.unique(fold).tolist():
-        changes = fits.corrections(hits.some(fold != k), seed=seed)
-        logit[fold == k] = fits.corrected_logits(changes, hits.some(fold == k))
+        changes = fits.corrections(some_rows(hits, fold != k), seed=seed)
+        logit[fold == k] = fits.corrected_logits(changes, some_rows(hits, fold == k))
     return logit
 
 
