@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, Page, Route, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 STATES = {
     "start": "/",
@@ -42,7 +42,7 @@ def opened(browser: Browser, url: str, size: tuple[int, int], scheme: Any) -> It
     )
     page = context.new_page()
     if url.endswith("q=dog"):  # The state of a service that has gone.
-        page.route("**/v1/search", _gone)
+        page.route("**/v1/search", lambda route: route.abort())
     page.goto(url)
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(300)
@@ -51,10 +51,6 @@ def opened(browser: Browser, url: str, size: tuple[int, int], scheme: Any) -> It
         page.wait_for_timeout(300)
     yield page
     context.close()
-
-
-def _gone(route: Route) -> None:
-    route.abort()
 
 
 def violations(page: Page, axe: str) -> list[str]:

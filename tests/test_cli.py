@@ -258,7 +258,6 @@ def test_no_confident_match_and_the_way_out_without_a_calibration(work, run, sfu
         asked = ("search", tmp_path / "index", "a red circle", "--abstain", risk)
         assert sfumato.json(*asked)[0]["abstained"] is abstained
         assert ("No confident match: an answer would exceed the risk" in folded(sfumato.printed(*asked))) is abstained
-    values = calibration
     (run / "calibration.json").unlink()
     index = "index", run, "--images", work / "data", "--out", tmp_path / "plain"
     sfumato.printed(*index)
@@ -266,7 +265,7 @@ def test_no_confident_match_and_the_way_out_without_a_calibration(work, run, sfu
     assert "sfumato calibrate RUN" in err and "build the index again" in err
     # A calibration without held-out queries has probabilities and no guarantees.
     plain = {"logit_scale": 2.0, "logit_bias": 1.0, "t2i": None, "i2t": None, "conditional": {}, "hits": {}}
-    (run / "calibration.json").write_text(json.dumps(values | plain | {"reference": {}}))
+    (run / "calibration.json").write_text(json.dumps(calibration | plain | {"reference": {}}))
     assert "holds a collection already; add to it with --add" in sfumato.refused(*index)
     shutil.rmtree(tmp_path / "plain")
     sfumato.printed(*index)

@@ -125,10 +125,9 @@ def test_scores_of_llama_index_become_probabilities(calibrator):
 
     scores = [0.8, 0.4, 0.3, 0.35, 0.2]
     nodes = [NodeWithScore(node=TextNode(id_=f"{i}", text="t"), score=s) for i, s in enumerate(scores)]
-    probability = calibrator.predict_proba(scores)[:, 1]
     found = CalibratedScores(calibrator=calibrator, k=3).postprocess_nodes(nodes, query_str="q")
     assert [one.node.node_id for one in found] == ["0", "1", "3"]
-    np.testing.assert_allclose([one.score for one in found], probability[[0, 1, 3]])
+    np.testing.assert_allclose([one.score for one in found], calibrator.predict_proba(scores)[:, 1][[0, 1, 3]])
     nothing = calibrator.nothing_matches(scores)[0]
     assert all(one.node.metadata["match_probability"] == one.score for one in found)
     assert all(one.node.metadata["nothing_probability"] == nothing for one in found)

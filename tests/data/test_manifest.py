@@ -194,9 +194,8 @@ def test_manifests_and_folders_that_cannot_be_used(pictures, tmp_path_factory):
         read_manifest(pictures / "m.xlsx", problems)
     with pytest.raises(UserError, match=r"holds no usable pair(.|\n)*:1: image .*gone\.png is missing"):
         read_manifest(write_jsonl(pictures / "m.jsonl", [{"image": "gone.png", "captions": "x"}]), problems)
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
     rows = [{"image": "a.png", "captions": "x"}, {"image": str(pictures / "b.jpg"), "captions": "y"}]
-    path = write_jsonl(elsewhere / "m.jsonl", rows)
+    path = write_jsonl(tmp_path_factory.mktemp("elsewhere") / "m.jsonl", rows)
     assert read(path, image_root=pictures)[1] == []
     assert [p for p, _ in read(path)[1]] == [":1"]
 

@@ -234,11 +234,10 @@ def test_words_change_as_often_as_stated_or_are_dropped():
     """21,000 words, 30 a text: binomial tests at 1e-4 for each fraction, chi-squared for the random ids."""
     ids, mask = texts([33] * 700, 33)
     new_ids, new_mask = augment(ids, mask, forbidden=[*range(10), *range(60, 1000)])  # random ids are 10 to 59
-    n = 700 * 30
     deleted = int(mask.sum() - new_mask.sum())
     masked, drawn = int((new_ids == MASK).sum()), new_ids[(new_ids >= 10) & (new_ids < 60)]
     for count, fraction in ((deleted, 0.2 * 0.4), (masked, 0.2 * 0.5), (len(drawn), 0.2 * 0.1)):
-        assert scipy.stats.binomtest(count, n, fraction).pvalue > 1e-4
+        assert scipy.stats.binomtest(count, 700 * 30, fraction).pvalue > 1e-4
     assert scipy.stats.chisquare(torch.bincount(drawn, minlength=60)[10:].numpy()).pvalue > 1e-4
     ids, mask = texts([23] * 2000, 23)
     dropped, kept = augment(ids, mask, mask_id=None, rate=0.1, masked=0.0, replaced=0.0)

@@ -233,13 +233,12 @@ images_of = lambda classes: {f"{BIRDS[c]}/{BIRDS[c][-1]}{k}.jpg" for c in classe
 
 @pytest.mark.parametrize("fold", [0, 2])
 def test_splits_are_those_of_the_benchmark(cub, fold):
-    splits = cub_read(cub, fold=fold)
     train = LISTS["trainvalclasses" if fold == 0 else f"trainclasses{fold}"]
     expected = {"train": images_of(train) - set(SEEN), "test": images_of([4, 5])}
     expected["seen"] = images_of(train) & set(SEEN)
     if fold:
         expected["val"] = images_of([fold])
-    assert {name: set(data.image_ids) for name, data in splits.items()} == expected
+    assert {name: set(data.image_ids) for name, data in cub_read(cub, fold=fold).items()} == expected
 
 
 def test_images_and_captions_of_a_class_match_as_in_the_benchmark_and_own_pairs_are_for_training_only(cub):

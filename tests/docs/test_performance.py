@@ -8,8 +8,7 @@ import torch
 from support.scripts import benchmark
 from support.tiny_models import tiny_architecture
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 script, suite, gpu = (benchmark(name) for name in ("performance_page", "suite", "gpu"))
 RESULTS = script.load_results(script.RESULTS)
 

@@ -40,10 +40,9 @@ def test_the_changelog_has_dated_versions_and_the_source_one():
 def wheel(version="1.2"):
     info = f"sfumato-{version}.dist-info"
     files = {"sfumato/__init__.py": b"", "sfumato/py.typed": b"", "sfumato/recipe_files/a.toml": b"a = 1"}
-    licences = {f"{info}/licenses/{name}": b"" for name in release.LICENCES}
     metadata = {f"{info}/METADATA": f"Name: sfumato\nVersion: {version}\n\n".encode()}
     metadata |= {f"{info}/entry_points.txt": b"[console_scripts]\nsfumato = sfumato.cli:main\n"}
-    return files, files | licences | metadata
+    return files, files | {f"{info}/licenses/{name}": b"" for name in release.LICENCES} | metadata
 
 
 def test_what_a_wheel_lacks_is_named_and_all_that_is_read_expected():

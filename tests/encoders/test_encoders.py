@@ -132,12 +132,11 @@ def test_local_transformers_models_of_both_kinds(tmp_path, transformers):
 def test_a_backbone_that_cuts_out_the_centre_does_so_at_every_size(tmp_path, transformers, resized, size, shorter):
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.25]
     settings = {"size": {"shortest_edge": resized}, "crop_size": {"height": 32, "width": 32}}
-    processor = transformers.CLIPImageProcessor(**settings, image_mean=mean, image_std=std)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     torch.manual_seed(0)
     config = transformers.CLIPVisionConfig(image_size=32, patch_size=8, **sizes)
     transformers.CLIPVisionModel(config).save_pretrained(tmp_path)
-    processor.save_pretrained(tmp_path)
+    transformers.CLIPImageProcessor(**settings, image_mean=mean, image_std=std).save_pretrained(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (40, 80, 3), np.uint8)
     features = image_backbone(str(tmp_path), size=size)([encoded(pixels)])[0]
     longer, start = 2 * shorter, (shorter - size) // 2

@@ -183,9 +183,8 @@ def test_tiny_variances_gradients_and_half_precision():
     value.sum().backward()
     assert torch.isfinite(leaf.grad).all() and not torch.isfinite((-x.log_var).exp()).all()
     x, y = (e[:2] for e in pairs())
-    inputs = [t.requires_grad_() for t in (x.mean, x.log_var, y.mean, y.log_var)]
     loss = lambda a, b, c, d: inclusion_loss(GaussianEmbedding(a, b), GaussianEmbedding(c, d), scale=0.5)
-    assert torch.autograd.gradcheck(loss, inputs)
+    assert torch.autograd.gradcheck(loss, [t.requires_grad_() for t in (x.mean, x.log_var, y.mean, y.log_var)])
     half = log_inclusion(x.to(torch.bfloat16), y.to(torch.bfloat16))
     assert half.dtype == torch.float32
     torch.testing.assert_close(half.double(), log_inclusion(x, y), rtol=0.05, atol=0.05)
@@ -363,11 +362,10 @@ def test_every_term_is_its_loop():
 @pytest.mark.parametrize("distance, label, expected", [(100.0, 1.0, 995.0), (0.0, 0.0, 50.0)])
 def test_neither_logarithm_underflows(distance, label, expected):
     """p = exp(-995) and 1 - p = exp(-50) are 0 in float32."""
-    bias = 5.0 if label else 50.0
     leaf = torch.tensor([[distance, 0.0, 0.0]], requires_grad=True)
     image, text = GaussianEmbedding.point(torch.zeros(1, 3)), GaussianEmbedding.point(leaf)
     options, match = PCMEOptions(beta=0), torch.full((1, 1), label)
-    output = pcme_loss(image, text, match, options, logit_scale=10.0, logit_bias=bias)
+    output = pcme_loss(image, text, match, options, logit_scale=10.0, logit_bias=5.0 if label else 50.0)
     assert float(output.total.detach()) == pytest.approx(2 * expected)
     output.total.backward()
     assert torch.isfinite(leaf.grad).all()

@@ -238,9 +238,8 @@ def with_hubs(n, seed, d=24, n_hubs=20):
     hubs = unit(n_hubs, d) * 0.4
     images = torch.cat([hubs, unit(n, d)])
     texts = torch.nn.functional.normalize(images[n_hubs:] + 0.3 * torch.randn(n, d, generator=generator), dim=1)
-    data = pair_data(n + n_hubs, n, [(k + n_hubs, k) for k in range(n)])
     images, texts, training = (GaussianEmbedding.point(mean) for mean in (images, texts, unit(800, d)))
-    return (images, texts), data, training
+    return (images, texts), pair_data(n + n_hubs, n, [(k + n_hubs, k) for k in range(n)]), training
 
 
 def test_reference_queries_tell_hubs_from_matches_and_too_few_are_left_out():

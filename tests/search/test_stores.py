@@ -85,9 +85,8 @@ def test_recall_at_the_defaults(tmp_path, needs_faiss):
     store.optimise()
     assert len(index_files(tmp_path / "store")) == 1 and index_files(tmp_path / "store") != built
     assert not set(gone) & set(store.search(batch.vectors[:1], 1500)[0].ids) and recall(store, kept, wanted, 10) >= 0.95
-    url = store.url
     store.close()
-    store = open_store(url)
+    store = open_store(store.url)
     assert recall(store, kept, wanted, 10) >= 0.95 and uses_index(store)
     if os.path.exists("/proc/self/maps"):  # It is mapped, not read as a whole.
         assert str(index_files(tmp_path / "store")[0]) in Path("/proc/self/maps").read_text()

@@ -15,8 +15,7 @@ from support.serving import KEY, served
 
 from sfumato.serve.settings import open_sources
 
-ROOT = Path(__file__).parents[2]
-TOOLS = ROOT / "build" / "clients"
+TOOLS = Path(__file__).parents[2] / "build" / "clients"
 pytestmark = pytest.mark.skipif(
     not (TOOLS / "node_modules").exists(), reason="build/clients has no generators of clients: run make clients"
 )

@@ -503,13 +503,12 @@ def test_vectors_of_both_modalities_find_what_the_library_and_the_command_find(
 def test_a_model_of_points_takes_its_own_embeddings(points):
     row = points.model.embed_texts(["a red circle"])
     assert np.linalg.norm(row.mean) == pytest.approx(1, abs=1e-6)
-    index = points.galleries["images"].gallery
     with serving.served(points) as client:
         kinds = client.get("/v1/info").json()["query_kinds"]
         assert kinds == {"text": True, "image": True, "id": True, "vector": {"text": 16, "image": 16}}
         once, thrice = serving.search(client, query(row.mean[0]), query(3 * row.mean[0]), max_results=5)
         written = client.post("/v1/search", json={"queries": [{"text": "a red circle"}], "max_results": 5}).json()
-    same(once, index.search(row, 5)[0])
+    same(once, points.galleries["images"].gallery.search(row, 5)[0])
     for answer in (once, thrice):  # Scaled to unit length, as the model does.
         assert [h["id"] for h in answer["hits"]] == [h["id"] for h in written["answers"][0]["hits"]]
         ours, theirs = ([h["distance"] for h in one["hits"]] for one in (answer, written["answers"][0]))

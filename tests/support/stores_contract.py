@@ -125,9 +125,8 @@ class StoreBasics:
         raise NotImplementedError
 
     def reopen(self, store):
-        url = store.url
         store.close()
-        return open_store(url)
+        return open_store(store.url)
 
     @pytest.mark.parametrize("n, dim, k", [(1, 3, 2), (41, 7, 1), (83, 17, 10), (83, 6, 200)])
     def test_finds_what_brute_force_finds(self, tmp_path, n, dim, k):

@@ -143,9 +143,8 @@ def test_no_more_than_a_piece_is_encoded_at_a_time_and_mixed_images_are_mixed_be
     plan = plan_mixing(N, size=(8, 8), generator=generator, fraction=1.0)
     assert (plan.own_fraction < 1).sum() >= 4
     match, texts = plan.match(labels()), batch().texts
-    mixed = plan.apply(pixels)
     take = lambda _: (match, match.T)
-    _, expected = plain(*make(), TrainBatch(Inputs(mixed), texts, take))
+    _, expected = plain(*make(), TrainBatch(Inputs(plan.apply(pixels)), texts, take))
     model, loss = make()
     forward_backward(model, loss, TrainBatch(Inputs(pixels), texts, take, plan), alone(), epoch=5)
     got = gradients(model, loss)

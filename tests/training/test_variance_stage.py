@@ -49,9 +49,8 @@ def tower(variance=True, **options):
 def test_it_learns_the_spreads_of_the_items_it_is_given_and_moves_no_mean():
     built, store = tower()
     before, state = built.embed(store), {k: v.clone() for k, v in built.state_dict().items()}
-    index = np.arange(0, len(WORDS), 2)
     built.train()
-    rank = fit_variance_stage(built, store, SPREAD, index, CONFIG, seed=1)
+    rank = fit_variance_stage(built, store, SPREAD, np.arange(0, len(WORDS), 2), CONFIG, seed=1)
     after = built.embed(store)
     assert built.training and rank > 0.95
     torch.testing.assert_close(after.total_variance[::2], SPREAD[::2] + 0.02, rtol=0.3, atol=0.05)

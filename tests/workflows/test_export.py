@@ -321,10 +321,9 @@ def test_embeddings_are_the_frozen_ones_and_rank_as_the_cosine_does(adopted):
         assert np.isneginf(found.log_var).all()
         expected = torch.nn.functional.normalize(torch.as_tensor(array), dim=1)
         torch.testing.assert_close(torch.as_tensor(found.mean), expected)
-    index = adopted.index(images)
     exact = texts[:200].astype(np.float64) @ images.astype(np.float64).T / np.linalg.norm(images, axis=1)
     expected = np.argsort(-exact, axis=1, kind="stable")[:, :10]
-    for found, order in zip(index.search(texts[:200], k=10), expected.tolist(), strict=True):
+    for found, order in zip(adopted.index(images).search(texts[:200], k=10), expected.tolist(), strict=True):
         assert [hit.id for hit in found] == [str(k) for k in order]
         p = [hit.match_probability for hit in found]
         assert p == sorted(p, reverse=True) and 0 <= p[-1] <= p[0] <= 1

@@ -192,9 +192,8 @@ def test_training_writes_both_calibrations_and_calibrating_again_the_same(run):
 
 @pytest.mark.slow
 def test_a_mix_is_said_at_every_search_also_of_copied_files_and_as_the_collection_grows(tmp_path, sfumato):
-    recipe = make_toy(tmp_path, n_each=4)
     changes = ["train.epochs=8", "data.held_out_wordings=0/2", "data.val_fraction=0", "data.test_fraction=0"]
-    fit(load_recipe(recipe, changes), tmp_path / "run")
+    fit(load_recipe(make_toy(tmp_path, n_each=4), changes), tmp_path / "run")
     shutil.copytree(tmp_path / "data", tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "data")
     folder, out = tmp_path / "elsewhere", tmp_path / "index"

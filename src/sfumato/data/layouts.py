@@ -23,8 +23,6 @@ from sfumato.errors import UserError
 from sfumato.files import read_json
 from sfumato.ids import is_text
 
-TrainPairs = Literal["class", "own"]
-
 Fractions = tuple[float, float]
 """Of the images for "val" and for "test", where no splits are named."""
 
@@ -48,7 +46,7 @@ class CubOptions(BaseModel):
     classes: tuple[str, ...] = ()
     """read these classes alone, e.g. 192.Downy_Woodpecker, and divide their images into train, val and test by a hash
     of their ids; lists and fold have no effect"""
-    train_pairs: TrainPairs = "class"
+    train_pairs: Literal["class", "own"] = "class"
     """training pairs. class: every image with every caption of its class; own: every image with its own captions, for
     data.positives=sampled, which makes all pairs of a class in a batch matches"""
 

@@ -254,9 +254,8 @@ class PairSampler:
             return self.data.match(images[rows], texts[columns])
         # A text matches the groups of all samples of the same text.
         groups, count = self.data.groups[images], len(self.data.text_ids)
-        drawn = np.unique(groups * count + texts)
         keys = groups[rows][:, None] * count + texts[columns]
-        return np.isin(keys, drawn).astype(np.float32)
+        return np.isin(keys, np.unique(groups * count + texts)).astype(np.float32)
 
     def _pair_weights(self, kind_weights: dict[str, float]) -> np.ndarray:
         kinds = np.array(self.data.text_kinds)

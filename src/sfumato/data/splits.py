@@ -30,13 +30,12 @@ def hold_out_wordings(splits: Mapping[str, PairData], part: int, of: int, merged
     images, such as a tag, stays: training would lose its word. Only if more than half of the images have no text of
     their own, such texts are left out too.
     """
-    n = len(splits["train"].image_ids)
     both = joined(splits["train"], splits["val"]) if "val" in splits else splits["train"]
     both = merge_equal_texts(both) if merged else both
     held_out = _part_of_texts(both, part, of)
     if not held_out.any():
         return dict(splits)
-    train = both.keep_texts(~held_out).keep_images(np.arange(n))
+    train = both.keep_texts(~held_out).keep_images(np.arange(len(splits["train"].image_ids)))
     return {**splits, "train": train, WORDINGS: both.keep_texts(held_out)}
 
 
@@ -185,9 +184,8 @@ def merge_equal_texts(data: PairData) -> PairData:
     merged = np.array([number.setdefault(wording, len(number)) for wording in wordings], dtype=np.int64)
     if len(number) == len(data.texts):
         return data
-    first = np.unique(merged, return_index=True)[1]
     pairs = np.stack([data.pairs[:, 0], merged[data.pairs[:, 1]]], axis=1)
-    return replace(data, pairs=pairs, **data.text_fields(first))
+    return replace(data, pairs=pairs, **data.text_fields(np.unique(merged, return_index=True)[1]))
 
 
 def parse_part(text: str) -> tuple[int, int]:

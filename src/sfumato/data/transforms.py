@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from sfumato.data.image_decoding import Box
 
-MixChoice = Literal["batch", "element"]
-
 
 @dataclass(frozen=True, eq=False)
 class MixPlan:
@@ -81,7 +79,7 @@ def plan_mixing(
     mixup_alpha: float = 2.0,
     cutmix_alpha: float = 2.0,
     cutmix_probability: float = 0.5,
-    choice: MixChoice = "batch",
+    choice: Literal["batch", "element"] = "batch",
     choice_generator: torch.Generator | None = None,
 ) -> MixPlan:
     r"""Sample a plan for n images: image i is mixed with image n - 1 - i with probability fraction.

@@ -26,7 +26,6 @@ from sfumato.ids import Side
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Mean and standard deviation of the pixels that CLIP was trained on, in [0, 1]."""
 
-Activation = Literal["quick_gelu", "gelu"]
 Architecture = Literal["ViT-Ti/16", "ViT-S/16", "ViT-B/32", "ViT-B/16", "ViT-L/14"]
 
 ARCHITECTURES: dict[str, dict[str, tuple[int, int, int]]] = {
@@ -53,7 +52,7 @@ class _ClipConfig(protocol.EncoderConfig):
 
     weights: str = Field("", description="hub name or local folder of a CLIP or SigLIP model; random or empty: none")
     architecture: Architecture = Field("ViT-B/32", description="architecture, without weights")
-    activation: Activation = "quick_gelu"
+    activation: Literal["quick_gelu", "gelu"] = "quick_gelu"
     """activation, only without weights: quick_gelu (OpenAI) or gelu (open_clip)"""
     variance_blocks: int = Field(1, ge=0, description="number of last blocks that are separate for the log variance")
     variance_token: bool = False

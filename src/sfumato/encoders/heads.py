@@ -156,8 +156,6 @@ POOLINGS: dict[str, type[Pooling]] = {
 
 Covariance = Literal["ellipsoidal", "spherical-average", "spherical-one"]
 
-Attending = Literal["both", "mean", "variance"]
-
 
 class _Branch(nn.Module):
     """Linear, optionally plus a two-layer network as in VSE-infinity, then pooling: (n, t, c) -> (n, d)."""
@@ -248,7 +246,7 @@ class HeadOptions:
     variance_bounds: tuple[float, float] | None = None
     embeddings: int = 1
     local_attention: bool = False
-    local_attention_of: Attending = "both"
+    local_attention_of: Literal["both", "mean", "variance"] = "both"
     variance_sigmoid: bool = False
 
     def __post_init__(self) -> None:

@@ -47,10 +47,9 @@ def reliability_curve(
 
 def _which_bin(probability: np.ndarray, n_bins: int, binning: Binning) -> np.ndarray:
     """(k,) number of the bin of each prediction."""
-    k = len(probability)
     if binning == "width":
         return np.minimum((probability * n_bins).astype(np.int64), n_bins - 1)
-    return probability.argsort(kind="stable").argsort() * n_bins // max(1, k)
+    return probability.argsort(kind="stable").argsort() * n_bins // max(1, len(probability))
 
 
 def expected_calibration_error(

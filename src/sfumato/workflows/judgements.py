@@ -270,9 +270,8 @@ def _held_out(
         if asked.any():
             p[asked] = made.predict_proba(score[asked], groups=groups[asked])[:, 1]
     order = np.lexsort((-p, groups))
-    first = np.searchsorted(groups[order], groups[order])
     rank = np.empty(len(p), dtype=np.int64)
-    rank[order] = np.arange(len(p)) - first
+    rank[order] = np.arange(len(p)) - np.searchsorted(groups[order], groups[order])
     size = round(len(p) / len(queries))
     found = []
     for most in (1, 10):
