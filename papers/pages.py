@@ -85,11 +85,6 @@ def _bullet(row: Row) -> str:
     return f"- {number}{title}" + "".join(f". {text}" for text in (row.figure, row.reason) if text) + page
 
 
-def with_list(text: str) -> str:
-    """A page with the list of rows between its marks."""
-    return re.sub(r"(<!-- rows -->).*?(<!-- end -->)", rf"\1\n\n{listed()}\n\2", text, flags=re.DOTALL)
-
-
 def anchors(text: str) -> dict[str, str]:
     """The sections of a page by their anchors, each with those below it."""
     parts = re.split(r"^(#+) (.+)\n", text, flags=re.MULTILINE)[1:]
@@ -150,7 +145,8 @@ def with_verdicts(text: str) -> str:
 
 def written() -> Iterable[tuple[Path, str]]:
     """Each file with what it has to hold."""
-    yield PAGE, with_list(PAGE.read_text(encoding="utf-8"))
+    page = PAGE.read_text(encoding="utf-8")
+    yield PAGE, re.sub(r"(<!-- rows -->).*?(<!-- end -->)", rf"\1\n\n{listed()}\n\2", page, flags=re.DOTALL)
     for path in VERDICTS:
         yield path, with_verdicts(path.read_text(encoding="utf-8"))
     for path in sorted(RECIPES.glob("*.toml")):

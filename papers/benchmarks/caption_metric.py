@@ -48,12 +48,17 @@ KINDS = ("texts", "image", "both")
 N_RESAMPLES = 300
 
 
+def read_split(folder: Path, name: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """All photographs, and the positions of those of a split."""
+    images = json.loads((folder / "dataset_flickr8k.json").read_text("utf-8"))["images"]
+    return images, [i for i, image in enumerate(images) if image["split"] == name]
+
+
 class Split:
     """The photographs of a split with their captions; the images are embedded by the model `small`."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        images = json.loads((folder / "dataset_flickr8k.json").read_text("utf-8"))["images"]
-        rows = [i for i, image in enumerate(images) if image["split"] == name]
+        images, rows = read_split(folder, name)
         self.files = [images[i]["filename"] for i in rows]
         self.captions = [[sentence["raw"] for sentence in images[i]["sentences"]] for i in rows]
         self.model = load("small")
@@ -73,10 +78,8 @@ class Verdicts:
     @classmethod
     def read(cls, path: Path, place: dict[str, int], columns: tuple[str, ...]) -> "Verdicts":
         """Those of a table about images and candidates of the split."""
-        rows = list(csv.DictReader(path.open(encoding="utf-8")))
-        names = [row["caption_id"].split("#") for row in rows]
-        rows, names = zip(*[(r, n) for r, n in zip(rows, names, strict=True) if {r["image"], n[0]} <= set(place)],
-                          strict=True)  # fmt: skip
+        every = [(row, row["caption_id"].split("#")) for row in csv.DictReader(path.open(encoding="utf-8"))]
+        rows, names = zip(*[(row, name) for row, name in every if {row["image"], name[0]} <= set(place)], strict=True)
         return cls(
             np.array([place[row["image"]] for row in rows]),
             np.array([(place[name], int(number)) for name, number in names]),
@@ -111,8 +114,7 @@ class Verdicts:
 
 def fit_axes(folder: Path) -> Tensor:
     """(385, N_AXES) linear discriminant analysis of the training captions, by image."""
-    images = json.loads((folder / "dataset_flickr8k.json").read_text("utf-8"))["images"]
-    rows = [i for i, image in enumerate(images) if image["split"] == "train"]
+    images, rows = read_split(folder, "train")
     found = torch.from_numpy(np.load(folder / "minilm_l6_v2_fp16.npy").astype(np.float32)).view(len(images), 5, -1)
     vectors = normalize(found[rows], dim=2).double()
     centre, width = vectors.mean((0, 1)), vectors.shape[2]

@@ -10,8 +10,8 @@ import argparse
 import copy
 import json
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any, get_args
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from papers.uncertainty.estimators import ESTIMATORS
 from sfumato.data.emoji import load_emoji
 from sfumato.encoders.backbones import text_backbone
 from sfumato.evaluation.estimators import Matching, estimate_uncertainty
-from sfumato.ids import Direction
+from sfumato.evaluation.protocols import EmbeddedSplit
+from sfumato.ids import DIRECTIONS
 from sfumato.metrics.bootstrap import auroc, average_ranks
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.reliability import RecallByUncertainty
@@ -31,10 +32,11 @@ from sfumato.models.calibrate import calibrate_split
 from sfumato.models.embed import embed_split, load_split
 from sfumato.models.recipe import load_recipe
 from sfumato.models.run import load_run
-from sfumato.reports.tables import Table
+from sfumato.reports.tables import MISSING, Table
 from sfumato.search.exact import rank_relevant
 from sfumato.training.loop import fit
 from sfumato.training.validation import teach_variances
+from sfumato.workflows.evaluation import over_seeds
 
 RECIPE, N_FOLDS = "emoji-demo", 5
 
@@ -57,33 +59,29 @@ def run_of(folder: Path, seed: int, fold: int) -> Path:
     calibration = calibrate_split(embed_split(loaded.model, val), val.data, loaded.distance, split="val")
     found: dict[str, Any] = {"texts": np.array(test.data.texts), "images": np.array(test.data.image_ids)}
     found["seen"] = np.isin(found["texts"], train.data.texts)
-    images, texts = embed_split(loaded.model, test)
-    relevance = test.data.relevance()
-    for direction in get_args(Direction):
-        sides = (images, texts, relevance) if direction == "i2t" else (texts, images, relevance.transpose())
-        queries, gallery, truth = sides
+    embedded = EmbeddedSplit(*embed_split(loaded.model, test), test.data.relevance())
+    chosen = {name: ESTIMATORS[name] for name in GALLERY}
+    for direction in DIRECTIONS:
+        q = embedded.query(direction)
         matching = Matching(loaded.distance, calibration.logit_scale, calibration.logit_bias, direction)
-        chosen = {name: ESTIMATORS[name] for name in GALLERY}
-        of_gallery = estimate_uncertainty(queries, gallery, matching, estimators=chosen)
+        of_gallery = estimate_uncertainty(q.queries, q.gallery, matching, estimators=chosen)
         found |= {f"{direction}/gallery {name}": values for name, values in of_gallery.items()}
-        metrics = per_query_metrics(rank_relevant(queries, gallery, truth, matching.oriented_distance), truth)
+        ranks = rank_relevant(q.queries, q.gallery, q.relevance, matching.oriented_distance)
+        metrics = per_query_metrics(ranks, q.relevance)
         found |= {f"{direction}/hit": metrics["recall@1"], f"{direction}/map": metrics["map@r"]}
     for teacher in TEACHERS:
         loaded.model.load_state_dict(weights)
         config = stage.model_copy(update={"teacher": teacher, "epochs": stage.epochs or 10})
         logits = calibration.logit_scale, calibration.logit_bias
         teach_variances(loaded.model, (train.images, train.texts), train.data, config, logits=logits, seed=seed)
-        taught = embed_split(loaded.model, test)
-        assert torch.equal(taught[1].mean, texts.mean)
-        found |= {f"i2t/taught {teacher}": taught[0].total_variance.numpy()}
-        found |= {f"t2i/taught {teacher}": taught[1].total_variance.numpy()}
+        images, texts = embed_split(loaded.model, test)
+        assert torch.equal(texts.mean, embedded.texts.mean)
+        found |= {f"i2t/taught {teacher}": images.total_variance.numpy()}
+        found |= {f"t2i/taught {teacher}": texts.total_variance.numpy()}
     backbone = text_backbone("minilm-l6-v2", max_tokens=32, pooled=True)
-    embedded = [np.concatenate(backbone(list(part.data.texts))) for part in (test, train)]
-    counts = train.data.relevance().transpose().counts
-    found |= {
-        f"t2i/{name}": values
-        for name, values in baselines(test.data.texts, embedded[0], train.data.texts, embedded[1], counts).items()
-    }
+    known = [(part.data.texts, np.concatenate(backbone(list(part.data.texts)))) for part in (test, train)]
+    trivial = baselines(*known[0], *known[1], train.data.relevance().transpose().counts)
+    found |= {f"t2i/{name}": values for name, values in trivial.items()}
     np.savez(scores, **found)
     return scores
 
@@ -97,26 +95,21 @@ def pooled(files: list[Path], truth: Relevance, n_resamples: int) -> dict[str, A
     ]
     result: dict[str, Any] = {"map@r": {}, "recall@1": {}, "wrong": {}}
     for wordings in ("seen", "unseen"):
-        rows, which = [], []
-        for each in folds:
-            own = np.flatnonzero(each["seen"] == (wordings == "seen"))
-            rows.append(own)
-            which.append({name: each[f"t2i/{name}"][own] for name in names})
-        scores = {name: np.concatenate([part[name] for part in which]) for name in names}
-        relevance = truth.select_queries(np.concatenate(rows))
+        chosen = [(each, np.flatnonzero(each["seen"] == (wordings == "seen"))) for each in folds]
+        scores = {name: np.concatenate([each[f"t2i/{name}"][rows] for each, rows in chosen]) for name in names}
+        relevance = truth.select_queries(np.concatenate([rows for _, rows in chosen]))
         figures = measure_ambiguity(scores, relevance, n_resamples=n_resamples if wordings == "unseen" else 0)
         result[wordings] = {name: {f: vars(figures[name][f]) for f in FIGURES} for name in names}
     for direction in ("t2i", "i2t"):
-        result["map@r"][direction] = fmean(float(np.nanmean(each[f"{direction}/map"])) for each in folds)
-        result["recall@1"][direction] = fmean(float(np.nanmean(each[f"{direction}/hit"])) for each in folds)
+        for metric, key in (("map@r", "map"), ("recall@1", "hit")):
+            result[metric][direction] = fmean(float(np.nanmean(each[f"{direction}/{key}"])) for each in folds)
         for name in [key for key in folds[0] if key.startswith((f"{direction}/taught", f"{direction}/gallery"))]:
             errors = [(each[name], each[f"{direction}/hit"]) for each in folds]
             errors = [(u[~np.isnan(hit)], hit[~np.isnan(hit)]) for u, hit in errors]
+            deciles = [vars(RecallByUncertainty.of(average_ranks(u), hit))["correlation"] for u, hit in errors]
             result["wrong"][name] = {
                 "auroc": fmean(auroc(u, hit == 0) for u, hit in errors),
-                "deciles": fmean(
-                    vars(RecallByUncertainty.of(average_ranks(u), hit))["correlation"] for u, hit in errors
-                ),
+                "deciles": fmean(deciles),
             }
     return result
 
@@ -154,10 +147,7 @@ def print_tables(found: list[dict[str, Any]]) -> None:
 
 
 def _mean(values: list[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return "–"
-    return f"{fmean(known):.2f}" + (f" ± {stdev(known):.2f}" if len(known) > 1 else "")
+    return MISSING if None in values else str(over_seeds([{"mean": value} for value in values])["mean"])
 
 
 if __name__ == "__main__":

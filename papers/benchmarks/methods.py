@@ -166,8 +166,7 @@ def main() -> None:
                 options.json.write_text(json.dumps({**about, "table": ordered}, indent=2) + "\n")
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        for _ in pool.map(one, names):
-            pass
+        list(pool.map(one, names))
 
 
 if __name__ == "__main__":

@@ -148,11 +148,7 @@ def _vectors(texts: Sequence[str], advance: Progress) -> Tensor:
 
 def _found_words(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
     """(n,) fraction of each text's words that the item's texts say, by weight, and their number."""
-    own: dict[str, dict[str, str]] = {}
-    for pair in pairs:
-        for text in (pair.text, *pair.texts):
-            if text not in own:
-                own[text] = stemmed(text)
+    own = {text: stemmed(text) for text in dict.fromkeys(text for pair in pairs for text in (pair.text, *pair.texts))}
     words = list(dict.fromkeys(word for text in dict.fromkeys(p.text for p in pairs) for word in own[text].values()))
     weights = word_weight(FitsCalibration.packaged().query_prior(sentence_vectors(words))).tolist()
     weight, found = dict(zip(words, weights, strict=True)), []
@@ -186,12 +182,6 @@ def evidence_of(
     read = torch.tensor(read_fraction(list(judged), shared_minilm("cpu").pieces))[text]
     n_texts = torch.tensor([float(len(one.texts)) for one in pairs])
     return CaptionEvidence(mean, first, grouped(agreement, pair, len(pairs))[1], words, n_words, n_texts, image, read)
-
-
-def _n_different(pairs: Sequence[Pair]) -> int:
-    """Number of different texts and images to embed."""
-    texts = {text for pair in pairs if pair.texts for text in (pair.text, *pair.texts)}
-    return len(texts) + len({_image_key(pair.image) for pair in pairs if pair.image is not None})
 
 
 def score_pairs(pairs: Sequence[Pair], where: Callable[[int], str], advance: Progress = lambda n: None) -> np.ndarray:
@@ -278,7 +268,9 @@ def score_file(path: Path, out: Path) -> int:
     where = [f"{path}:{number}" for number in numbers]
     read = [_read_pair(lines[k - 1], path.parent, name) for k, name in zip(numbers, where, strict=True)]
     pairs = [pair for _, pair in read]
-    with progress_bar("embedding texts and images", _n_different(pairs)) as advance:
+    texts = {text for pair in pairs if pair.texts for text in (pair.text, *pair.texts)}
+    images = {_image_key(pair.image) for pair in pairs if pair.image is not None}
+    with progress_bar("embedding texts and images", len(texts) + len(images)) as advance:
         found = score_pairs(pairs, where.__getitem__, advance)
     rows = (row | {"fits": round(float(p), 6)} for (row, _), p in zip(read, found, strict=True))
     write_atomically(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -63,12 +63,11 @@ def pcme_training(content: Mapping[str, Any], tokenizer: Tokenizer | None, where
     if "word2idx" not in content and not any(str(key).startswith("img_enc.cnn.") for key in content):
         return None
     tensors, words, logits = (content.get(key) for key in ("model", "word2idx", "criterion"))
-    if not all(isinstance(part, Mapping) for part in (tensors, words, logits)):
+    if not (isinstance(tensors, Mapping) and isinstance(words, Mapping) and isinstance(logits, Mapping)):
         raise UserError(
             f"{where}: a checkpoint of PCME needs model, word2idx and criterion; it has {', '.join(map(str, content))}."
             " A bare state dict has no words: give the released file"
         )
-    assert tensors is not None and words is not None and logits is not None
     for anchor in ("img_enc.cnn.conv1.weight", "img_enc.fc.weight", "txt_enc.embed.weight"):
         if not isinstance(tensors.get(anchor), Tensor):
             raise UserError(f"{where}: {anchor!r} is missing; not a complete model of the PCME code")
@@ -165,8 +164,7 @@ def _released_name(ours: str) -> str:
 
 def treebank_tokenizer(words: Mapping[str, int], where: str) -> Tokenizer:
     """A tokenizer of whole words: lower case, punctuation and contractions split as by the Penn Treebank."""
-    missing = [word for word in _SPECIAL if word not in words]
-    if missing:
+    if missing := [word for word in _SPECIAL if word not in words]:
         raise UserError(f"{where}: word2idx has no {missing[0]!r}; expected {', '.join(_SPECIAL)} among its words")
     tokenizer = Tokenizer(models.WordLevel(dict(words), unk_token="<unk>"))
     quotes = (Regex(r'^"'), "``"), (Regex(r'(?<=[\s(\[{<])"'), "``"), ('"', "''")

@@ -95,17 +95,9 @@ def _features(backbone: FrozenBackbone, name: str, split: PairData, problems: Pr
     return (split if len(kept) == len(items) else split.keep_images(kept)), store
 
 
-def _equal_captions(data: PairData) -> Sequence[Sequence[int]] | None:
-    """The texts of each image, if SCAN's layout can represent them: equal numbers, and no text of two images."""
-    counts = np.bincount(data.pairs[:, 0], minlength=len(data.image_ids))
-    if len(set(counts.tolist())) != 1 or len(data.pairs) != len(data.texts):
-        return None
-    return data.pairs[:, 1].reshape(len(data.image_ids), -1).tolist()
-
-
 def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple[int, int, int]:
-    captions = _equal_captions(split)
-    if captions is None:
+    counts = np.bincount(split.pairs[:, 0], minlength=len(split.image_ids))
+    if len(set(counts.tolist())) != 1 or len(split.pairs) != len(split.texts):
         raise UserError(
             f"split {name!r}: the images have different numbers of captions, which this layout cannot hold;"
             " write a manifest instead: --layout manifest"
@@ -124,7 +116,7 @@ def _write_scan(folder: Path, name: str, split: PairData, store: Store) -> tuple
             )
         array[start : start + len(index)] = batch.values
     array.flush()
-    lines = [" ".join(split.texts[t].split()) for texts in captions for t in texts]
+    lines = [" ".join(split.texts[t].split()) for t in split.pairs[:, 1]]
     write_atomically(folder / f"{name}_caps.txt", "".join(f"{line}\n" for line in lines))
     write_atomically(folder / f"{name}_ids.txt", "".join(f"{identity}\n" for identity in split.image_ids))
     return shape

@@ -6,6 +6,7 @@ A query has one number, whatever the gallery: nothing is known of galleries with
 import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -53,9 +54,11 @@ class AddedMethod:
         for side in self.sides:
             for split in splits:
                 if (split, DIRECTION_OF[side]) not in self.rows:
+                    fitted = "on which its probability of a right first hit is fitted"
                     raise UserError(
                         f"{self.path}:{self.line}: method {self.name!r} has no rows of split {split}, direction"
-                        f" {DIRECTION_OF[side]}; expected {_needed(split)}. Add them, or leave this direction out"
+                        f" {DIRECTION_OF[side]}; expected a number for each query of {split},"
+                        f" {fitted if split == 'val' else 'which is measured'}. Add them, or leave this direction out"
                     )
         return {split: self._contestant(split) for split in splits}
 
@@ -147,19 +150,10 @@ def _wrong(row: Mapping[str | None, str | None]) -> str:
         return f"{name!r} is a method of sfumato already; expected another name, for example my_{name}"
     if direction not in DIRECTIONS:
         return f"direction {direction!r}; expected t2i, where texts are the queries, or i2t, where images are"
-    try:
-        finite = math.isfinite(float(uncertainty))
-    except ValueError:
-        finite = False
-    if not finite:
-        return (
-            f"uncertainty {uncertainty!r}; expected a finite number, larger is less certain. Where the method knows"
-            " nothing, give a number larger than its others"
-        )
-    return ""
-
-
-def _needed(split: str) -> str:
-    if split == "val":
-        return "a number for each query of val, on which its probability of a right first hit is fitted"
-    return f"a number for each query of {split}, which is measured"
+    with suppress(ValueError):
+        if math.isfinite(float(uncertainty)):
+            return ""
+    return (
+        f"uncertainty {uncertainty!r}; expected a finite number, larger is less certain. Where the method knows"
+        " nothing, give a number larger than its others"
+    )

@@ -50,21 +50,20 @@ class FrozenPairs(TwoSides):
     logit_bias: float | None = None  # constant of the model's logit (SigLIP); None for a model without one (CLIP)
 
     def __post_init__(self) -> None:
-        who = "FrozenPairs"
-        check_embeddings(self.images, who, "images")
-        check_embeddings(self.texts, who, "texts", d=self.images.shape[1])
+        check_embeddings(self.images, "images")
+        check_embeddings(self.texts, "texts", d=self.images.shape[1])
         index = self.pairs
         if index.ndim != 2 or index.shape[1] != 2 or index.is_floating_point() or index.dtype == torch.bool:
-            raise ValueError(f"{who}: pairs must be (p, 2) integers, got {tuple(index.shape)} of {index.dtype}")
+            raise ValueError(f"FrozenPairs: pairs must be (p, 2) integers, got {tuple(index.shape)} of {index.dtype}")
         for column, side in enumerate(get_args(Side)):
             positions, n = index[:, column], len(self.embeddings(side))
             if len(positions) and not (int(positions.min()) >= 0 and int(positions.max()) < n):
                 raise ValueError(
-                    f"{who}: pairs name {side} {int(positions.min())} .. {int(positions.max())}, but there are {n}"
+                    f"FrozenPairs: pairs name {side} {int(positions.min())} .. {int(positions.max())},"
+                    f" but there are {n}"
                 )
-            hidden = self.hidden(side)
-            if hidden is not None:
-                check_rows(hidden, who, f"{side}_hidden", n=n)
+            if (hidden := self.hidden(side)) is not None:
+                check_rows(hidden, f"{side}_hidden", n=n)
 
     @property
     def d(self) -> int:
@@ -114,25 +113,26 @@ class PosthocMethod(ABC):
 
 
 # ---------------------------------------------------------------- checks and helpers of the methods
-def check_rows(x: Tensor, who: str, what: str, *, n: int | None = None, d: int | None = None) -> None:
+def check_rows(x: Tensor, what: str, *, n: int | None = None, d: int | None = None) -> None:
     """Refuse anything but a finite floating point matrix. x (n, d)."""
     wanted = f"({'n' if n is None else n}, {'d' if d is None else d})"
     if x.ndim != 2 or x.shape != (x.shape[0] if n is None else n, x.shape[1] if d is None else d):
-        raise ValueError(f"{who}: {what} must be {wanted}, got {tuple(x.shape)}")
+        raise ValueError(f"FrozenPairs: {what} must be {wanted}, got {tuple(x.shape)}")
     if not x.is_floating_point():
-        raise ValueError(f"{who}: {what} must be floating point, got {x.dtype}")
-    finite = torch.isfinite(x).all(1)
-    if not finite.all():
-        row = int((~finite).nonzero()[0])
-        raise ValueError(f"{who}: row {row} of {what} holds NaN or infinity; leave such items out")
+        raise ValueError(f"FrozenPairs: {what} must be floating point, got {x.dtype}")
+    infinite = ~torch.isfinite(x).all(1)
+    if infinite.any():
+        row = int(infinite.nonzero()[0])
+        raise ValueError(f"FrozenPairs: row {row} of {what} holds NaN or infinity; leave such items out")
 
 
-def check_embeddings(x: Tensor, who: str, what: str, *, d: int | None = None) -> None:
+def check_embeddings(x: Tensor, what: str, *, d: int | None = None) -> None:
     """Refuse embeddings without a direction, and what :func:`check_rows` refuses. x (n, d)."""
-    check_rows(x, who, what, d=d)
+    check_rows(x, what, d=d)
     zero = (x == 0).all(1)
     if zero.any():
-        raise ValueError(f"{who}: row {int(zero.nonzero()[0])} of {what} is zero and has no cosine; leave it out")
+        row = int(zero.nonzero()[0])
+        raise ValueError(f"FrozenPairs: row {row} of {what} is zero and has no cosine; leave it out")
 
 
 def unit(x: Tensor) -> Tensor:

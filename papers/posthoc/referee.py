@@ -10,6 +10,7 @@ read the figures.
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -116,7 +117,11 @@ def referee_model(
     if missing or added:
         report["about"] = dict(about or {})
         splits, n, seed = {"val": model.val, **model.tests}, len(model.val.images), options.seed
-        scenes = {split: {side: _Scene.of(x, side, n, seed) for side in _SIDES} for split, x in splits.items()}
+        dealt = {split: x.galleries(n, seed=seed) for split, x in splits.items()}
+        scenes = {
+            split: {side: _Scene(x, side, [_Gallery.of(part, side) for part in dealt[split]]) for side in _SIDES}
+            for split, x in splits.items()
+        }
         calibration = pair_calibration(model, reference=False)
         for name in missing:
             report["methods"][name] = _measured(name, model, options, calibration, scenes)
@@ -197,11 +202,7 @@ class _Scene:
 
     whole: FrozenSplit
     side: Side
-    galleries: tuple[_Gallery, ...]
-
-    @classmethod
-    def of(cls, split: FrozenSplit, side: Side, n_images: int, seed: int) -> "_Scene":
-        return cls(split, side, tuple(_Gallery.of(part, side) for part in split.galleries(n_images, seed=seed)))
+    galleries: Sequence[_Gallery]
 
     @property
     def hit(self) -> np.ndarray:
@@ -281,12 +282,10 @@ def _platt(contestant: Contestant, scene: _Scene) -> tuple[tuple[float, float] |
     hit = scene.hit
     rate = (hit.sum() + 1) / (len(hit) + 2)
     u, _ = scene.uncertainty(contestant)
-    if contestant.probability(u) is not None:
-        return None, rate
-    try:
-        return fit_hit_logits(torch.from_numpy(u), torch.from_numpy(hit)), rate
-    except ValueError:
-        return None, rate
+    if contestant.probability(u) is None:
+        with suppress(ValueError):
+            return fit_hit_logits(torch.from_numpy(u), torch.from_numpy(hit)), rate
+    return None, rate
 
 
 def _figures(
@@ -299,9 +298,7 @@ def _figures(
     hit, groups = scene.hit, scene.groups
     p = contestant.probability(u)
     if p is None:
-        p = np.full(len(u), rate)
-        if platt is not None:
-            p = match_probability(torch.from_numpy(u), *platt).numpy()
+        p = np.full(len(u), rate) if platt is None else match_probability(torch.from_numpy(u), *platt).numpy()
     p = p.clip(_SMALLEST, 1 - _SMALLEST)
     statistics: dict[str, Statistic] = {
         "recall": mean_statistic(hit),

@@ -5,6 +5,7 @@ what can be found. The matches of the data stand, and pairs of the pool join the
 """
 
 import csv
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from sfumato.data.pairs import PairData
 from sfumato.errors import UserError
 from sfumato.files import write_json
 from sfumato.gaussian import GaussianEmbedding
+from sfumato.ids import DIRECTIONS
 from sfumato.metrics.relevance import Relevance
 from sfumato.metrics.retrieval import per_query_metrics
 from sfumato.models.embed import embed_split, load_split
@@ -73,11 +75,10 @@ def read_judgements(path: Path, data: PairData) -> dict[Pair, float]:
     A caption is a text id, or IMAGE#K for the K-th text of an image, from 0. Pairs of other splits are left out.
     """
     images, texts = ({one: k for k, one in enumerate(ids)} for ids in (data.image_ids, data.text_ids))
-    of_image: dict[int, list[int]] = {}
+    n_texts = Counter[int]()
     for i, t in data.pairs.tolist():
-        of_image.setdefault(i, []).append(t)
-    for i, own in of_image.items():
-        texts |= {f"{data.image_ids[i]}#{k}": t for k, t in enumerate(own)}
+        texts[f"{data.image_ids[i]}#{n_texts[i]}"] = t
+        n_texts[i] += 1
     found = {}
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
@@ -108,7 +109,7 @@ def measure_pool(pool: Pool, judged: Mapping[Pair, float]) -> dict[str, Any]:
     n = len(pool.data.image_ids), len(pool.data.text_ids)
     figures: dict[str, Any] = {name: {} for name in pool.embedded}
     counts = {}
-    for side, direction in enumerate(("i2t", "t2i")):
+    for side, direction in enumerate(DIRECTIONS):
         queries = np.array(sorted({pair[side] for pair in asked}))
         for truth, pairs in (("own", own), ("verified", own | verified)):
             rows = np.array(sorted(pairs))
@@ -148,8 +149,8 @@ def write_pool(pool: Pool, judged: Mapping[Pair, float], folder: Path) -> None:
 
 def pool_table(found: Mapping[str, Any]) -> Table:
     """Each model by the verified matches and, in brackets, by the data's own; per cent."""
-    keys = [(f"{d} verified {m}", f"{d} own {m}") for d in ("i2t", "t2i") for m in METRICS]
-    heads = ["run", *(f"{d} {m}" for d in ("i2t", "t2i") for m in METRICS)]
+    keys = [(f"{d} verified {m}", f"{d} own {m}") for d in DIRECTIONS for m in METRICS]
+    heads = ["run", *(f"{d} {m}" for d in DIRECTIONS for m in METRICS)]
     rows = [
         [name, *(f"{100 * f[both[0]]:.1f} ({100 * f[both[1]]:.1f})" for both in keys)]
         for name, f in found["figures"].items()

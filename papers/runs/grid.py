@@ -50,7 +50,7 @@ def table_of_grid(
     recipes: Sequence[Recipe],
     keys: Sequence[str],
     runs: Path,
-    options: TableOptions | None = None,
+    options: TableOptions,
     *,
     device: torch.device | str = "cpu",
 ) -> RunsTable:

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from sfumato.evaluation.benchmarks import (
     per_query_table,
     strings,
 )
+from sfumato.ids import DIRECTIONS
 from sfumato.metrics.bootstrap import Interval, bootstrap, mean_statistic
 from sfumato.metrics.retrieval import RECALLS
 
@@ -38,11 +40,9 @@ class PerQuery:
     figures: dict[str, np.ndarray]
 
     def __post_init__(self) -> None:
-        seen = set()
-        for key in self.keys():
-            if key in seen:
+        for key, n in Counter(self.keys()).items():
+            if n > 1:
                 raise ValueError(f"PerQuery: {query_name(key)} occurs twice")
-            seen.add(key)
 
     def __len__(self) -> int:
         return len(self.query)
@@ -58,8 +58,7 @@ class PerQuery:
 
     def select(self, index: np.ndarray) -> "PerQuery":
         """Choose rows. index (k,)."""
-        columns = self.columns()
-        return from_columns({name: values[index] for name, values in columns.items()})
+        return from_columns({name: values[index] for name, values in self.columns().items()})
 
 
 def from_columns(columns: Mapping[str, np.ndarray]) -> PerQuery:
@@ -104,7 +103,7 @@ BOTH = "both"
 def with_rsum(table: PerQuery) -> PerQuery:
     """The table, and below it what each query adds to the rsum of both directions: its mean over these rows is rsum."""
     weight = np.zeros(len(table))
-    for direction in ("i2t", "t2i"):
+    for direction in DIRECTIONS:
         chosen = table.direction == direction
         weight[chosen] = len(table) / max(1, int(chosen.sum()))
     nothing = np.full(len(table), np.nan)
@@ -215,12 +214,9 @@ def compare_per_query(
     for ground_truth, direction in dict.fromkeys(sides):
         chosen = np.flatnonzero((first.ground_truth == ground_truth) & (first.direction == direction))
         groups = np.unique(first.group[chosen], return_inverse=True)[1]
-        pairs = {}
-        for metric in metrics:
-            if metric in first.figures and metric in second.figures:
-                a, b = first.figures[metric][chosen], second.figures[metric][chosen]
-                if np.isfinite(a).all() and np.isfinite(b).all():
-                    pairs[metric] = (a, b)
+        shared = [metric for metric in metrics if metric in first.figures and metric in second.figures]
+        both = {metric: (first.figures[metric][chosen], second.figures[metric][chosen]) for metric in shared}
+        pairs = {metric: values for metric, values in both.items() if np.isfinite(values).all()}
         if not pairs:
             continue
         gaps = {metric: b - a for metric, (a, b) in pairs.items()}

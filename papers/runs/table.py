@@ -104,13 +104,12 @@ class RunsTable:
 def table_of_runs(
     folders: Sequence[Path],
     keys: Sequence[str],
-    options: TableOptions | None = None,
+    options: TableOptions,
     *,
     notes: Sequence[str] = (),
     device: torch.device | str = "cpu",
 ) -> RunsTable:
     """Group runs by keys of their recipes, evaluate those that were not, and test what is best."""
-    options = options or TableOptions()
     check_metrics(options.metrics)
     if twice := next((key for key in keys if list(keys).count(key) > 1), None):
         raise UserError(f"--group names {twice} twice")
@@ -232,12 +231,9 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, flo
 
 def _check_same_queries(runs: Sequence[SavedRun], results: Mapping[Path, Mapping[str, _Result]]) -> None:
     """Refuse runs of different data."""
-    keys = []
-    for run in runs:
-        table = next(iter(results[run.folder].values())).queries
-        keys.append(
-            {key: group for key, group in zip(table.keys(), table.group.tolist(), strict=True) if key[1] != BOTH}
-        )
+    tables = [next(iter(results[run.folder].values())).queries for run in runs]
+    groups = [zip(table.keys(), table.group.tolist(), strict=True) for table in tables]
+    keys = [{key: group for key, group in of_run if key[1] != BOTH} for of_run in groups]
     for run, own in zip(runs[1:], keys[1:], strict=True):
         if own != keys[0]:
             lone = min(keys[0].keys() ^ own.keys(), default=None)

@@ -138,11 +138,11 @@ class _Split:
 
     def sides(self) -> dict[Side, tuple[GaussianEmbedding, GaussianEmbedding, Relevance, Matching]]:
         """(queries, gallery, ground truth, matching) of images and texts as queries."""
-        m, embedded = self.retrieval_model, EmbeddedSplit(self.images, self.texts, self.relevance)
+        m = self.retrieval_model
         return {
             side: (q.queries, q.gallery, q.relevance, Matching(m.distance, m.logit_scale, m.logit_bias, q.direction))
             for side, direction in DIRECTION_OF.items()
-            for q in [embedded.query(direction)]
+            for q in [self.embedded.query(direction)]
         }
 
     def estimator(self) -> Estimator:
@@ -161,19 +161,10 @@ class _Split:
         """Ids, images and texts."""
         return self.prepared.data
 
-    @property
-    def images(self) -> GaussianEmbedding:
-        """(n, d)."""
-        return self._embedded[0]
-
-    @property
-    def texts(self) -> GaussianEmbedding:
-        """(m, d)."""
-        return self._embedded[1]
-
     @cached_property
-    def _embedded(self) -> tuple[GaussianEmbedding, GaussianEmbedding]:
-        return embed_split(self.retrieval_model.model, self.prepared)
+    def embedded(self) -> EmbeddedSplit:
+        """Images (n, d), texts (m, d) and which of them match."""
+        return EmbeddedSplit(*embed_split(self.retrieval_model.model, self.prepared), self.relevance)
 
     @cached_property
     def breadth(self) -> np.ndarray:
@@ -183,13 +174,12 @@ class _Split:
     @property
     def points(self) -> bool:
         """Whether some embeddings have no variance."""
-        return any(bool(torch.isneginf(e.log_var).any()) for e in (self.images, self.texts))
+        return any(bool(torch.isneginf(e.log_var).any()) for e in (self.embedded.images, self.embedded.texts))
 
     def above_chance(self) -> bool:
         """Whether the model ranks the pairs of the split better than a random order."""
-        return evaluate_retrieval(
-            self.images, self.texts, self.relevance, distance=self.retrieval_model.distance
-        ).above_chance
+        e, distance = self.embedded, self.retrieval_model.distance
+        return evaluate_retrieval(e.images, e.texts, e.relevance, distance=distance).above_chance
 
 
 def known_studies(names: Sequence[str]) -> tuple[str, ...]:
@@ -339,21 +329,21 @@ def _words(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def _map(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
-    options, data = scene.options, scene.data
+    options, data, e = scene.options, scene.data, scene.embedded
     if options.method == "tsne":
         say("placing images and texts by t-SNE: seconds for hundreds, a minute for thousands")
     drawn = usual.map_items(
-        scene.images, scene.texts, scene.relevance, n=options.n_mapped, method=options.method, seed=options.seed
+        e.images, e.texts, e.relevance, n=options.n_mapped, method=options.method, seed=options.seed
     )
     for item in drawn["items"]:
-        i = item["index"]
-        item["id"] = (data.image_ids if item["side"] == "image" else data.text_ids)[i]
-        item["label"] = (
-            _caption(scene, i)
-            if item["side"] == "image"
-            else textwrap.shorten(data.texts[i], _LABEL_LENGTH, placeholder="…")
-        )
+        image, i = item["side"] == "image", item["index"]
+        item["id"] = (data.image_ids if image else data.text_ids)[i]
+        item["label"] = _caption(scene, i) if image else _label(data.texts[i])
     return drawn, {}
+
+
+def _label(text: str) -> str:
+    return textwrap.shorten(text, _LABEL_LENGTH, placeholder="…")
 
 
 def _caption(scene: _Split, image: int) -> str:
@@ -361,7 +351,7 @@ def _caption(scene: _Split, image: int) -> str:
     own = scene.relevance.indices[slice(*scene.relevance.indptr[image : image + 2])]
     if not len(own):
         return scene.data.image_ids[image]
-    return textwrap.shorten(scene.data.texts[own[scene.breadth[own].argmin()]], _LABEL_LENGTH, placeholder="…")
+    return _label(scene.data.texts[own[scene.breadth[own].argmin()]])
 
 
 STUDIES: Mapping[str, Callable[[_Split], tuple[dict[str, Any], dict[str, bytes]]]] = {

@@ -36,7 +36,6 @@ def study_gradients(*, seed: int, noise: float, scale: float, bias: float) -> di
     unlisted, mixed, soft = image.clone(), image.clone(), match.clone()
     unlisted[2], mixed[0], soft[0, :2] = image[3], image[:2].mean(0), 0.5
     pseudo = PCMEPPOptions(distance="squared_l2", alpha=1.0, beta=0.0)
-    matched = losses["match loss of PCME++"]
 
     def gradients(loss: Callable[..., Any], image: Tensor, labels: Tensor) -> Tensor:
         return pair_gradients(lambda x, y: loss(x, y, labels).total, image, text)
@@ -46,7 +45,7 @@ def study_gradients(*, seed: int, noise: float, scale: float, bias: float) -> di
     matrices["pseudo-positive"] = gradients(
         partial(pcmepp_loss, options=pseudo, logit_scale=scale, logit_bias=bias), unlisted, match
     )
-    matrices["mixed image"] = gradients(matched, mixed, soft)
+    matrices["mixed image"] = gradients(losses["match loss of PCME++"], mixed, soft)
     return {
         "matrices": {name: matrix.tolist() for name, matrix in matrices.items()},
         "disturbed": {name: int((change[1:].abs() > 1e-14).sum()) for name, change in changes.items()},

@@ -85,8 +85,7 @@ def data_labelled(data: PairData, names: Mapping[str, str] | None = None, *, whe
     texts: list[set[str]] = [set() for _ in data.image_ids]
     for image, text in data.pairs:
         texts[image].add(data.texts[text])
-    bad = next((i for i, own in enumerate(texts) if len(own) != 1), None)
-    if bad is not None:
+    if (bad := next((i for i, own in enumerate(texts) if len(own) != 1), None)) is not None:
         raise UserError(
             f"{where}: image {data.image_ids[bad]} has {len(texts[bad])} texts; expected one each, its class"
         )
@@ -98,8 +97,7 @@ def _labelled(
     sources: Sequence[ImageSource], ids: Sequence[str], keys: Sequence[str], names: Mapping[str, str], where: str
 ) -> Labelled:
     number = {key: c for c, key in enumerate(names)}
-    unknown = next((key for key in keys if key not in number), None)
-    if unknown is not None:
+    if (unknown := next((key for key in keys if key not in number), None)) is not None:
         raise UserError(
             f"{where}: there is no name for the class {unknown!r}; the first that have one:"
             f" {', '.join(list(names)[:5])}"

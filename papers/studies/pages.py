@@ -135,15 +135,14 @@ def _shown_pair(pair: Mapping[str, Any], picture: Callable[[str], bytes | None])
     for item in pair["items"]:
         letter, _, about = MADE[item["name"]]
         content = picture(item["picture"])
-        items.append(
-            {
-                "letter": letter,
-                "src": data_url(content) if content else None,
-                "alt": f"image {letter}, {about}",
-                "name": letter,
-                "variance": digits(item["total_variance"], 3),
-            }
-        )
+        shown = {
+            "letter": letter,
+            "src": data_url(content) if content else None,
+            "alt": f"image {letter}, {about}",
+            "name": letter,
+            "variance": digits(item["total_variance"], 3),
+        }
+        items.append(shown)
     ellipses, times = pair_ellipses(pair)
     label = "Six Gaussians in a plane: " + ", ".join(f"{i['letter']} total variance {i['variance']}" for i in items)
     chart = ellipse_chart(ellipses, label, times=DRAWN_SIGMAS * times, width=380, height=300)
@@ -204,13 +203,15 @@ def map_ellipses(study: Mapping[str, Any]) -> tuple[list[Ellipse], float]:
     return ellipses, 1.0 if study["method"] == "tsne" else magnification(ellipses, 0.035)
 
 
+def family_names(study: Mapping[str, Any], most: int) -> dict[int, str]:
+    """The captions of the images of a map that stand out, with at most some letters, by the number of their family."""
+    items = (item for item in study["items"] if item["family"] is not None and item["side"] == "image")
+    return dict(sorted((item["family"], clipped(item["label"], most)) for item in items))
+
+
 def _map(study: Mapping[str, Any]) -> dict[str, Any]:
     tsne, (ellipses, times) = study["method"] == "tsne", map_ellipses(study)
-    families = {
-        item["family"]: clipped(item["label"], 48)
-        for item in study["items"]
-        if item["family"] is not None and item["side"] == "image"
-    }
+    families = family_names(study, 48)
     counts = [sum(item["side"] == side for item in study["items"]) for side in ("image", "text")]
     label = (
         f"Map of {counts[0]} images and {counts[1]} texts by {'t-SNE' if tsne else 'PCA'}; the colours of"
@@ -220,7 +221,7 @@ def _map(study: Mapping[str, Any]) -> dict[str, Any]:
         "tsne": tsne,
         "times": f"{times:g}",
         "chart": ellipse_chart(ellipses, label, times=times).svg(),
-        "families": [{"class": f"f{k}", "name": name} for k, name in sorted(families.items())],
+        "families": [{"class": f"f{k}", "name": name} for k, name in families.items()],
         "counts": [f"{n:,}" for n in counts],
         "explained": None if study["explained"] is None else percent(sum(study["explained"]), 0),
     }
@@ -260,12 +261,9 @@ def write_analyses(analyses: Analyses, folder: Path, version: str) -> Path:
 def print_analyses(found: Mapping[str, Any]) -> None:
     """Print tables of the results of studies."""
     title = f"{found['model']} on {found['split']}"
-    if study := found.get("corruption"):
-        _print_curves(study, title)
-    if study := found.get("sets"):
-        _print_sets(study, title)
-    if study := found.get("words"):
-        _print_words(study, title)
+    for name, show in (("corruption", _print_curves), ("sets", _print_sets), ("words", _print_words)):
+        if study := found.get(name):
+            show(study, title)
     if study := found.get("map"):
         method = "t-SNE"
         if study["explained"] is not None:

@@ -230,7 +230,7 @@ def verdict(methods: Sequence[Mapping[str, Any]], chance: float) -> str:
     filtered = [m for m in methods if m["against_random"] is not None]
     if not filtered:
         return "Nothing was filtered."
-    beating = [_low(m["top1"]) > chance for m in filtered]
+    beating = [(m["top1"]["value"] if m["top1"]["low"] is None else m["top1"]["low"]) > chance for m in filtered]
     if not any(beating):
         return (
             f"No filter is better than always answering the most frequent class ({100 * chance:.1f}% right), so"
@@ -244,10 +244,6 @@ def verdict(methods: Sequence[Mapping[str, Any]], chance: float) -> str:
         else f"{m['name']}: not better than always answering the most frequent class."
         for m, beats in zip(filtered, beating, strict=True)
     )
-
-
-def _low(top1: Mapping[str, float]) -> float:
-    return top1["value"] if top1["low"] is None else top1["low"]
 
 
 def _judged(difference: Mapping[str, Any]) -> str:

@@ -165,12 +165,8 @@ def _maps(figure: Figure) -> "Drawing":
         meaning = _meaning(study, shown, times)
         dashed = "" if side or meaning == "points" else "; dashed: texts"
         ax.set_title(f"{name}: {meaning}{dashed}", loc="left", fontsize=10)
-    families = {
-        i["family"]: clipped(i["label"], 30)
-        for i in next(iter(maps.values()))["items"]
-        if i["family"] is not None and i["side"] == "image"
-    }
-    marks = {FIRST: "other images", SECOND: "other texts"} | {FAMILIES[k]: f for k, f in sorted(families.items())}
+    families = pages.family_names(next(iter(maps.values())), 30)
+    marks = {FIRST: "other images", SECOND: "other texts"} | {FAMILIES[k]: name for k, name in families.items()}
     _legend(drawing, marks, columns=2)
     return drawing
 
@@ -277,10 +273,10 @@ def _word_table(figure: Figure) -> "Drawing":
 
 def _examples(figure: Figure) -> "Drawing":
     numbers = figure.numbers
-    rows = [(side, one) for side, found in numbers["sides"].items() for one in found]
-    across = 1 + max(len(one["results"]) for _, one in rows)
+    rows = [one for found in numbers["sides"].values() for one in found]
+    across = 1 + max(len(one["results"]) for one in rows)
     drawing = _drawing(1.9 * across, 1.75 * len(rows) + 0.6)
-    for axes, (_, one) in zip(drawing.subplots(len(rows), across, squeeze=False), rows, strict=True):
+    for axes, one in zip(drawing.subplots(len(rows), across, squeeze=False), rows, strict=True):
         value = f"{in_words(numbers['uncertainty'])} {said.plain(one['uncertainty'])}"
         _item(axes[0], one["query"], figure, INK, value)
         for ax in axes[1 + len(one["results"]) :]:

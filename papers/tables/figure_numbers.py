@@ -6,6 +6,8 @@ What a figure consists of is data, see :mod:`papers.tables.items`: its kind name
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,13 @@ from papers.tables.paper_tables import Repeated, TableData, embed_item, plan_tab
 from sfumato.data.images import thumbnail
 from sfumato.errors import UserError
 from sfumato.evaluation.embedded_input import Measured, measure
-from sfumato.evaluation.protocols import EvaluationOptions
-from sfumato.ids import Direction
+from sfumato.evaluation.protocols import EmbeddedSplit, EvaluationOptions
+from sfumato.ids import DIRECTION_OF, DIRECTIONS, OTHER_SIDE, Side
 from sfumato.matching import MATCH_PROBABILITY
 from sfumato.metrics.reliability import wilson_interval
 from sfumato.models.embed import embed_split, file_endings, load_split
 from sfumato.models.run import LOG, Run, load_model, load_run, read_log
 from sfumato.search.exact import top_k
-
-SIDES: dict[str, Direction] = {"image": "i2t", "text": "t2i"}
-"""The direction in which each side is the query."""
 
 EXAMPLES, RESULTS = 4, 4
 """Number of queries of a side that are shown, and of results of each."""
@@ -110,7 +109,7 @@ def _recall_by_uncertainty(scene: Scene) -> dict[str, Any]:
     for row, folders in scene.runs.items():
         measured = EvaluationOptions(uncertainty=scene.options["uncertainty"])
         found = [_bins(scene.measure(folder, measured), row) for folder in folders]
-        for direction in SIDES.values():
+        for direction in DIRECTIONS:
             runs = [one[direction] for one in found]
             bins = []
             for k in range(len(runs[0]["bins"])):
@@ -144,7 +143,7 @@ def _corruption(scene: Scene) -> dict[str, Any]:
         row: [scene.study(folder, "corruption", options)["sides"] for folder in folders]
         for row, folders in scene.runs.items()
     }
-    for side, name in zip(SIDES, scene.options["of"], strict=True):
+    for side, name in zip(DIRECTION_OF, scene.options["of"], strict=True):
         series = {}
         for row, runs in found.items():
             curves = [run[side][name] for run in runs if name in run.get(side, {})]
@@ -166,17 +165,17 @@ def _corruption(scene: Scene) -> dict[str, Any]:
 
 
 def _sorted_variances(scene: Scene) -> dict[str, Any]:
-    series: dict[str, dict[str, list[dict[str, Any]]]] = {side: {} for side in SIDES}
+    series: dict[Side, dict[str, list[dict[str, Any]]]] = {side: {} for side in DIRECTION_OF}
     for row, folders in scene.runs.items():
-        runs: dict[str, list[list[tuple[float, float]]]] = {side: [] for side in SIDES}
+        runs: dict[Side, list[list[tuple[float, float]]]] = {side: [] for side in DIRECTION_OF}
         for folder in folders:
             run = scene.load(folder)
             embedded = embed_item(run, scene.item, scene.data, annotated=False)
-            for side, e in zip(SIDES, (embedded.images, embedded.texts), strict=True):
+            for side, e in zip(DIRECTION_OF, (embedded.images, embedded.texts), strict=True):
                 ordered = e.var.double().mean(0).sort(descending=True).values.tolist()
                 runs[side].append([(float(k), value) for k, value in enumerate(ordered, 1)])
-        for side in SIDES:
-            series[side][row] = _of_runs(runs[side])
+        for side, found in runs.items():
+            series[side][row] = _of_runs(found)
     about = "dimensions, by descending variance", "mean variance"
     return {"panels": [_panel(side, *about, rows, "logarithmic") for side, rows in series.items()]}
 
@@ -199,7 +198,7 @@ def _by_value(scene: Scene) -> dict[str, Any]:
 def _two_metrics(scene: Scene) -> dict[str, Any]:
     x, y = scene.options["metrics"]
     panels = []
-    for direction in SIDES.values():
+    for direction in DIRECTIONS:
         points = [
             {"row": row, **{axis: _point(0, _own(scene, row, f"{direction} {m}")) for axis, m in (("x", x), ("y", y))}}
             for row in scene.runs
@@ -211,8 +210,7 @@ def _two_metrics(scene: Scene) -> dict[str, Any]:
 def _r_precision(measured: Measured) -> float:
     """Mean of both directions, in per cent, of the only ground truth."""
     (figures,) = measured.figures.values()
-    values = [float(figures[direction]["r_precision"]) for direction in SIDES.values()]
-    return 100 * statistics.mean(values)
+    return 100 * statistics.mean(float(figures[direction]["r_precision"]) for direction in DIRECTIONS)
 
 
 def _samples_at_test(scene: Scene) -> dict[str, Any]:
@@ -231,7 +229,7 @@ def _samples_at_test(scene: Scene) -> dict[str, Any]:
 
 
 def _pmrp_by_tolerance(scene: Scene) -> dict[str, Any]:
-    series: dict[str, dict[str, list[dict[str, Any]]]] = {direction: {} for direction in SIDES.values()}
+    series: dict[str, dict[str, list[dict[str, Any]]]] = {direction: {} for direction in DIRECTIONS}
     for row, folders in scene.runs.items():
         found = [scene.measure(folder).figures for folder in folders]
         for direction, rows in series.items():
@@ -250,9 +248,9 @@ def _pmrp(figures: Mapping[str, Mapping[str, Any]], direction: str) -> list[tupl
 
 def _pseudo_positives(scene: Scene) -> dict[str, Any]:
     score, number = dict[str, list[dict[str, Any]]](), dict[str, list[dict[str, Any]]]()
+    keys = [f"pseudo_positives_{direction}" for direction in DIRECTIONS]
     for row, folders in scene.runs.items():
         logs = [read_log(folder / LOG) for folder in folders]
-        keys = [f"pseudo_positives_{direction}" for direction in SIDES.values()]
         score[row] = _of_runs([[(e["epoch"] + 1, 100 * e["val/rsum"]) for e in log if "val/rsum" in e] for log in logs])
         raised = [[(e["epoch"] + 1, statistics.mean(e[k] for k in keys)) for e in log if keys[0] in e] for log in logs]
         if any(raised):
@@ -292,11 +290,11 @@ def _check_instances(item: PaperItem, data: TableData, instances: Sequence[Path]
 def _examples(scene: Scene) -> dict[str, Any]:
     run, options = scene.load(scene.only), scene.options
     prepared = load_split(run.model, run.recipe.data, scene.item.split)
-    images, texts = embed_split(run.model, prepared)
     relevance, data = prepared.data.relevance(), prepared.data
+    embedded = EmbeddedSplit(*embed_split(run.model, prepared), relevance)
     sign = -1 if options["order"] == "most" else 1
 
-    def shown(side: str, index: int) -> dict[str, Any]:
+    def shown(side: Side, index: int) -> dict[str, Any]:
         if side == "text":
             return {"text": data.texts[index]}
         name, small = f"image-{index}.webp", thumbnail(data.images[index])
@@ -307,21 +305,22 @@ def _examples(scene: Scene) -> dict[str, Any]:
         return {"id": data.image_ids[index], "caption": caption, "picture": None if small is None else name}
 
     found = {}
-    for side in SIDES if options["side"] == "both" else (options["side"],):
-        queries, gallery = (images, texts) if side == "image" else (texts, images)
-        truth, other = (relevance, "text") if side == "image" else (relevance.transpose(), "image")
-        value = queries.uncertainty(options["uncertainty"]).double().cpu().numpy()
+    for side, direction in DIRECTION_OF.items():
+        if options["side"] not in (side, "both"):
+            continue
+        q = embedded.query(direction)
+        value = q.queries.uncertainty(options["uncertainty"]).double().cpu().numpy()
         chosen = np.argsort(sign * value, kind="stable")[:EXAMPLES]
-        distance = run.ranking_distance().for_direction(SIDES[side])
-        closest = top_k(queries[torch.from_numpy(chosen)], gallery, RESULTS, distance)[1].tolist()
+        distance = run.ranking_distance().for_direction(direction)
+        closest = top_k(q.queries[torch.from_numpy(chosen)], q.gallery, RESULTS, distance)[1].tolist()
         found[side] = [
             {
                 "query": shown(side, int(query)),
                 "uncertainty": float(value[query]),
-                "results": [shown(other, i) | {"true": i in own} for i in items],
+                "results": [shown(OTHER_SIDE[side], i) | {"true": i in own} for i in items],
             }
             for query, items in zip(chosen, closest, strict=True)
-            for own in [set(truth.indices[slice(*truth.indptr[query : query + 2])].tolist())]
+            for own in [set(q.relevance.indices[slice(*q.relevance.indptr[query : query + 2])].tolist())]
         ]
     return {"uncertainty": options["uncertainty"], "order": options["order"], "sides": found}
 
@@ -341,22 +340,16 @@ def _crops(scene: Scene) -> dict[str, Any]:
     study = study_crops(model, **options, thresholds=thresholds, n_resamples=n_resamples)
     found, about = study["thresholds"], "largest area of a box"
 
-    def points(values: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{"x": row["threshold"], **{key: values(row)[key] for key in ("value", "low", "high")}} for row in found]
+    def points(*keys: str) -> list[dict[str, Any]]:
+        return [{"x": row["threshold"], **reduce(getitem, keys, row)} for row in found]
 
     panels = [
-        _panel(
-            side, about, study["uncertainty"],
-            {role: points(lambda row, at=(side, role): row[at[0]][at[1]]) for role in "AC"}, "marked",  # type: ignore[misc]
-        )
+        _panel(side, about, study["uncertainty"], {role: points(side, role) for role in "AC"}, "marked")
         for side in ("crops", "captions")
         if found[0][side]
-    ]  # fmt: skip
+    ]
     for name, cells in found[0]["selection"].items():
-        series = {
-            cell: points(lambda row, at=(name, cell): row["selection"][at[0]][at[1]])  # type: ignore[misc]
-            for cell in cells
-        }
+        series = {cell: points("selection", name, cell) for cell in cells}
         panels.append(_panel(f"own partner closer by {name}", about, "fraction", series, "marked"))
     return study | {"model": scene.options["model"], "published": scene.item.rows, "panels": panels}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.errors import UserError
+from sfumato.ids import DIRECTIONS
 
 _HERE = Path(__file__).parent
 
@@ -81,7 +82,7 @@ class PaperItem:
 
     def own_name(self, name: str) -> str:
         """The name of a figure in :func:`own_figures`."""
-        return f"{self.direction} {name}" if self.direction in ("i2t", "t2i") else name
+        return f"{self.direction} {name}" if self.direction in DIRECTIONS else name
 
     def _has_column(self, *prefixes: str) -> bool:
         return any(word.startswith(prefixes) for column in self.columns for word in column.split())
@@ -105,11 +106,11 @@ class PaperItem:
         """The run of a row: a recipe and overrides, as on a command line; empty if it has none on this data."""
         if data in self.other and label in self.other[data]:
             return self.other[data][label]
-        words = self.runs.get(label, "").split(" ", 1)
-        if data == self.benchmark or not words[0]:
-            return " ".join(words)
-        instead = data_sets()[data].instead.get(words[0], "")
-        changes = words[1] if len(words) > 1 else ""
+        run = self.runs.get(label, "")
+        recipe, _, changes = run.partition(" ")
+        if data == self.benchmark or not recipe:
+            return run
+        instead = data_sets()[data].instead.get(recipe, "")
         if not instead or "weights=" in changes or "data.path=" in changes:
             return ""
         return f"{instead} {changes}".strip()
@@ -242,7 +243,8 @@ def common_figures(figures: Mapping[str, Mapping[str, Any]], direction: str = "b
     found = {}
     for name in dict.fromkeys(name for row in _rows() if row.item.direction == direction for name in row.figures):
         first, _, rest = name.partition(" ")
-        sides, key = ((first,), rest) if direction == "each" and rest else (_SIDES.get(direction, (direction,)), name)
+        both_or_one = DIRECTIONS if direction == "both" else (direction,)
+        sides, key = ((first,), rest) if direction == "each" and rest else (both_or_one, name)
         ground_truth, _, metric = key.rpartition(" ")
         both = figures.get(ground_truth or "coco_1k", {})
         if metric == "rsum" and "rsum" in both:
@@ -261,7 +263,7 @@ def own_figures(
 ) -> dict[str, float]:
     """All figures of an evaluation that some published table has."""
     found = common_figures(figures, "both") | common_figures(figures, "each")
-    for side in ("i2t", "t2i"):
+    for side in DIRECTIONS:
         found |= {f"{side} {name}": value for name, value in common_figures(figures, side).items()}
     both = (uncertainty or {}).get("coco_1k", {})
     values = [side["correlation"] for side in both.values()]
@@ -270,9 +272,6 @@ def own_figures(
     if values and total_variance:
         found["total_variance"] = sum(total_variance.values()) / len(total_variance)
     return found
-
-
-_SIDES = {"both": ("i2t", "t2i")}
 
 
 @cache

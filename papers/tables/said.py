@@ -47,13 +47,10 @@ def _bar_lines(numbers: Mapping[str, Any]) -> list[str]:
 def _map_lines(numbers: Mapping[str, Any]) -> list[str]:
     lines = []
     for row, study in numbers["maps"].items():
-        counts = [sum(i["side"] == side for i in study["items"]) for side in SIDES]
-        mean = [
-            sum(i["total_variance"] for i in study["items"] if i["side"] == side) / max(n, 1)
-            for side, n in zip(SIDES, counts, strict=True)
-        ]
+        images, texts = ([i["total_variance"] for i in study["items"] if i["side"] == side] for side in SIDES)
+        mean = [sum(values) / max(len(values), 1) for values in (images, texts)]
         variance = f", mean total variance {digits(mean[0], 3)} and {digits(mean[1], 3)}" if any(mean) else ", points"
-        lines.append(f"{row}: {counts[0]} images, {counts[1]} texts{variance}")
+        lines.append(f"{row}: {len(images)} images, {len(texts)} texts{variance}")
     return lines
 
 
