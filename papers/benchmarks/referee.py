@@ -45,10 +45,10 @@ from sfumato.metrics.bootstrap import spearman
 from sfumato.models.build import DualEncoder
 from sfumato.models.embed import load_splits
 from sfumato.models.recipe import find_recipe, load_recipe
-from sfumato.models.run import load_run
+from sfumato.models.run import Run, load_run
 from sfumato.training.loop import fit
 
-TRIPLET = 'loss={name="triplet",mining="semi-hard",margin=0.4}'
+TRIPLET = ['loss={name="triplet",mining="semi-hard",margin=0.4}', "optim.logits_lr_multiplier=1"]
 EMOJI_TEXT = 'model.text={kind="frozen",layers=[0,1,2,3,4,5,6],max_tokens=32,pooled=true,whiten=512}'
 EMOJI = ["data.options.held_out_wordings=0/5", EMOJI_TEXT, "optim.text_lr_multiplier=1", "train.epochs=25"]
 FLICKR8K = {"images": "efflite0_224_fp16.npy", "texts": "minilm_l6_v2_fp16.npy", "path": "dataset_flickr8k.json"}
@@ -76,27 +76,26 @@ def adapter_options(kind: str) -> dict[str, dict[str, Any]]:
     return {name: {"training": replace(m.published, widths=m.default.widths)} for name, m in methods.items()}
 
 
-def trained(run: Path, recipe: str, changes: list[str], tests: tuple[str, ...], seed: int) -> FrozenModel:
+def trained(
+    work: Path, name: str, recipe: str, changes: list[str], tests: tuple[str, ...], seed: int
+) -> tuple[Run, FrozenModel]:
     """Heads of a recipe, trained unless they are there."""
+    run = work / "runs" / f"{name}-seed{seed}"
     if not (run / "model.safetensors").exists():
-        fit(load_recipe(find_recipe(recipe), changes), run)
+        fit(load_recipe(find_recipe(recipe), [*changes, f"train.seed={seed}"]), run)
     loaded = load_run(run)
-    name = run.name.rpartition("-seed")[0]
-    return freeze(loaded, loaded.recipe.data, tests, name=name, n_corrupted=N_CORRUPTED, seed=seed)
+    return loaded, freeze(loaded, loaded.recipe.data, tests, name=name, n_corrupted=N_CORRUPTED, seed=seed)
 
 
-def emoji(work: Path, data: Path, seed: int, *, triplet: bool) -> FrozenModel:
-    more = [TRIPLET, "optim.lr=1.5e-3", "optim.logits_lr_multiplier=1"] if triplet else []
-    run = work / "runs" / f"emoji-{'triplet' if triplet else 'infonce'}-seed{seed}"
-    return trained(run, "emoji-infonce", [*EMOJI, *more, f"train.seed={seed}"], ("test", "wordings"), seed)
+def emoji(work: Path, data: Path, seed: int, *, loss: str) -> FrozenModel:
+    changes = [*EMOJI, *([*TRIPLET, "optim.lr=1.5e-3"] if loss == "triplet" else [])]
+    return trained(work, f"emoji-{loss}", "emoji-infonce", changes, ("test", "wordings"), seed)[1]
 
 
-def flickr8k(work: Path, data: Path, seed: int, *, triplet: bool) -> FrozenModel:
-    more = [TRIPLET, "optim.lr=2e-3", "optim.logits_lr_multiplier=1"] if triplet else []
+def flickr8k(work: Path, data: Path, seed: int, *, loss: str) -> FrozenModel:
     files = [f"data.{key}={data / 'flickr8k' / name}" for key, name in FLICKR8K.items()]
-    run = work / "runs" / f"flickr8k-{'triplet' if triplet else 'infonce'}-seed{seed}"
-    model = trained(run, "embeddings", [*files, *more, f"train.seed={seed}"], ("test",), seed)
-    loaded = load_run(run)
+    changes = [*files, *([*TRIPLET, "optim.lr=2e-3"] if loss == "triplet" else [])]
+    loaded, model = trained(work, f"flickr8k-{loss}", "embeddings", changes, ("test",), seed)
     captions = load_splits(loaded.recipe.data, Problems())["test"].texts
     found = corrupted_captions(model, captions, seed, partial(of_text_head, loaded.model))
     notes = ("images are not corrupted: only their features are there",)
@@ -164,10 +163,10 @@ def coco_captions(work: Path, data: Path, seed: int, *, layer: int) -> FrozenMod
 
 
 MODELS: dict[str, Callable[[Path, Path, int], FrozenModel]] = {
-    "emoji-infonce": partial(emoji, triplet=False),
-    "emoji-triplet": partial(emoji, triplet=True),
-    "flickr8k-infonce": partial(flickr8k, triplet=False),
-    "flickr8k-triplet": partial(flickr8k, triplet=True),
+    "emoji-infonce": partial(emoji, loss="infonce"),
+    "emoji-triplet": partial(emoji, loss="triplet"),
+    "flickr8k-infonce": partial(flickr8k, loss="infonce"),
+    "flickr8k-triplet": partial(flickr8k, loss="triplet"),
     "coco-captions-layer6": partial(coco_captions, layer=6),
     "coco-captions-layer3": partial(coco_captions, layer=3),
 }

@@ -82,14 +82,13 @@ def of_method(method: PosthocMethod) -> Contestant:
 def of_estimator(estimator: estimators.Estimator, calibration: Calibration, *, n_bytes: int = 0) -> Contestant:
     """An estimator of sfumato on the unit embeddings, with the calibrated match logits."""
     name, chosen = estimator.name, {estimator.name: estimator}
+    logits = calibration.logit_scale, calibration.logit_bias
 
     def uncertainty(split: FrozenSplit, side: Side, absent: np.ndarray | None) -> np.ndarray:
         queries, gallery, without = split.points(side), split.points(OTHER_SIDE[side]), None
         if absent is not None:
             queries, without = queries[torch.from_numpy(absent)], split.relevance(side).select_queries(absent)
-        matching = estimators.Matching(
-            "squared_l2", calibration.logit_scale, calibration.logit_bias, DIRECTION_OF[side]
-        )
+        matching = estimators.Matching("squared_l2", *logits, DIRECTION_OF[side])
         return estimators.estimate_uncertainty(queries, gallery, matching, estimators=chosen, without=without)[name]
 
     probability = _of_log_odds if name == "sfumato" else _nothing  # What its searches show beside the first hit.

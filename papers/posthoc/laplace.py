@@ -207,19 +207,16 @@ class LaplaceProjections(PosthocMethod):
         for side, other in OTHER_SIDE.items():
             hidden, (matrix, bias) = pairs.hidden(side), pairs.projections[side]
             assert hidden is not None
+            own, targets = pairs.embeddings(side)[rows[side]], pairs.embeddings(other)[rows[other]]
+            biased = bias is not None
             factors = kronecker_factors(
-                pairs.embeddings(side)[rows[side]],
-                hidden[rows[side]],
-                pairs.embeddings(other)[rows[other]],
-                logit_scale=pairs.logit_scale,
-                logit_bias=pairs.logit_bias,
-                bias_column=bias is not None,
-                class_batch=_CLASS_BATCH,
-            )
+                own, hidden[rows[side]], targets, logit_scale=pairs.logit_scale, logit_bias=pairs.logit_bias,
+                bias_column=biased, class_batch=_CLASS_BATCH,
+            )  # fmt: skip
             norm = sum(float(x.double().square().sum()) for x in (matrix, bias) if x is not None)
             a, b = (torch.linalg.eigvalsh(x.double()) for x in factors)
             best = best_prior_precision(a, b, norm, pseudo_data=_PSEUDO_DATA)
-            found[side] = ProjectionPosterior(*factors, best, _PSEUDO_DATA, bias is not None)
+            found[side] = ProjectionPosterior(*factors, best, _PSEUDO_DATA, biased)
         return cls(found)
 
     def embed(self, side: Side, x: Tensor, *, hidden: Tensor | None = None) -> GaussianEmbedding:

@@ -5,7 +5,6 @@ import ctypes
 import gc
 import re
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -33,9 +32,7 @@ class PeakMemory:
             self._start = None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._start is not None:
             self.megabytes = max(0.0, _largest() - self._start)
 

@@ -96,8 +96,8 @@ def wanted_methods(names: Sequence[str]) -> tuple[str, ...]:
 
 def adapter_epochs(epochs: int) -> dict[str, dict[str, Any]]:
     """Options of the fit of the methods that train a network."""
-    adapters = {name: method for name, method in METHODS.items() if issubclass(method, AdapterMethod)}
-    return {name: {"training": replace(m.default, epochs=epochs)} for name, m in adapters.items() if epochs}
+    adapters = {name: m.default for name, m in METHODS.items() if epochs and issubclass(m, AdapterMethod)}
+    return {name: {"training": replace(default, epochs=epochs)} for name, default in adapters.items()}
 
 
 def referee_model(

@@ -198,7 +198,6 @@ def compare_per_query(
     *,
     metrics: Sequence[str] = COMPARED,
     n_resamples: int = 2000,
-    level: float = 0.95,
     seed: int = 0,
 ) -> list[Difference]:
     """Compare two runs query by query: bootstrap intervals of the difference, and a test by random swaps."""
@@ -222,7 +221,7 @@ def compare_per_query(
         gaps = {metric: b - a for metric, (a, b) in pairs.items()}
         intervals = bootstrap(
             {metric: mean_statistic(gap) for metric, gap in gaps.items()},
-            len(chosen), n_resamples=n_resamples, level=level, seed=seed, groups=groups,
+            len(chosen), n_resamples=n_resamples, seed=seed, groups=groups,
         )  # fmt: skip
         p_values = swap_test(gaps, groups, n_resamples=n_resamples, seed=seed)
         results += [

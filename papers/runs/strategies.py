@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sfumato.distances.distance import Distance
-from sfumato.evaluation.benchmarks import BenchmarkRanks, figures, rank
+from sfumato.evaluation.benchmarks import figures, rank
 from sfumato.evaluation.ground_truth import GroundTruth
 from sfumato.evaluation.protocols import EmbeddedSet, Embeddings, EvaluationOptions, distance_of_score
 from sfumato.gaussian import GaussianEmbedding
@@ -146,7 +146,6 @@ class StrategyResult:
     """The result of one strategy."""
 
     strategy: Strategy  # the strategy
-    ranks: BenchmarkRanks  # by ground truth and direction
     figures: dict[str, dict[str, Any]]  # of :func:`~sfumato.evaluation.benchmarks.figures`
     seconds: float  # time to rank both directions of all ground truths, in seconds, including the time to build indexes
 
@@ -196,7 +195,7 @@ def evaluate_strategies(
         source = Embeddings(embedded.images, embedded.texts, distance, ranker)
         ranks = rank(source, embedded.image_ids, embedded.text_ids, ground_truths)
         seconds = time.perf_counter() - start
-        results[strategy.name] = StrategyResult(strategy, ranks, figures(ranks), seconds)
+        results[strategy.name] = StrategyResult(strategy, figures(ranks), seconds)
     return results
 
 

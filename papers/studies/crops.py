@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -168,12 +169,9 @@ def measure_crops(
         partners = {"image A": ("AA", "AC"), "image C": ("CC", "CA"), "text A": ("AA", "CA"), "text C": ("CC", "AC")}
         values |= {f"{name} {cell}": _above(d[other], d[own]) for cell, (own, other) in partners.items()}
     n = crops["A"].n
-    intervals = bootstrap(
-        {name: mean_statistic(value) for name, value in values.items()},
-        n,
-        n_resamples=n_resamples if n > 1 else 0,  # Resamples of a single triplet would all be equal.
-        seed=seed,
-    )
+    statistics = {name: mean_statistic(value) for name, value in values.items()}
+    n_resamples = n_resamples if n > 1 else 0  # Resamples of a single triplet would all be equal.
+    intervals = bootstrap(statistics, n, n_resamples=n_resamples, seed=seed)
 
     def of(prefix: str) -> dict[str, Any] | None:
         start = f"{prefix} "
@@ -298,15 +296,10 @@ def embed_crops(
 ) -> tuple[dict[tuple[Any, ...], int], GaussianEmbedding]:
     """Embed in batches, without the cache on disk of a frozen backbone, which is for whole images."""
     prepare, encode = embedding_steps(retrieval_model.model.image, "images")
-    place, waiting, done = dict[tuple[Any, ...], int](), list[Any](), list[GaussianEmbedding]()
-    for key, file in files:
-        place[key] = len(place)
-        waiting.append(prepare(file))
-        if len(waiting) == _TOGETHER:
-            done.append(encode(waiting))
-            waiting = []
-    if waiting:
-        done.append(encode(waiting))
+    place, done = dict[tuple[Any, ...], int](), list[GaussianEmbedding]()
+    while some := list(islice(files, _TOGETHER)):
+        place |= {key: len(place) + k for k, (key, _) in enumerate(some)}
+        done.append(encode([prepare(file) for _, file in some]))
     return place, GaussianEmbedding.cat(done) if done else GaussianEmbedding.point(torch.zeros(0, 1))
 
 

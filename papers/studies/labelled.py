@@ -12,6 +12,7 @@ from sfumato.data.image_decoding import IMAGE_ENDINGS, spelt
 from sfumato.data.images import FileImage, ImageSource
 from sfumato.data.pairs import PairData
 from sfumato.errors import UserError
+from sfumato.models.embed import read_lines
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,25 +28,16 @@ class Labelled:
 
 def read_class_names(path: Path) -> dict[str, str]:
     """Read the names of classes from a text file."""
-    if not path.is_file():
-        raise UserError(f"there is no file {path}")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+    lines, numbers, _ = read_lines(path)
     tab = any("\t" in line for line in lines)
     names: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        key, _, name = line.strip().partition("\t" if tab else " ")
-        if not line.strip():
-            continue
+    for number, line in zip(numbers, lines, strict=True):
+        key, _, name = line.partition("\t" if tab else " ")
         if not key.strip() or not name.strip():
             raise UserError(f"{path}:{number}: expected a class, a tab and its name, got {line!r}")
         if key.strip() in names:
             raise UserError(f"{path}:{number}: the class {key.strip()!r} occurred before")
         names[key.strip()] = name.strip()
-    if not names:
-        raise UserError(f"{path} names no class")
     return names
 
 
@@ -61,13 +53,9 @@ def read_class_folder(
     files = [(f, p) for f in folders for p in sorted(f.rglob("*")) if p.suffix.lower() in endings and p.is_file()]
     if not files:
         raise UserError(f"no images in the folders of {root} (looked for {spelt(endings)})")
-    return _labelled(
-        [FileImage(p) for _, p in files],
-        [p.relative_to(root).as_posix() for _, p in files],
-        [f.name for f, _ in files],
-        names or {f.name: f.name.replace("_", " ") for f in folders},
-        str(root),
-    )
+    ids = [p.relative_to(root).as_posix() for _, p in files]
+    names = names or {f.name: f.name.replace("_", " ") for f in folders}
+    return _labelled([FileImage(p) for _, p in files], ids, [f.name for f, _ in files], names, str(root))
 
 
 def emoji_labelled(kind: str, *, style: str = "fluent3d", names: Mapping[str, str] | None = None) -> Labelled:

@@ -164,10 +164,8 @@ def pair_ellipses(pair: Mapping[str, Any]) -> tuple[list[Ellipse], float]:
     ellipses = []
     for item in pair["items"]:
         letter, colour, about = MADE[item["name"]]
-        dashed = item["name"].startswith("erased")
-        ellipses.append(
-            Ellipse(**_shape(item), colour=colour, letter=letter, dashed=dashed, title=f"{letter}: {about}")
-        )
+        dashed, title = item["name"].startswith("erased"), f"{letter}: {about}"
+        ellipses.append(Ellipse(**_shape(item), colour=colour, letter=letter, dashed=dashed, title=title))
     return ellipses, magnification(ellipses, 0.14 / DRAWN_SIGMAS)
 
 
@@ -280,13 +278,11 @@ def _print_curves(study: Mapping[str, Any], title: str) -> None:
     rows, means = [], []
     for curves in study["sides"].values():
         for name, curve in curves.items():
-            steps = [
-                f"{strength:g}: {digits(mean['value'], 3)}"
-                for strength, mean in zip(curve["strengths"], curve["mean"], strict=True)
-            ]
+            at_each = zip(curve["strengths"], curve["mean"], strict=True)
+            steps = ", ".join(f"{strength:g}: {digits(mean['value'], 3)}" for strength, mean in at_each)
             figures = [compact_interval(Interval(**curve[figure])) for figure in ("spearman", "rises", "auroc")]
             rows.append([name, str(curve["n"]), *figures])
-            means.append(f"{name}, mean at each strength: {', '.join(steps)}")
+            means.append(f"{name}, mean at each strength: {steps}")
     headings = ["damage", "items", "Spearman within an item", "rises", "AUROC"]
     print_table(f"{title}: does damage raise {study['uncertainty']}?", headings, rows)
     for line in means:

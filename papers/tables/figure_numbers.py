@@ -167,15 +167,11 @@ def _corruption(scene: Scene) -> dict[str, Any]:
 def _sorted_variances(scene: Scene) -> dict[str, Any]:
     series: dict[Side, dict[str, list[dict[str, Any]]]] = {side: {} for side in DIRECTION_OF}
     for row, folders in scene.runs.items():
-        runs: dict[Side, list[list[tuple[float, float]]]] = {side: [] for side in DIRECTION_OF}
-        for folder in folders:
-            run = scene.load(folder)
-            embedded = embed_item(run, scene.item, scene.data, annotated=False)
-            for side, e in zip(DIRECTION_OF, (embedded.images, embedded.texts), strict=True):
-                ordered = e.var.double().mean(0).sort(descending=True).values.tolist()
-                runs[side].append([(float(k), value) for k, value in enumerate(ordered, 1)])
-        for side, found in runs.items():
-            series[side][row] = _of_runs(found)
+        every = [embed_item(scene.load(folder), scene.item, scene.data, annotated=False) for folder in folders]
+        for side, rows in series.items():
+            var = [(e.images if side == "image" else e.texts).var.double().mean(0) for e in every]
+            ordered = [values.sort(descending=True).values.tolist() for values in var]
+            rows[row] = _of_runs([[(float(k), value) for k, value in enumerate(run, 1)] for run in ordered])
     about = "dimensions, by descending variance", "mean variance"
     return {"panels": [_panel(side, *about, rows, "logarithmic") for side, rows in series.items()]}
 

@@ -7,7 +7,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,6 @@ class PaperItem:
 class DataSet:
     """Data that tables can be repeated on."""
 
-    name: str  # e.g. "flickr8k"
     title: str  # as it is written, e.g. "Flickr8k"
     needs: str = ""  # what has to be there; empty if it comes with the package
     instead: dict[str, str] = field(default_factory=dict)
@@ -136,7 +135,7 @@ class DataSet:
 def data_sets() -> dict[str, DataSet]:
     """The data sets by name."""
     loaded = read_toml("data.toml")
-    return {name: DataSet(name, **values) for name, values in loaded["data"].items()}
+    return {name: DataSet(**values) for name, values in loaded["data"].items()}
 
 
 @cache
@@ -187,23 +186,19 @@ def _item(
         (backbone, method): {name: float(value) for name, value in zip(columns, figures, strict=True) if value != "-"}
         for backbone, method, *figures in given.pop("rows", ())
     }
-    of = given.pop("runs_of", "")
-    if of:
-        given["runs"] = before[f"{loaded['paper']} {of}"].runs | given.get("runs", {})
-        given["other"] = before[f"{loaded['paper']} {of}"].other | given.get("other", {})
+    labels = {" ".join(filter(None, key)) for key in published}
+
+    def kept(runs: Mapping[str, str]) -> dict[str, str]:
+        return {label: run for label, run in runs.items() if not labels or label in labels}
+
+    if of := given.pop("runs_of", ""):
+        earlier = before[f"{loaded['paper']} {of}"]
+        given["runs"] = kept(earlier.runs | given.get("runs", {}))
+        given["other"] = {name: kept(runs) for name, runs in (earlier.other | given.get("other", {})).items()}
     variants = tuple(given.pop("variants", ()))
-    item = PaperItem(
+    return PaperItem(
         loaded["paper"], loaded["source"], number, columns=columns, published=published, variants=variants, **given
     )
-    if of and published:
-        return replace(
-            item, runs=_kept(item.runs, item.rows), other={k: _kept(v, item.rows) for k, v in item.other.items()}
-        )
-    return item
-
-
-def _kept(runs: Mapping[str, str], rows: Mapping[str, Any]) -> dict[str, str]:
-    return {label: run for label, run in runs.items() if label in rows}
 
 
 def read_toml(name: str) -> dict[str, Any]:

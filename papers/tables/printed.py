@@ -7,7 +7,7 @@ from pathlib import Path
 from papers.shown import write_files
 from papers.tables.items import PaperItem, data_sets
 from papers.tables.paper_tables import Table as PaperTable
-from papers.tables.paper_tables import table_columns
+from papers.tables.paper_tables import TableRow, table_columns
 from sfumato.errors import UserError
 from sfumato.reports.tables import (
     MISSING,
@@ -46,12 +46,11 @@ def paper_table(table: PaperTable) -> Table:
     data = f"{table.data.title}, split {table.split}"
     title = f"{table.item.id}: {table.item.about}. Ours: {data}, {averaged}; {units(table.columns)}"
     headings = ["", *(cell for name in table.columns for cell in (short_name(name), "published")[:wide])]
-    rows = []
-    for row in table.rows:
-        cells = [row.label]
-        for name in table.columns:
-            cells += [_ours(row.own.get(name), name), _published(row.published.get(name), name)][:wide]
-        rows.append(cells)
+
+    def cells(row: TableRow, name: str) -> list[str]:
+        return [_ours(row.own.get(name), name), _published(row.published.get(name), name)][:wide]
+
+    rows = [[row.label, *(cell for name in table.columns for cell in cells(row, name))] for row in table.rows]
     return Table(title, headings, rows, notes=notes(table))
 
 

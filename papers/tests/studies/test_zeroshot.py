@@ -320,7 +320,7 @@ def test_class_names(tmp_path):
     assert read_class_names(path) == {"two words": "something else", "n02": "a {} name"}
     for content, message in (
         (b"n01\n", ":1: expected a class, a tab"),
-        (b"\n", "no class"),
+        (b"\n", "names.txt holds no text"),
         (b"a \xff\n", "not UTF-8"),
     ):
         path.write_bytes(content)
