@@ -23,8 +23,6 @@ Optimiser = Literal["adamw", "adam", "sgd"]
 MIN_PAIRS = 32
 """Fewest pairs that an adapter is trained on."""
 
-_LAST_LR = 1e-6
-
 Networks = Mapping[Side, nn.Module]
 
 Loss = Callable[[Networks, "PairBatches", Tensor], Tensor]
@@ -187,7 +185,7 @@ def minimise(
     """Minimise a loss of batches of pairs."""
     optimiser = _optimiser(list(parameters), training)
     steps = training.epochs * -(-n_pairs // training.batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, eta_min=min(_LAST_LR, training.lr))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, eta_min=min(1e-6, training.lr))
     for epoch in range(training.epochs):
         losses = []
         for rows in torch.randperm(n_pairs, generator=generator).split(training.batch_size):

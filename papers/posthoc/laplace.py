@@ -37,9 +37,6 @@ from sfumato.ids import OTHER_SIDE, Side
 
 _CLASS_BATCH, _PSEUDO_DATA, _MIN_PAIRS = 4096, 10.0, 16
 
-_LOWEST, _HIGHEST = -80.0, 80.0
-"""Range of log lambda that is searched."""
-
 
 # ---------------------------------------------------------------- curvature
 _MAX_ENTRIES = 2**24
@@ -134,7 +131,7 @@ def best_prior_precision(a: Tensor, b: Tensor, squared_norm: float, *, pseudo_da
         shrunk = (q * float((root / (a + root)).sum()) + p * float((root / (b + root)).sum())) / 4
         return -(root**2) * squared_norm / 2 + p * q / 2 - shrunk
 
-    low, high = _LOWEST, _HIGHEST
+    low, high = -80.0, 80.0  # Of log lambda.
     if not slope(low) > 0 > slope(high):
         raise ValueError(
             "best_prior_precision: the evidence has no maximum; the factors and the parameters must not be zero"

@@ -58,8 +58,7 @@ def table_of_grid(
     folders, failed = train_missing(recipes, runs)
     if not folders:
         raise UserError("all runs diverged:\n" + "\n".join(failed))
-    notes = [f"Left out: {reason}." for reason in failed]
-    return table_of_runs(folders, keys, options, notes=notes, device=device)
+    return table_of_runs(folders, keys, options, notes=[f"Left out: {reason}." for reason in failed], device=device)
 
 
 def run_folder(recipe: Recipe, runs: Path) -> Path:

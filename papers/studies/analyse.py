@@ -300,9 +300,8 @@ def _sets(scene: _Split) -> tuple[dict[str, Any], dict[str, bytes]]:
                 pictures[f"sets-{k}-{name}.webp"] = small
         for item in drawn["items"]:
             item["picture"] = f"sets-{k}-{item['name']}.webp"
-        shown.append(
-            drawn | {"ids": [data.image_ids[i] for i in row[:2]], "captions": [_caption(scene, i) for i in row[:2]]}
-        )
+        ids, captions = [data.image_ids[i] for i in row[:2]], [_caption(scene, i) for i in row[:2]]
+        shown.append(drawn | {"ids": ids, "captions": captions})
     return {
         "erased_share": usual.ERASED,
         **figures,

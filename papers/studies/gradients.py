@@ -42,9 +42,8 @@ def study_gradients(*, seed: int, noise: float, scale: float, bias: float) -> di
 
     matrices = {name: gradients(loss, image, match) for name, loss in losses.items()}
     changes = {name: gradients(loss, mixed, soft) - matrices[name] for name, loss in losses.items()}
-    matrices["pseudo-positive"] = gradients(
-        partial(pcmepp_loss, options=pseudo, logit_scale=scale, logit_bias=bias), unlisted, match
-    )
+    raised = partial(pcmepp_loss, options=pseudo, logit_scale=scale, logit_bias=bias)
+    matrices["pseudo-positive"] = gradients(raised, unlisted, match)
     matrices["mixed image"] = gradients(losses["match loss of PCME++"], mixed, soft)
     return {
         "matrices": {name: matrix.tolist() for name, matrix in matrices.items()},

@@ -160,8 +160,7 @@ def _is_missing(path: str) -> bool:
 
 def _check_data(item: PaperItem, data: TableData, rows: Sequence[PlannedRow]) -> None:
     """Before anything is trained: the files that the first row reads are there."""
-    recipe = next((row.recipes[0] for row in rows if row.recipes), None)
-    path = recipe.data.path if recipe else ""
+    path = next((row.recipes[0].data.path for row in rows if row.recipes), "")
     if not _is_missing(path):
         return
     others = [name for name in item.data_sets if name != data.name and not data_sets()[name].needs]
@@ -371,8 +370,7 @@ def _measured(run: Run, embedded: EmbeddedSet, strategy: str, *, of_benchmark: b
     """Figures of an embedded split, ranked by the run's distance or a search strategy."""
     if strategy:
         (chosen,) = choose_strategies(strategy)
-        needs = chosen.distance == MATCH_PROBABILITY
-        probability = run.ranking_distance(MATCH_PROBABILITY) if needs else None
+        probability = run.ranking_distance(MATCH_PROBABILITY) if chosen.distance == MATCH_PROBABILITY else None
         result = evaluate_strategies(embedded, [chosen], match_probability=probability)[strategy]
         by_truth, uncertainty, variance = result.figures, None, None
     else:
