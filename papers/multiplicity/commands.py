@@ -42,7 +42,19 @@ def multiplicity(
         " intervals, on the captions that two of them have.",
         metavar="FOLDER",
     ),
+    images: Path | None = flag(
+        None,
+        "Folder of COCO's images: rank them for each caption by --model; adds p10_own and rr_own, its precision at 10"
+        " and reciprocal rank by people.",
+        metavar="FOLDER",
+    ),
     bootstrap: Bootstrap = 1000,
+    captions: list[Path] | None = flag(
+        None,
+        "More captions without labels, among which the others are placed: a JSONL file, or one with a caption a line."
+        " Several times for several.",
+        metavar="FILE",
+    ),
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -50,39 +62,56 @@ def multiplicity(
 
     Measures estimators on validation, fitted on train, or predicts for captions.
     """
-    from papers.multiplicity.data import PUBLISHED, SOURCE, Captions, agreement, correlations, read_captions, read_split
-    from papers.multiplicity.estimate import ESTIMATORS, REGRESSION, TAUGHT, Predictor
+    from papers.multiplicity import data as pqpp
+    from papers.multiplicity.estimate import ESTIMATORS, REGRESSION, TAUGHT, Scene
+    from papers.multiplicity.ranking import ranked
 
     names = list(dict.fromkeys(estimator or [name for name in ESTIMATORS if name not in TAUGHT]))
     if unknown := [name for name in names if name not in ESTIMATORS]:
         raise UserError(f"unknown estimator {unknown[0]!r}; known: {', '.join(ESTIMATORS)}")
     if predict and estimator:
         raise UserError("--predict takes the regression; leave --estimator out")
-    train, validation = (read_split(data, split) for split in ("train", "validation"))
+    train, validation = (pqpp.read_split(data, split) for split in ("train", "validation"))
+    others = [text for path in captions or () for text in pqpp.read_texts(path)]
     if predict:
-        asked = read_captions(predict if predict.exists() else data / predict)
-        values = Predictor(Captions.joined(train, validation), model)(asked.texts, [REGRESSION])[REGRESSION]
+        asked = pqpp.read_captions(predict if predict.exists() else data / predict)
+        values = Scene(pqpp.Captions.joined(train, validation), asked.texts, others, model).estimates([REGRESSION])[
+            REGRESSION
+        ]
+        rows = ({key: row[key] for key in ("id", "image_id", "caption")} for row in asked.rows)
         return _show(
-            [row | {n: round(float(v[i]), 6) for n, v in values.items()} for i, row in enumerate(asked.rows)], as_json
+            [row | {n: round(float(v[i]), 6) for n, v in values.items()} for i, row in enumerate(rows)], as_json
         )
     if agree:
-        return print(json.dumps(agreement(Captions.joined(train, validation), agree)))
-    found, truth = Predictor(train, model, seed=seed)(validation.texts, names), validation.labels
+        return print(json.dumps(pqpp.agreement(pqpp.Captions.joined(train, validation), agree)))
+    truth = validation.labels | (ranked(validation, model, images) if images else {})
+    found = Scene(train, validation.texts, others, model, seed).estimates(names)
     first = next(iter(truth))
     figures = {
-        name: {label: correlations(of[label], truth[label], n_resamples=bootstrap, seed=seed) for label in truth}
+        name: {
+            label: pqpp.correlations(of[label.replace("own", "mean")], own, n_resamples=bootstrap, seed=seed)
+            for label, own in truth.items()
+        }
         for name, of in found.items()
     }
     if picture:
         _draw({name: of[first] for name, of in found.items()}, truth[first], first, picture)
+    searches = {"CLIP": ("clip_p10", "clip_rr"), "BLIP-2": ("blip2_p10", "blip2_rr"), model: ("p10_own", "rr_own")}
+    means = {name: [float(truth[key].mean()) for key in keys] for name, keys in searches.items() if keys[1] in truth}
     if as_json:
         own = {n: {k: {c: asdict(v) for c, v in of.items()} for k, of in f.items()} for n, f in figures.items()}
-        about = {"split": "validation", "n": len(validation.rows), "published": PUBLISHED, "source": SOURCE}
+        about = {"split": "validation", "n": len(validation.rows), "published": pqpp.PUBLISHED, "source": pqpp.SOURCE}
         single = {"caption": validation.texts} | {name: of[first].tolist() for name, of in found.items()}
-        return print(json.dumps(about | {"estimators": own, f"estimates of {first}": single}))
+        about |= {"search, mean p10 and rr": means, "estimators": own, f"estimates of {first}": single}
+        return print(json.dumps(about))
+    Table(
+        "search by the captions, relevant by people",
+        ["model", "precision at 10", "mean reciprocal rank"],
+        [[name, *(number(value, 3) for value in own)] for name, own in means.items()],
+    ).show()
     for label in truth:
-        _table(label, {name: of[label] for name, of in figures.items()}, PUBLISHED.get(label, {})).show()
-    print(f"published: {SOURCE}")
+        _table(label, {name: of[label] for name, of in figures.items()}, pqpp.PUBLISHED.get(label, {})).show()
+    print(f"published: {pqpp.SOURCE}")
 
 
 def _show(rows: list[dict[str, Any]], as_json: bool) -> None:

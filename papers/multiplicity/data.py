@@ -13,6 +13,7 @@ import numpy as np
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
 from sfumato.metrics.bootstrap import Interval, Statistic, bootstrap, spearman_statistic
+from sfumato.models.embed import read_lines
 
 MEASURED = ("clip_p10", "blip2_p10", "clip_rr", "blip2_rr")
 """Precision at 10 and reciprocal rank of two models, as the files name them."""
@@ -35,7 +36,7 @@ SOURCE = "Poesina et al., PQPP, CVPR 2025, arXiv 2406.04746: the best of its pre
 class Captions:
     """Captions with labels."""
 
-    rows: list[dict[str, Any]]  # id, image_id and caption of each
+    rows: list[dict[str, Any]]  # id, image_id and caption of each, and relevant, where the file has it
     labels: dict[str, np.ndarray]  # (n,) of those of LABELS that the file has
 
     @property
@@ -78,6 +79,7 @@ def read_captions(path: Path) -> Captions:
         if not isinstance(caption, str) or not caption.strip():
             raise UserError(f"{where}: there is no caption; the keys are {', '.join(row)}")
         rows.append({"id": row.get("id"), "image_id": row.get("image_id"), "caption": caption})
+        rows[-1] |= {"relevant": row["relevant"]} if "relevant" in row else {}
         try:
             for name in MEASURED:
                 if (value := row.get(name, row.get(name.replace("p10", "pk")))) is not None:
@@ -95,6 +97,11 @@ def read_captions(path: Path) -> Captions:
         if {f"clip_{kind}", f"blip2_{kind}"} <= labels.keys():
             labels[f"{kind}_mean"] = (labels[f"clip_{kind}"] + labels[f"blip2_{kind}"]) / 2
     return Captions(rows, {name: labels[name] for name in LABELS if name in labels})
+
+
+def read_texts(path: Path) -> list[str]:
+    """The captions of a JSONL or csv file, or of one with a caption a line."""
+    return read_captions(path).texts if path.suffix in (".jsonl", ".csv") else read_lines(path)[0]
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,20 +3,21 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import norm, rankdata
 
 from papers.multiplicity.data import LABELS, Captions
 from papers.multiplicity.features import FEATURES, References
 from papers.uncertainty.estimators import ESTIMATORS as UNCERTAINTIES
 from sfumato.distances.distance import squared_l2_product
+from sfumato.encoders.heads import AveragePool, hidden_network
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.errors import progress_bar
 from sfumato.evaluation.estimators import Matching
-from sfumato.gaussian import GaussianEmbedding
 from sfumato.models.run import load_model
 from sfumato.models.sections import VarianceStageConfig
 from sfumato.training.validation import fit_variance_stage
@@ -33,106 +34,160 @@ WITHOUT_LABELS: dict[str, dict[str, float]] = {
 VARIANCES, REGRESSION = ("total_variance", "log_det"), "regression"
 """Estimators of `sfumato trust` that are read off the model's text Gaussian; the one that is fitted on the labels."""
 
-TAUGHT = ("variance_by_density", "variance_by_counts")
-"""Total variance after the variance stage has taught it density 30, or log_relevant, of the training captions."""
+TAUGHT = ("variance_by_density", "variance_by_counts", "variance_by_regression")
+"""Total variance after the variance stage has taught it density 30, log_relevant, or what the regression says of it."""
 
 ESTIMATORS = (*WITHOUT_LABELS, *VARIANCES, *TAUGHT, REGRESSION)
 
-_BLOCK = 256
-"""The sentence vectors of so many texts are remembered from their embedding by a model on MiniLM."""
+_BLOCK = 500
+_WIDTH, _FLOOR = 512, 0.2
+"""Of the network that taught variances get, and the smallest total variance beside the range of the taught ones."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Embedded:
-    """n captions as the estimators read them."""
+class Scene:
+    """Captions with labels, those asked, and others without labels: each is placed among all."""
 
-    texts: Sequence[str]
-    vectors: np.ndarray  # (n, 384) unit sentence vectors of MiniLM
-    gaussians: GaussianEmbedding  # (n, d) text Gaussians of the model
-    numbers: np.ndarray  # (n, f) standardised FEATURES
+    known: Captions
+    asked: Sequence[str]
+    others: Sequence[str] = ()
+    model: str = "small"  # name or folder of a model with text Gaussians
+    seed: int = 0  # of the variances that are taught
 
-
-class Predictor:
-    """All estimators, with the captions that they know."""
-
-    def __init__(self, known: Captions, model: str, *, seed: int = 0) -> None:
-        """model: name or folder of a model with text Gaussians; seed: of the variances that are taught."""
-        self._model, self._captions, self._seed = model, known, seed
-        vectors, gaussians = self._embed(known.texts)
-        self._references = References(known.texts, vectors)
-        features = self._references.features(known.texts, vectors, own=True)
-        self._centre, self._spread = features.mean(0), features.std(0) + 1e-9
-        self._known = _Embedded(known.texts, vectors, gaussians, self._standardised(features))
-
-    def __call__(self, texts: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
-        """{estimator: {label: (n,) predictions}}; all but the regression predict the same for all labels."""
-        vectors, gaussians = self._embed(texts)
-        numbers = self._standardised(self._references.features(texts, vectors))
-        asked, found = _Embedded(texts, vectors, gaussians, numbers), dict[str, dict[str, np.ndarray]]()
+    def estimates(self, names: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+        """{estimator: {label: (n,) of those asked}}; all but the regression say the same for all labels."""
+        found = dict[str, dict[str, np.ndarray]]()
         for name in names:
             if name == REGRESSION:
-                found[name] = self._regression(asked)
-            elif name in TAUGHT:
-                found[name] = dict.fromkeys(LABELS, self._taught(name, texts))
+                found[name] = self._regression()
+                continue
+            if name in TAUGHT:
+                values = self._taught(name)
             elif name in VARIANCES:
+                gaussians = self._tower().embed(self._store).numpy()[self._rows]
                 values = UNCERTAINTIES[name](gaussians, gaussians[:0], Matching())
-                found[name] = dict.fromkeys(LABELS, values)
             else:
                 weights = WITHOUT_LABELS[name]
-                values = numbers[:, list(map(FEATURES.index, weights))] @ np.array([*weights.values()])
-                found[name] = dict.fromkeys(LABELS, values)
+                values = self._numbers[self._rows][:, list(map(FEATURES.index, weights))] @ [*weights.values()]
+            found[name] = dict.fromkeys(LABELS, values)
         return found
 
-    def _embed(self, texts: Sequence[str]) -> tuple[np.ndarray, GaussianEmbedding]:
-        tower, vectors, gaussians = load_model(self._model).model.text, [], []
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        with progress_bar("embedding captions", len(texts)) as advance:
-            for start in range(0, len(texts), _BLOCK):
-                block = [texts[i] for i in order[start : start + _BLOCK]]
-                gaussians.append(tower.embed(_stored(tower, block)).numpy())
-                vectors.append(sentence_vectors(block))
-                advance(len(block))
-        back = np.argsort(order)
-        return np.concatenate(vectors)[back], GaussianEmbedding.cat(gaussians)[back]
+    @cached_property
+    def _texts(self) -> list[str]:
+        """Those known, those asked, and others that are none of these."""
+        said = [*self.known.texts, *self.asked]
+        return [*said, *(text for text in dict.fromkeys(self.others) if text not in set(said))]
 
-    def _standardised(self, features: np.ndarray) -> np.ndarray:
-        return np.clip((features - self._centre) / self._spread, -4, 4).astype(np.float32)
+    @cached_property
+    def _n_known(self) -> int:
+        return len(self.known.rows)
 
-    def _kernel(self, asked: _Embedded) -> np.ndarray:
-        """(n, m) kernel of captions with the known ones; weights and scales by leaving out one caption of train."""
-        known, n = self._known, len(FEATURES)
+    @cached_property
+    def _rows(self) -> slice:
+        """Of those asked."""
+        return slice(self._n_known, self._n_known + len(self.asked))
+
+    def _tower(self) -> Any:
+        return load_model(self.model, trainable=True).model.text
+
+    @cached_property
+    def _store(self) -> Any:
+        """All captions as the model's text tower reads them; one that reads embeddings gets their sentence vectors."""
+        processor = self._tower().processor
+        read = _sentence_file if processor.reads else str
+        with progress_bar("reading captions", len(self._texts)) as advance:
+            return processor.read([partial(read, text) for text in self._texts], progress=advance)[0]
+
+    @cached_property
+    def _vectors(self) -> np.ndarray:
+        """(t, 384) unit sentence vectors of MiniLM."""
+        return sentence_vectors(self._texts)
+
+    @cached_property
+    def _numbers(self) -> np.ndarray:
+        """(t, f) FEATURES, standardised as those of the known."""
+        features = References(self._texts, self._vectors).features()
+        return np.clip(_standardised(features, self._n_known), -4, 4)
+
+    @cached_property
+    def _states(self) -> np.ndarray:
+        """(t, c) average token features that the text tower's head reads, standardised as those of the known."""
+        tower, parts = self._tower(), []
+        with torch.no_grad():
+            for start in range(0, len(self._texts), _BLOCK):
+                rows = np.arange(start, min(start + _BLOCK, len(self._texts)))
+                parts.append(
+                    AveragePool()(
+                        *tower.encoder(self._store.batch(rows).to(tower.device)).float().for_log_var()
+                    ).numpy()
+                )
+        return _standardised(np.concatenate(parts), self._n_known)
+
+    def _kernel(self, rows: slice) -> np.ndarray:
+        """(n, k) kernel of captions with the known; its weights and scales were chosen on validation."""
+        known, n, c = slice(self._n_known), len(FEATURES), self._states.shape[1]
+        numbers, vectors, states = ((v[rows], v[known]) for v in (self._numbers, self._vectors, self._states))
         return (
-            0.3 * (asked.numbers @ known.numbers.T) / n
-            + 0.5 * np.exp(-0.3 / n * squared_l2_product(asked.numbers, known.numbers))
-            + 0.3 * np.exp(-1.5 * squared_l2_product(asked.vectors, known.vectors))
-            + 0.5 * np.exp(-0.4 * squared_l2_product(asked.gaussians.mean, known.gaussians.mean))
+            0.3 / n * (numbers[0] @ numbers[1].T)
+            + 0.5 * np.exp(-0.3 / n * squared_l2_product(*numbers))
+            + 0.4 * np.exp(-1.5 * squared_l2_product(*vectors))
+            + 0.4 * np.exp(-0.5 / c * squared_l2_product(*states))
         )
 
-    def _regression(self, asked: _Embedded) -> dict[str, np.ndarray]:
-        """The mean of a Gaussian process, whose noise has the variance 1 of the kernel's scale."""
-        labels = np.stack([*self._captions.labels.values()], axis=1).astype(np.float32)
-        kernel, mean = self._kernel(self._known), labels.mean(0)
+    @cached_property
+    def _fitted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A Gaussian process, whose noise has the variance 1 of the kernel's scale, of the normal scores of labels.
+
+        (k, l) scores, (k, l) weights of the known, and (k, l) errors if each is left out.
+        """
+        labels = np.stack([*self.known.labels.values()], axis=1)
+        scores = norm.ppf((rankdata(labels, axis=0) - 0.5) / len(labels))
+        kernel = self._kernel(slice(self._n_known))
         kernel[np.diag_indices_from(kernel)] += 1
-        predicted = self._kernel(asked) @ np.linalg.solve(kernel, labels - mean) + mean
-        return dict(zip(self._captions.labels, predicted.T, strict=True))
+        inverse = np.linalg.inv(kernel)
+        weights = inverse @ scores
+        return scores, weights, weights / inverse.diagonal()[:, None]
 
-    def _taught(self, name: str, texts: Sequence[str]) -> np.ndarray:
-        """Total variances of texts by a text tower whose means stay as they are."""
-        density = self._known.numbers[:, FEATURES.index("density 30")]
-        column = density if name == TAUGHT[0] else self._captions.log_relevant
-        low, high = np.quantile(column, (0.01, 0.99))
+    def _regression(self) -> dict[str, np.ndarray]:
+        """The mean label, given the score of a caption and the errors of the known."""
+        scores, weights, errors = self._fitted
+        found, predicted = dict[str, np.ndarray](), self._kernel(self._rows) @ weights
+        for k, (name, label) in enumerate(self.known.labels.items()):
+            spread = np.quantile(errors[:, k], (np.arange(100) + 0.5) / 100)
+            order = np.argsort(scores[:, k])
+            found[name] = np.interp(predicted[:, [k]] + spread, scores[order, k], label[order]).mean(1)
+        return found
+
+    def _taught(self, name: str) -> np.ndarray:
+        """Total variances of those asked by the model's text tower, whose means stay as they are.
+
+        The log variance gets a hidden layer. The mean total variance stays about what it was.
+        """
+        index = np.r_[: self._n_known, self._rows.stop : len(self._texts)]
+        if name == TAUGHT[0]:
+            column = self._numbers[:, FEATURES.index("density 30")]
+        elif name == TAUGHT[1]:
+            column, index = self.known.log_relevant, index[: self._n_known]
+        else:
+            label = [*self.known.labels].index("log_relevant")
+            column = self._kernel(slice(None)) @ self._fitted[1][:, label]
+        low, high = np.quantile(column[index], (0.01, 0.99))
         wanted = torch.from_numpy(np.clip((column - low) / (high - low), 0, 1)).float()
-        tower: Any = load_model(self._model, trainable=True).model.text
-        known, asked = _stored(tower, self._known.texts), _stored(tower, texts)
-        stage = VarianceStageConfig(epochs=20, lr=3e-3)
-        fit_variance_stage(tower, known, wanted, np.arange(len(wanted)), stage, seed=self._seed)
-        return tower.embed(asked).total_variance.numpy()
+        tower = self._tower()
+        head, usual = tower.head, tower.embed(self._store, index).total_variance.mean()
+        level = float(usual / (wanted[index].mean() + _FLOOR))
+        sizes = self._states.shape[1], head.log_var.linear.out_features
+        torch.manual_seed(self.seed)
+        head.log_var_hidden = hidden_network(*sizes, _WIDTH, 0.1)
+        stage = VarianceStageConfig(epochs=20, lr=3e-3, floor=_FLOOR * level)
+        fit_variance_stage(tower, self._store, level * wanted, index, stage, seed=self.seed)
+        return tower.embed(self._store, np.arange(self._rows.start, self._rows.stop)).total_variance.numpy()
 
 
-def _stored(tower: Any, texts: Sequence[str]) -> Any:
-    """Texts as a tower reads them; one that reads embeddings gets their sentence vectors."""
-    read = _sentence_file if tower.processor.reads else str
-    return tower.processor.read([partial(read, text) for text in texts])[0]
+def _standardised(values: np.ndarray, n: int) -> np.ndarray:
+    """(t, c) with mean 0 and deviation 1 of the first n rows; a constant stays 0."""
+    values = values - values[:n].mean(0)
+    return (values / (values[:n].std(0) + 1e-6)).astype(np.float32)
 
 
 def _sentence_file(text: str) -> bytes:

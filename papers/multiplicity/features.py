@@ -29,42 +29,40 @@ def _stems(text: str) -> list[str]:
 
 
 class References:
-    """Captions without labels, among which others are placed."""
+    """Captions without labels, each placed among the others."""
 
     def __init__(self, texts: Sequence[str], vectors: np.ndarray) -> None:
         """vectors (n, d) unit vectors."""
-        self.vectors, self.n = vectors, len(texts)
-        self._having = defaultdict[str, set[int]](set)
+        self._vectors, self._n, self._stems = vectors, len(texts), [*map(_stems, texts)]
+        self._having = defaultdict[str, list[int]](list)
         self._pairs, self._firsts = Counter[tuple[str, str]](), Counter[str]()
-        for i, words in enumerate(map(_stems, texts)):
-            for word in words:
-                self._having[word].add(i)
+        for i, words in enumerate(self._stems):
+            for word in set(words):
+                self._having[word].append(i)
             self._pairs.update(pairwise(["", *words, ""]))
             self._firsts.update(["", *words])
 
-    def features(self, texts: Sequence[str], vectors: np.ndarray, *, own: bool = False) -> np.ndarray:
-        """(m, f) FEATURES of m captions; own: they are the references themselves, each placed among the others."""
-        near = [self._near(vectors[k : k + _BLOCK], k if own else None) for k in range(0, len(texts), _BLOCK)]
-        return np.column_stack([[self._of_words(_stems(text), own) for text in texts], np.concatenate(near)])
+    def features(self) -> np.ndarray:
+        """(n, f) FEATURES."""
+        near = [self._near(start) for start in range(0, self._n, _BLOCK)]
+        return np.column_stack([[*map(self._of_words, self._stems)], np.concatenate(near)])
 
-    def _of_words(self, words: list[str], own: bool) -> list[float]:
-        idf = {word: float(np.log((self.n + 1) / (len(self._having.get(word, ())) - own + 0.5))) for word in words}
+    def _of_words(self, words: list[str]) -> list[float]:
+        idf = {word: float(np.log(self._n / (len(self._having[word]) - 0.5))) for word in words}
         content = [word for word in idf if word not in _STOPS]
-        missing = np.full(self.n, sum(idf[word] for word in content))
+        missing = np.full(self._n, sum(idf[word] for word in content))
         for word in content:
-            missing[list(self._having.get(word, ()))] -= idf[word]
-        pairs = pairwise(["", *words, ""])
-        logs = np.log([(self._pairs[pair] - own + 0.5) / (self._firsts[pair[0]] - own + 5) for pair in pairs])
+            missing[self._having[word]] -= idf[word]
+        logs = np.log([(self._pairs[pair] - 0.5) / (self._firsts[pair[0]] + 4) for pair in pairwise(["", *words, ""])])
         of_idf = [max(idf.values(), default=0.0), sum(idf[word] for word in words) / max(1, len(words))]
         of_idf.append(sum(idf[word] for word in content))
-        coverage = [np.log(np.exp(-k * missing).sum() - own + 0.01) for k in COVERAGE]
+        coverage = [np.log(np.exp(-k * missing).sum() - 0.99) for k in COVERAGE]
         return [len(words), len(content), *of_idf, logs.sum(), logs.mean(), *coverage]
 
-    def _near(self, vectors: np.ndarray, start: int | None) -> np.ndarray:
-        cosine = vectors @ self.vectors.T
-        if start is not None:
-            rows = np.arange(len(vectors))
-            cosine[rows, start + rows] = -1
-        first = -np.sort(-cosine, axis=1)[:, :100]
+    def _near(self, start: int) -> np.ndarray:
+        rows = np.arange(start, min(start + _BLOCK, self._n))
+        cosine = self._vectors[rows] @ self._vectors.T
+        cosine[rows - start, rows] = -1
+        first = np.sort(np.partition(cosine, -100, axis=1)[:, -100:], axis=1) if self._n > 100 else np.sort(cosine)
         density = [np.log(np.exp(k * (cosine - 1)).sum(1)) for k in DENSITY]
-        return np.column_stack([first[:, 0], first[:, :10].mean(1), first.mean(1), *density])
+        return np.column_stack([first[:, -1], first[:, -10:].mean(1), first.mean(1), *density])

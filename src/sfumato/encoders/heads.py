@@ -311,7 +311,7 @@ class GaussianHead(nn.Module):
             if options.identity
             else _Branch(channels, dim, options.pooling, options.mlp, options.mlp_width or dim)
         )
-        self.hidden = _hidden_network(channels, dim, options.hidden, options.hidden_dropout)
+        self.hidden = hidden_network(channels, dim, options.hidden, options.hidden_dropout)
         self.offset = _Branch(channels, 1, options.pooling, False, 1) if options.item_offset else None
         if self.offset is not None:
             _start_near(self.offset.linear, math.log(options.init_total_variance))
@@ -319,7 +319,7 @@ class GaussianHead(nn.Module):
         width = options.mlp_width or outputs
         self.log_var = _Branch(channels, outputs, options.pooling, options.variance_mlp, width) if variance else None
         of_hidden = options.variance_hidden if variance else 0
-        self.log_var_hidden = _hidden_network(channels, outputs, of_hidden, options.hidden_dropout)
+        self.log_var_hidden = hidden_network(channels, outputs, of_hidden, options.hidden_dropout)
         squash = options.variance_sigmoid
         self.log_var_local = _LocalAttention(attended, outputs, 1, squash=squash) if of_variance else None
         self.log_var_norm = nn.LayerNorm(outputs) if variance and options.variance_norm else nn.Identity()
@@ -391,7 +391,7 @@ class GaussianHead(nn.Module):
         return log_var.expand(-1, self.dim)
 
 
-def _hidden_network(channels: int, dim: int, width: int, dropout: float) -> nn.Sequential | None:
+def hidden_network(channels: int, dim: int, width: int, dropout: float) -> nn.Sequential | None:
     """The network of an item's average token; None of width 0."""
     if not width:
         return None
