@@ -40,7 +40,7 @@ TAUGHT = ("variance_by_density", "variance_by_counts", "variance_by_regression")
 ESTIMATORS = (*WITHOUT_LABELS, *VARIANCES, *TAUGHT, REGRESSION)
 
 _BLOCK = 500
-_WIDTH, _FLOOR = 512, 0.2
+_WIDTH, _DROPOUT, _FLOOR = 512, 0.5, 0.2
 """Of the network that taught variances get, and the smallest total variance beside the range of the taught ones."""
 
 
@@ -62,7 +62,8 @@ class Scene:
                 found[name] = self._regression()
                 continue
             if name in TAUGHT:
-                values = self._taught(name)
+                asked = np.arange(self._rows.start, self._rows.stop)
+                values = self.taught(name).embed(self._store, asked).total_variance.numpy()
             elif name in VARIANCES:
                 gaussians = self._tower().embed(self._store).numpy()[self._rows]
                 values = UNCERTAINTIES[name](gaussians, gaussians[:0], Matching())
@@ -158,8 +159,8 @@ class Scene:
             found[name] = np.interp(predicted[:, [k]] + spread, scores[order, k], label[order]).mean(1)
         return found
 
-    def _taught(self, name: str) -> np.ndarray:
-        """Total variances of those asked by the model's text tower, whose means stay as they are.
+    def taught(self, name: str) -> Any:
+        """The model's text tower with variances taught by one of TAUGHT; its means stay as they are to the bit.
 
         The log variance gets a hidden layer. The mean total variance stays about what it was.
         """
@@ -178,10 +179,10 @@ class Scene:
         level = float(usual / (wanted[index].mean() + _FLOOR))
         sizes = self._states.shape[1], head.log_var.linear.out_features
         torch.manual_seed(self.seed)
-        head.log_var_hidden = hidden_network(*sizes, _WIDTH, 0.1)
-        stage = VarianceStageConfig(epochs=20, lr=3e-3, floor=_FLOOR * level)
+        head.log_var_hidden = hidden_network(*sizes, _WIDTH, _DROPOUT)
+        stage = VarianceStageConfig(epochs=20, lr=1e-3, floor=_FLOOR * level)
         fit_variance_stage(tower, self._store, level * wanted, index, stage, seed=self.seed)
-        return tower.embed(self._store, np.arange(self._rows.start, self._rows.stop)).total_variance.numpy()
+        return tower
 
 
 def _standardised(values: np.ndarray, n: int) -> np.ndarray:
