@@ -53,7 +53,9 @@ class References:
         missing = np.full(self._n, sum(idf[word] for word in content))
         for word in content:
             missing[self._having[word]] -= idf[word]
-        logs = np.log([(self._pairs[pair] - 0.5) / (self._firsts[pair[0]] + 4) for pair in pairwise(["", *words, ""])])
+        pairs = [*pairwise(["", *words, ""])]
+        own, firsts = Counter(pairs), Counter(first for first, _ in pairs)
+        logs = np.log([(self._pairs[p] - own[p] + 0.5) / (self._firsts[p[0]] - firsts[p[0]] + 5) for p in pairs])
         of_idf = [max(idf.values(), default=0.0), sum(idf[word] for word in words) / max(1, len(words))]
         of_idf.append(sum(idf[word] for word in content))
         coverage = [np.log(np.exp(-k * missing).sum() - 0.99) for k in COVERAGE]
