@@ -17,6 +17,7 @@ from sfumato import Calibration, Filter, GaussianCollection, GaussianEmbedding, 
 from sfumato.calibration.logits import ConditionalLogits, FirstHit, ReferenceQueries
 from sfumato.errors import UserError
 from sfumato.ids import composed
+from sfumato.search import folder as folders
 from sfumato.search.answer import SearchOptions
 from sfumato.search.exact import LIFTED_DISTANCES, gallery_centre
 from sfumato.search.folder import is_collection
@@ -40,6 +41,30 @@ def table():
     return {
         re.match(r"`([a-z+]+):", first)[1]: dict(zip(lines[0][1:], rest, strict=True)) for first, *rest in lines[2:]
     }
+
+
+@pytest.mark.parametrize("fails", ["create_store", "write_settings"])
+def test_what_was_made_is_closed_if_the_collection_cannot_be(tmp_path, monkeypatch, fails):
+    closed, made = [], []
+
+    class Made:
+        def close(self):
+            closed.append(self)
+
+    def make(*_):
+        if fails == "create_store" and made:
+            raise OSError("the disk is full")
+        made.append(Made())
+        return made[-1]
+
+    def full(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(stores, "create_store", make)
+    monkeypatch.setattr(folders, "write_settings", full)
+    with pytest.raises(OSError, match="full"):
+        GaussianCollection.create(tmp_path / "c", d=3, texts=True)
+    assert len(made) == (1 if fails == "create_store" else 2) and sorted(closed, key=id) == sorted(made, key=id)
 
 
 def test_every_store_has_a_row_records_name_what_is_wrong_and_filters_take_letters_in_two_parts():

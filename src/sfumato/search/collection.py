@@ -119,16 +119,19 @@ class GaussianCollection(Gallery, contextlib.AbstractContextManager["GaussianCol
         second = protocol.beside(store) if texts else None
         if texts and second is None:
             raise UserError(f"store {protocol.without_password(store)}: this kind of store has no second one for texts")
-        made = protocol.create_store(protocol.anchored(store, folder), lifted_dim(d, distance), fingerprint)
-        own = None
-        if second is not None:
-            own = TextStore(protocol.create_store(protocol.anchored(second, folder), WIDTH, f"{fingerprint} texts"))
         settings = {
             "store": protocol.without_password(store), "fingerprint": fingerprint, "d": d, "distance": distance,
             "logit_scale": logit_scale, "logit_bias": logit_bias, "direction": direction, "texts": texts,
             "about": json.loads(json.dumps(dict(metadata or {}), allow_nan=False)),
         }  # fmt: skip
-        with protocol.closed_if_it_fails(made):
+        with contextlib.ExitStack() as unless_it_fails:
+            made = protocol.create_store(protocol.anchored(store, folder), lifted_dim(d, distance), fingerprint)
+            unless_it_fails.enter_context(protocol.closed_if_it_fails(made))
+            own = None
+            if second is not None:
+                texts_store = protocol.create_store(protocol.anchored(second, folder), WIDTH, f"{fingerprint} texts")
+                unless_it_fails.enter_context(protocol.closed_if_it_fails(texts_store))
+                own = TextStore(texts_store)
             folders.write_settings(folder, settings, centre, calibration)
         return cls(folder, made, own, settings, centre, calibration)
 
@@ -158,12 +161,12 @@ class GaussianCollection(Gallery, contextlib.AbstractContextManager["GaussianCol
             folders.refuse_unfinished(folder)
         settings, centre, calibration = folders.read_settings(folder)
         opened = protocol.open_store(protocol.anchored(store or settings["store"], folder))
-        if opened.fingerprint != settings["fingerprint"]:
-            opened.close()
-            way = "give the store of this collection with --store, or build the collection again"
-            raise UserError(f"{opened.url} holds the vectors of another collection, not those of {folder}; {way}")
-        second = protocol.beside(store or settings["store"]) if settings.get("texts") else None
-        texts = None if second is None else TextStore(protocol.open_store(protocol.anchored(second, folder)))
+        with protocol.closed_if_it_fails(opened):
+            if opened.fingerprint != settings["fingerprint"]:
+                way = "give the store of this collection with --store, or build the collection again"
+                raise UserError(f"{opened.url} holds the vectors of another collection, not those of {folder}; {way}")
+            second = protocol.beside(store or settings["store"]) if settings.get("texts") else None
+            texts = None if second is None else TextStore(protocol.open_store(protocol.anchored(second, folder)))
         return cls(folder, opened, texts, settings, centre, calibration)
 
     def __exit__(self, *error: object) -> None:
