@@ -20,6 +20,7 @@ from sfumato.errors import progress_bar
 from sfumato.evaluation.estimators import Matching
 from sfumato.models.run import load_model
 from sfumato.models.sections import VarianceStageConfig
+from sfumato.search.languages import words_of
 from sfumato.training.validation import fit_variance_stage
 
 WITHOUT_LABELS: dict[str, dict[str, float]] = {
@@ -75,9 +76,11 @@ class Scene:
 
     @cached_property
     def _texts(self) -> list[str]:
-        """Those known, those asked, and others that are none of these."""
+        """Those known, those asked, and others with other words."""
         said = [*self.known.texts, *self.asked]
-        return [*said, *(text for text in dict.fromkeys(self.others) if text not in set(said))]
+        words = {tuple(words_of(text)) for text in said}
+        others = {tuple(words_of(text)): text for text in self.others}
+        return [*said, *(text for own, text in others.items() if own not in words)]
 
     @cached_property
     def _n_known(self) -> int:

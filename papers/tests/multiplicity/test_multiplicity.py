@@ -112,7 +112,7 @@ def test_the_readers_know_both_forms(folder):
 
 @pytest.fixture
 def scene(folder):
-    return Scene(read_split(folder, "train"), TEXTS, ["a bird on a roof", "two birds and a cat", TEXTS[0]])
+    return Scene(read_split(folder, "train"), TEXTS, ["a bird on a roof", "two birds and a cat", TEXTS[0].upper() + " ."])
 
 
 def test_the_regression_is_that_of_loops_and_its_errors_those_without_a_caption(scene):
