@@ -2,8 +2,7 @@
 
 A store does not depend on Gaussians: every item has been lifted to a vector beforehand (search/exact.py), and a
 :class:`~sfumato.search.collection.GaussianCollection` recomputes the distances of a store's candidates from the
-vectors in their records. So stores differ in the candidates that they return and in the failures that they survive,
-never in figures.
+vectors in their records. So stores differ in the candidates that they return and in the failures that they survive.
 
 Store URLs say where the records of a collection are. The registry STORES maps a scheme to a kind of store.
 
