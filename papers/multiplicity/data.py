@@ -47,9 +47,13 @@ class Captions:
     @property
     def log_relevant(self) -> np.ndarray:
         """(n,) log numbers of relevant images."""
+        self.check_relevant()
+        return self.labels["log_relevant"]
+
+    def check_relevant(self) -> None:
+        """Refuse captions whose relevant images are not known."""
         if "log_relevant" not in self.labels:
             raise UserError("the captions have no relevant images: PQPP's csv files leave them out")
-        return self.labels["log_relevant"]
 
     @classmethod
     def joined(cls, *parts: "Captions") -> "Captions":

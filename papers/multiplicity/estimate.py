@@ -167,6 +167,8 @@ class Scene:
 
         The log variance gets a hidden layer. The mean total variance stays about what it was.
         """
+        if name != TAUGHT[0]:
+            self.known.check_relevant()
         index = np.r_[: self._n_known, self._rows.stop : len(self._texts)]
         if name == TAUGHT[0]:
             column = self._numbers[:, FEATURES.index("density 30")]

@@ -18,6 +18,7 @@ def ranked(captions: Captions, model: str, folder: Path) -> dict[str, np.ndarray
 
     The last number in a file's name is the id of its image. An image that nobody judged counts as irrelevant.
     """
+    captions.check_relevant()
     loaded = load_model(model)
     images, names, problems = embed_folder(loaded, folder)
     say_problems(problems)

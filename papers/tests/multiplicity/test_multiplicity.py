@@ -112,7 +112,9 @@ def test_the_readers_know_both_forms(folder):
 
 @pytest.fixture
 def scene(folder):
-    return Scene(read_split(folder, "train"), TEXTS, ["a bird on a roof", "two birds and a cat", TEXTS[0].upper() + " ."])
+    return Scene(
+        read_split(folder, "train"), TEXTS, ["a bird on a roof", "two birds and a cat", TEXTS[0].upper() + " ."]
+    )
 
 
 def test_the_regression_is_that_of_loops_and_its_errors_those_without_a_caption(scene):
@@ -210,5 +212,11 @@ def test_the_command_measures_and_predicts(folder, papers):
     more = papers.json(*asked, "--captions", folder / "more.txt")
     assert [row["log_relevant"] for row in more] != [row["log_relevant"] for row in rows]
     assert "precision" in papers.printed(*asked)
+    (folder / "train.csv").write_text("best_caption,clip_pk,blip2_pk,clip_rr,blip2_rr\n" + "a cat,.1,.2,1,.5\n" * 9)
+    (folder / "validation.csv").write_text((folder / "train.csv").read_text())
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").unlink()
+    for more in (("--images", folder), *(("--estimator", name) for name in TAUGHT[1:])):
+        assert "have no relevant images" in papers.refused(*asked[:3], *more)
     assert "unknown estimator 'magic'; known: words" in papers.refused(*asked[:3], "--estimator", "magic")
     assert "leave --estimator out" in papers.refused(*asked, "--estimator", "words")
