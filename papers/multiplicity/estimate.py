@@ -1,7 +1,6 @@
 """Estimators of a caption's multiplicity from the caption alone; higher means more images."""
 
-import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -13,6 +12,7 @@ from scipy.stats import norm, rankdata
 from papers.multiplicity.data import LABELS, Captions
 from papers.multiplicity.features import FEATURES, References
 from papers.uncertainty.estimators import ESTIMATORS as UNCERTAINTIES
+from sfumato.data.image_inputs import vector_file
 from sfumato.distances.distance import squared_l2_product
 from sfumato.encoders.heads import AveragePool, hidden_network
 from sfumato.encoders.package_weights import sentence_vectors
@@ -98,9 +98,11 @@ class Scene:
     def _store(self) -> Any:
         """All captions as the model's text tower reads them; one that reads embeddings gets their sentence vectors."""
         processor = self._tower().processor
-        read = _sentence_file if processor.reads else str
-        with progress_bar("reading captions", len(self._texts)) as advance:
-            return processor.read([partial(read, text) for text in self._texts], progress=advance)[0]
+        items: list[Callable[[], Any]] = [partial(str, text) for text in self._texts]
+        if reads := processor.reads:
+            items = [partial(vector_file, vector, "caption", reads) for vector in self._vectors]
+        with progress_bar("reading captions", len(items)) as advance:
+            return processor.read(items, progress=advance)[0]
 
     @cached_property
     def _vectors(self) -> np.ndarray:
@@ -194,9 +196,3 @@ def _standardised(values: np.ndarray, n: int) -> np.ndarray:
     """(t, c) with mean 0 and deviation 1 of the first n rows; a constant stays 0."""
     values = values - values[:n].mean(0)
     return (values / (values[:n].std(0) + 1e-6)).astype(np.float32)
-
-
-def _sentence_file(text: str) -> bytes:
-    with io.BytesIO() as file:
-        np.save(file, sentence_vectors([text])[0])
-        return file.getvalue()
