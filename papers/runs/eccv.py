@@ -85,7 +85,11 @@ def read_judgements(path: Path, data: PairData) -> dict[Pair, float]:
         if missing := {"image", "caption_id", "yes", "no"} - set(rows.fieldnames or ()):
             raise UserError(f"{path}: no column {min(missing)!r}; expected image, caption_id, yes, no")
         for row in rows:
-            yes, no = int(row["yes"]), int(row["no"])
+            try:
+                yes, no = int(row["yes"]), int(row["no"])
+            except (TypeError, ValueError) as error:
+                found_here = f"yes is {row['yes']!r} and no is {row['no']!r}"
+                raise UserError(f"{path}:{rows.line_num}: {found_here}; expected whole numbers") from error
             if row["image"] in images and row["caption_id"] in texts and yes + no:
                 found[images[row["image"]], texts[row["caption_id"]]] = yes / (yes + no)
     if not found:

@@ -5,10 +5,12 @@ import json
 
 import pytest
 import torch
+from support.raising import raises
 
 from papers.runs.eccv import GRADES, Pool, grade, measure_pool, pool_table, read_judgements, write_pool
 from sfumato.data.pairs import PairData
 from sfumato.distances import get_distance
+from sfumato.errors import UserError
 from sfumato.gaussian import GaussianEmbedding
 
 TEXTS = ("a", "b", "c", "d", "e", "f")
@@ -41,6 +43,9 @@ def test_figures_by_hand(pool, tmp_path):
     path.write_text("image,caption_id,yes,no\nx,y#0,3,0\nx,d,1,1\ny,a,1,2\nz,d,0,3\nx,f,9,0\nq,a,1,0\n")
     judged = read_judgements(path, pool.data)
     assert judged == {(0, 2): 1.0, (0, 3): 0.5, (1, 0): pytest.approx(1 / 3), (2, 3): 0.0, (0, 5): 1.0}
+    for wrong in ("x,d,one,1", "x,d,1"):
+        (tmp_path / "wrong.csv").write_text(f"image,caption_id,yes,no\nx,c,1,1\n{wrong}\n")
+        raises(UserError, "wrong.csv:3: yes is '", read_judgements, tmp_path / "wrong.csv", pool.data)
     assert [grade(f) for f in (1, 0.5, 0.4, 0)] == ["100% yes", "weak yes", "weak no", "100% no"]
     found = measure_pool(pool, judged)
     assert found["judged"] == 5 and [found[name] for name in GRADES] == [2, 1, 1, 1]
