@@ -1,5 +1,6 @@
 """What a caption says of its own multiplicity: numbers of its words, and of its place among captions without labels."""
 
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ FEATURES = (
 captions, of exp(-k * idf of the content words that it lacks); density k that of exp(k * (cosine - 1))."""
 
 _BLOCK = 500
-_stem = snowballstemmer.stemmer("english").stemWord
+_stem = functools.cache(snowballstemmer.stemmer("english").stemWord)
 _STOPS = frozenset(map(_stem, FUNCTION_WORDS))
 
 
@@ -34,13 +35,14 @@ class References:
     def __init__(self, texts: Sequence[str], vectors: np.ndarray) -> None:
         """vectors (n, d) unit vectors."""
         self._vectors, self._n, self._stems = vectors, len(texts), [*map(_stems, texts)]
-        self._having = defaultdict[str, list[int]](list)
+        having = defaultdict[str, list[int]](list)
         self._pairs, self._firsts = Counter[tuple[str, str]](), Counter[str]()
         for i, words in enumerate(self._stems):
             for word in set(words):
-                self._having[word].append(i)
+                having[word].append(i)
             self._pairs.update(pairwise(["", *words, ""]))
             self._firsts.update(["", *words])
+        self._having = {word: np.array(rows) for word, rows in having.items()}
 
     def features(self) -> np.ndarray:
         """(n, f) FEATURES."""
