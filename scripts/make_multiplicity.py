@@ -1,4 +1,4 @@
-"""Fit the constants of multiplicity and expected_precision in src/sfumato/calibration/fits.py, and say how they hold.
+"""Fit the constants of images_and_precision in src/sfumato/calibration/fits.py, and say how they hold.
 
 python scripts/make_multiplicity.py PQPP
 
@@ -28,7 +28,7 @@ def read(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     texts = [row["caption"] for row in rows]
     n_words = np.array([len(words_of(text)) for text in texts])
-    labels = [(np.log(len(row["relevant"])), (row["clip_p10"] + row["blip2_p10"]) / 2) for row in rows]
+    labels = [(np.log(max(1, len(row["relevant"]))), (row["clip_p10"] + row["blip2_p10"]) / 2) for row in rows]
     return sentence_vectors(texts), n_words, np.array(labels)
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     values = {"captions": stored} | {name: np.ascontiguousarray(value, np.float16) for name, value in small.items()}
     save_file(values | {name: value.astype(np.float32) for name, value in exact.items()}, TARGET)
     vectors, n_words, labels = read(given.pqpp / "validation.jsonl")
-    found, tests = fits.predicted(vectors, n_words), (pearsonr, spearmanr, kendalltau)
+    found, tests = fits.log_images_and_precision(vectors, n_words), (pearsonr, spearmanr, kendalltau)
     for name, own, truth in zip(("log number of images", "precision at 10"), found.T, labels.T, strict=True):
         pearson, spearman, kendall = (test(own, truth).statistic for test in tests)
         print(f"validation, {name}: Pearson {pearson:.3f}, Spearman {spearman:.3f}, Kendall {kendall:.3f}")

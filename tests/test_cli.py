@@ -157,7 +157,8 @@ def test_trust_prints_tables_and_writes_json(work, sfumato, monkeypatch):
     assert sfumato.json("trust", work / "run") == written and set(written["directions"]) == {"t2i", "i2t"}
     assert any(0 < direction["recall"]["value"] < 1 for direction in written["directions"].values())
     for direction in written["directions"].values():
-        assert 0 <= direction["precision"]["true"] <= direction["precision"]["perfect"] <= 1
+        level = {name: interval["value"] for name, interval in direction["precision"].items()}
+        assert 0 <= level["true"] <= level["perfect"] <= 1 and 0 < level["chance"] < level["perfect"]
         some_wrong = {"wrong_auroc", "deciles"} if 0 < direction["recall"]["value"] < 1 else set()
         for name, figures in direction["estimators"].items():
             assert name in written["estimators"] and {"wrong_aurc", *some_wrong} <= set(figures)

@@ -140,8 +140,8 @@ def is_own(name: str) -> bool:
 
 
 def contestants() -> tuple[str, ...]:
-    """The names of all that is compared: baselines, post-hoc methods, and estimators that were registered."""
-    own = (name for name in estimators.ESTIMATORS if name not in METHODS and is_own(name))
+    """The names of all that is compared: baselines, post-hoc methods, and registered estimators without texts."""
+    own = (name for name in estimators.usable_estimators() if name not in METHODS and is_own(name))
     return (*BASELINES, *METHODS, *own)
 
 

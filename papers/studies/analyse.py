@@ -20,7 +20,7 @@ from sfumato.data.images import MemoryImage, thumbnail
 from sfumato.data.pairs import PairData
 from sfumato.data.sources import DataConfig
 from sfumato.errors import UserError, counted, progress_bar, say
-from sfumato.evaluation.estimators import Estimator, Matching
+from sfumato.evaluation.estimators import Estimator, Matching, usable_estimators
 from sfumato.evaluation.protocols import EmbeddedSplit, evaluate_retrieval
 from sfumato.evaluation.trust import resampled_together
 from sfumato.gaussian import GaussianEmbedding
@@ -77,7 +77,7 @@ class AnalysisOptions:
     zeroshot: ZeroShotOptions = field(default_factory=ZeroShotOptions)
 
     def __post_init__(self) -> None:
-        if self.uncertainty not in (names := [name for name, e in ESTIMATORS.items() if not e.needs_texts]):
+        if self.uncertainty not in (names := usable_estimators()):
             raise ValueError(f"--uncertainty {self.uncertainty}: unknown; known: {', '.join(names)}")
         for option, value, known in (("corpus", self.corpus, usual.Corpus), ("method", self.method, usual.Method)):
             if value not in get_args(known):
@@ -149,7 +149,7 @@ class _Split:
         """The chosen estimator, if it is defined for these embeddings."""
         chosen = ESTIMATORS[self.options.uncertainty]
         if self.points and (chosen.needs_variance or not chosen.needs_gallery):
-            others = [e.name for e in ESTIMATORS.values() if e.needs_gallery and not e.needs_variance]
+            others = [e.name for e in usable_estimators().values() if e.needs_gallery and not e.needs_variance]
             raise UserError(
                 f"this model's embeddings are points, without variances, so {chosen.name} is undefined;"
                 f" choose an --uncertainty that looks at the gallery: {', '.join(others)}"

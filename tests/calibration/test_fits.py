@@ -159,7 +159,7 @@ def test_items_without_texts_have_their_own():
 def test_it_is_the_formula_and_a_usual_sentence_means_more():
     texts = {"a man riding a wave on a surfboard": 8, "a purple giraffe plays chess with a robot": 8, "a red bus": 3}
     vectors, n_words = sentence_vectors(list(texts)), np.array([*texts.values()])
-    found, precision = fits.multiplicity(vectors, n_words), fits.expected_precision(vectors, n_words)
+    found, precision = fits.images_and_precision(vectors, n_words)
     logs, raw = zip(*(said_of_text(*each) for each in zip(vectors, n_words.tolist(), strict=True)), strict=True)
     assert found == pytest.approx(np.exp(logs), rel=5e-3)
     assert precision == pytest.approx(np.clip(raw, 0, 1), abs=2e-3)
@@ -170,7 +170,7 @@ def test_it_follows_the_number_of_images_that_people_found_and_the_precision_of_
     rows = [json.loads(line) for line in (shared / "data/pqpp/validation.jsonl").read_text("utf-8").splitlines()[:300]]
     n_words = np.array([len(row["caption"].split()) for row in rows])
     vectors = sentence_vectors([row["caption"] for row in rows])
-    found, precision = fits.multiplicity(vectors, n_words), fits.expected_precision(vectors, n_words)
+    found, precision = fits.images_and_precision(vectors, n_words)
     assert spearmanr(found, [len(row["relevant"]) for row in rows]).statistic > 0.65  # .704; of all 2,000 .717.
     true = [(row["clip_p10"] + row["blip2_p10"]) / 2 for row in rows]
     assert pearsonr(precision, true).statistic > 0.5  # Of all 2,000 .565.

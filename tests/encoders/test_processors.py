@@ -135,7 +135,7 @@ def test_cleaning(text, whitespace, lower, canonicalize):
 
 def processor(tokenizer, **options):
     defaults = {"vocabulary": 10, "max_tokens": 5, "begin": "<b>", "end": "<e>", "pad_to_max": False}
-    return processors.SpecialTokenProcessor(lambda: tokenizer, **{**defaults, "clean": str.lower, **options})
+    return processors.SpecialTokenProcessor(find=lambda: tokenizer, **{**defaults, "clean": str.lower, **options})
 
 
 @pytest.fixture
@@ -169,6 +169,9 @@ def test_begin_and_end_survive_cutting_padding_and_texts_that_spell_them(tokeniz
     ids(lazy, "a")
     ids(lazy, "b")
     assert len(asked) == 1
+    options = {"vocabulary": 10, "max_tokens": 5, "begin": "", "end": "<e>", "pad_to_max": False, "clean": str.lower}
+    raises(TypeError, "positional", processors.SpecialTokenProcessor, find, **options)
+    raises(TypeError, "_tokenizer", processors.SpecialTokenProcessor, find=find, _tokenizer=tokenizer, **options)
 
 
 def clip_like(*, lower=True):

@@ -65,6 +65,8 @@ def test_every_estimator_is_its_loop():
         assert estimator.name == name and found[name].shape == (N,) and found[name].dtype == float
         np.testing.assert_array_equal(estimator(queries, gallery, MATCHING, TEXTS), found[name])
         assert estimator.kind in ("aleatoric", "epistemic", "both") and estimator.formula and estimator.cost
+    as_array = estimate_uncertainty(queries, gallery, MATCHING, texts=np.array(TEXTS))
+    assert as_array.keys() == found.keys() and all((as_array[name] == found[name]).all() for name in found)
     without = [name for name, e in ESTIMATORS.items() if not e.needs_texts]
     assert list(estimate_uncertainty(queries, gallery, MATCHING)) == without and "text_misses" not in without
     given = {"estimators": ESTIMATORS}, {"texts": TEXTS[1:]}
@@ -109,11 +111,13 @@ def test_items_that_are_left_out_are_as_good_as_not_there_and_blocks_are_small(m
     queries, gallery = scene(1)
     seen, block = [], module.Block
     monkeypatch.setattr(module, "Block", lambda *given: seen.append(len(given[2])) or block(*given))
+    read, predict = [], module.images_and_precision
+    monkeypatch.setattr(module, "images_and_precision", lambda v, n: read.append(len(n)) or predict(v, n))
     nearest = DISTANCES["csd"].matrix(queries, gallery).argmin(1).tolist()
     lists = [[], [0], [3, 4, 5], *[[j] for j in nearest[3:]]]
     without = Relevance.from_lists(lists, n_gallery=M)
     found = estimate_uncertainty(queries, gallery, MATCHING, texts=TEXTS, without=without, memory_mb=M / 2**16)
-    assert max(seen) == 4 and sum(seen) == N
+    assert max(seen) == 4 and sum(seen) == N and read == seen, "the texts of a block are read once"
     whole = estimate_uncertainty(queries, gallery, MATCHING, texts=TEXTS)
     for i in range(N):
         for name, value in by_loops(queries[i : i + 1], gallery, TEXTS[i], left_out=lists[i]).items():

@@ -55,8 +55,10 @@ def test_every_figure_of_every_estimator_by_loops():
     order = np.sort(1 - hit)
     assert result.risk_best.value == pytest.approx((np.cumsum(order) / np.arange(1, len(hit) + 1)).mean())
     ten = ground_truth[np.arange(N)[:, None], distance.argsort(1)[:, :10]][has].mean(1)
-    assert result.precision["true"] == pytest.approx(ten.mean())
-    assert result.precision["predicted"] == pytest.approx(1 - scores["expected_misses"].mean())
+    level = {"true": ten, "predicted": 1 - scores["expected_misses"], "chance": ground_truth[has].mean(1)}
+    for name, values in level.items():
+        found = result.precision[name]
+        assert found.value == pytest.approx(values.mean()) and found.low < found.value < found.high, name
     enough = M - ground_truth[has].sum(1) >= 10
     assert result.n_out_of_gallery == enough.sum()
     rests = {i: gallery[torch.from_numpy(~ground_truth[i])] for i in np.flatnonzero(has)[enough]}
@@ -92,9 +94,14 @@ def test_the_precision_at_10_by_hand():
     log_var = torch.tensor([[2.0], [1.0], [0.0], [3.0]])
     queries = GaussianEmbedding(torch.tensor([[0.0], [11.0], [0.0], [5.0]]), log_var)
     relevance = Relevance.from_lists([[0, 1, 10], [11, 1], range(11), []], n_gallery=12)
-    result = measure_trust(queries, items, relevance, MATCHING, texts=["a", "b", "c", "d"], **QUICK)
+    result = measure_trust(queries, items, relevance, MATCHING, texts=np.array(["a", "b", "c", "d"]), **QUICK)
+    for texts in (["a", "b"], list("abcdefg")):
+        message = f"{len(texts)} texts for 4 queries"
+        raises(ValueError, message, measure_trust, queries, items, relevance, MATCHING, texts=texts, **QUICK)
     # Of the ten best 2, 1 and 10 match; the last query has no match. Misses have the ranks 2, 3 and 1.
-    assert result.precision["true"] == pytest.approx(13 / 30) and result.precision["perfect"] == 0.5
+    assert {name: result.precision[name].value for name in ("true", "perfect", "chance")} == pytest.approx(
+        {"true": 13 / 30, "perfect": (3 + 2 + 10) / 30, "chance": (3 + 2 + 11) / 36}
+    )
     assert result.estimators["total_variance"]["misses"].value == pytest.approx(0.5)
     assert "text_misses" in result.estimators and "precision" not in trust.FIGURES
     few = Relevance.from_lists([[0, 1], [1], [0, 3, 4], []], n_gallery=9)

@@ -254,10 +254,12 @@ def test_paragraphs_are_wrapped_and_paths_stay_whole(indent, capsys):
 
 CHANCE = 0.01
 HITS = HitFigures("t2i", 100, 1, 1000, CHANCE, CHANCE, 0.004, 0.005, 0.01, 0.06, 0.06, 0.0, 0.5)
+LEVELS = {"true": 0.234, "perfect": 0.41, "chance": 0.0123, "predicted": 0.305}
+PRECISION = {name: Interval(value, value - 0.02, value + 0.02) for name, value in LEVELS.items()}
 DIRECTION = DirectionTrust(
     n_queries=1000, n_gallery=100, recall=Interval(0.4, 0.37, 0.43), chance=CHANCE, above_chance=True,
     risk_best=Interval(0.3, 0.2, 0.4), right_pairs=Interval(0.9, 0.8, 0.95), n_out_of_gallery=0, estimators={},
-    deciles={}, precision={"true": 0.234, "perfect": 0.41, "predicted": 0.305},
+    deciles={}, precision=PRECISION,
 )  # fmt: skip
 REPORT = TrustReport("test", "csd", True, 100, 1000, 1000, 0.95, 0, {}, {}, [], {"served": [HITS], "distance": [HITS]})
 
@@ -288,10 +290,13 @@ def test_the_precision_at_10_and_what_foresees_it_best_are_said_where_logits_are
     spearman = {"margin": Interval(0.3, 0.2, 0.4), "text_misses": Interval(0.5, 0.4, 0.6)}
     estimators = {name: {"misses": interval} for name, interval in spearman.items()}
     words = said(capsys, estimators=estimators)
-    assert "precision at 10: .30 predicted, .23 true, .41 with a perfect order" in words
+    assert "precision at 10: .23 [.21, .25] (chance .01); .30 predicted, .41 in a perfect order" in words
     assert "to foresee the precision at 10: text misses (Spearman .50 [.40, .60])" in words
+    one_match = PRECISION | {"perfect": Interval(sum([0.1] * 12) / 12, 0.1, 0.1)}
+    for precision in (one_match, {"true": PRECISION["true"], "perfect": PRECISION["perfect"]}, {}):
+        assert "precision at 10" not in said(capsys, precision=precision)
     print_trust_summary(replace(REPORT, calibrated=False, directions={"t2i": DIRECTION}), "runs/a on test")
-    assert "precision at 10" not in said(capsys, precision={"true": 0.2, "perfect": 0.3})
+    assert "precision at 10" not in folded(capsys.readouterr().out)
 
 
 def test_a_chart_is_one_element_without_references_to_elsewhere():

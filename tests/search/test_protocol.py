@@ -67,6 +67,24 @@ def test_what_was_made_is_closed_if_the_collection_cannot_be(tmp_path, monkeypat
     assert len(made) == (1 if fails == "create_store" else 2) and sorted(closed, key=id) == sorted(made, key=id)
 
 
+def test_the_first_store_is_closed_if_the_second_cannot_be_opened(tmp_path, monkeypatch):
+    GaussianCollection.create(tmp_path / "c", d=3, texts=True).close()
+    closed, opened, open_store = [], [], stores.open_store
+
+    def fails_second(url):
+        if opened:
+            raise OSError("the disk is gone")
+        opened.append(open_store(url))
+        close = opened[0].close
+        monkeypatch.setattr(opened[0], "close", lambda: closed.append(opened[0]) or close())
+        return opened[0]
+
+    monkeypatch.setattr(stores, "open_store", fails_second)
+    with pytest.raises(OSError, match="gone"):
+        GaussianCollection.open(tmp_path / "c")
+    assert closed == opened != []
+
+
 def test_every_store_has_a_row_records_name_what_is_wrong_and_filters_take_letters_in_two_parts():
     assert set(table()) == set(CLASSES) == set(stores.STORES) - set(SAME)
     assert all(stores.STORES[name].factory == stores.STORES[other].factory for name, other in SAME.items())

@@ -28,6 +28,7 @@ from papers.posthoc.referee_tables import referee_summary, referee_table, refere
 from papers.shown import markdown
 from papers.uncertainty.corruption import corrupted_queries
 from sfumato.errors import UserError
+from sfumato.evaluation.estimators import ESTIMATORS, Estimator
 from sfumato.metrics.reliability import log_loss
 from sfumato.models.embed import load_split
 from sfumato.models.recipe import find_recipe, load_recipe
@@ -224,6 +225,13 @@ def test_a_label_free_probability_is_measured_as_it_is(model, report):
             losses.append(-math.log(p if first_hit(row, truth) else 1 - p))
         assert own["platt"] is None and own["log_loss"]["value"] == pytest.approx(np.mean(losses), rel=1e-3)
         assert own["wrong_auroc"] == fitted["wrong_auroc"] and own["log_loss"] != fitted["log_loss"]
+
+
+def test_registered_estimators_take_part_unless_they_need_texts(monkeypatch):
+    own = Estimator("own", "largest variance", "aleatoric", "n d", lambda block: block.queries.var.amax(1), False)
+    monkeypatch.setitem(ESTIMATORS, "own", own)
+    monkeypatch.setitem(ESTIMATORS, "reads", replace(own, name="reads", needs_texts=True))
+    assert contestants() == (*BASELINES, *METHODS, "own")
 
 
 def test_ambiguity_where_texts_have_many_matches(report):

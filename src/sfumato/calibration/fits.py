@@ -382,7 +382,7 @@ _SHARPNESS, _BLOCK = (8, 15, 20, 30, 40), 64
 
 
 @functools.cache
-def _counted() -> dict[str, np.ndarray]:
+def _text_constants() -> dict[str, np.ndarray]:
     """Captions (n, k) directions, axes (d, k), numbers (n, 9) standardised, centre and spread (9,), weights (n, 2) and
     mean (2,) of the log number of images and of the precision."""
     values = load(files(__package__).joinpath("multiplicity.safetensors").read_bytes())
@@ -409,24 +409,20 @@ def kernel(numbers: np.ndarray, cosine: np.ndarray, known: np.ndarray) -> np.nda
     return np.asarray(0.3 * numbers @ known.T / n + 0.5 * np.exp(-0.3 / n * square) + 0.8 * np.exp(2 * (cosine - 1)))
 
 
-def multiplicity(vectors: Array, n_words: np.ndarray) -> Floats:
-    """(q,) numbers of COCO's 123,287 images that people would find relevant. vectors (q, 384), n_words (q,)."""
-    return np.asarray(np.exp(predicted(vectors, n_words)[:, 0]))
+def images_and_precision(vectors: Array, n_words: np.ndarray) -> tuple[Floats, Floats]:
+    """(q,) numbers of COCO's 123,287 images that people would find relevant for English captions, and (q,) fractions of
+    relevant images among COCO's 10 best, the mean of CLIP and BLIP-2. vectors (q, 384), n_words (q,)."""
+    log_images, precision = log_images_and_precision(vectors, n_words).T
+    return np.exp(log_images), precision.clip(0, 1)
 
 
-def expected_precision(vectors: Array, n_words: np.ndarray) -> Floats:
-    """(q,) fractions of relevant images among COCO's 10 best by CLIP and by BLIP-2, the mean of both. Arguments as of
-    :func:`multiplicity`."""
-    return np.asarray(predicted(vectors, n_words)[:, 1].clip(0, 1))
-
-
-def predicted(vectors: Array, n_words: np.ndarray) -> Floats:
-    """(q, 2) natural log of :func:`multiplicity`, and :func:`expected_precision` that is not yet cut to [0, 1].
+def log_images_and_precision(vectors: Array, n_words: np.ndarray) -> Floats:
+    """(q, 2) natural log of the numbers of :func:`images_and_precision`, and its fractions, not yet cut to [0, 1].
 
     A Gaussian process on a text's place among 6,000 captions. PQPP (Poesina et al., CVPR 2025, annotations CC BY 4.0)
     has the images that people found relevant for each. scripts/make_multiplicity.py fits the constants.
     """
-    known, parts = _counted(), [np.empty((0, 2))]
+    known, parts = _text_constants(), [np.empty((0, 2))]
     for start in range(0, len(n_words), _BLOCK):
         some = slice(start, start + _BLOCK)
         cosine = unit(as_numpy(vectors[some]) @ known["axes"]) @ known["captions"].T

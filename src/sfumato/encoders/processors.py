@@ -293,7 +293,7 @@ CLEANINGS: dict[str, Callable[[str], str]] = {"whitespace": single_spaces, "lowe
 """Cleaning functions by the names that configurations of open_clip models use."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class SpecialTokenProcessor(TextProcessor):
     """Texts as the token ids of a pre-trained text transformer, with its begin and end tokens."""
 
@@ -304,7 +304,7 @@ class SpecialTokenProcessor(TextProcessor):
     end: str
     pad_to_max: bool
     clean: Callable[[str], str]
-    _tokenizer: Tokenizer | None = None
+    _tokenizer: Tokenizer | None = field(default=None, init=False)
 
     def stack(self, values: Sequence[str]) -> RaggedStore:
         if self._tokenizer is None:

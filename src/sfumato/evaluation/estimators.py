@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from sfumato.arrays import Array, as_numpy, like, namespace, sigmoid, smallest
-from sfumato.calibration.fits import expected_precision, multiplicity
+from sfumato.calibration.fits import FEWEST_WORDS, images_and_precision
 from sfumato.distances import get_distance, squared_l2_matrix
 from sfumato.distances.distance import Distance
 from sfumato.encoders.package_weights import sentence_vectors
@@ -88,10 +88,10 @@ class Block:
         return match_logit(self.nearest[0], self.matching.logit_scale, self.matching.logit_bias)
 
     @cached_property
-    def words(self) -> tuple[np.ndarray, np.ndarray]:
-        """(b, 384) sentence vectors of the texts, and (b,) numbers of their words."""
-        texts = self.texts or ()
-        return sentence_vectors(texts), np.array([len(words_of(text)) for text in texts], np.int64)
+    def images_and_precision(self) -> tuple[np.ndarray, np.ndarray]:
+        """(b,) numbers of COCO's images and (b,) precisions at 10, predicted from the texts alone."""
+        texts = () if self.texts is None else self.texts
+        return images_and_precision(sentence_vectors(texts), np.array([len(words_of(text)) for text in texts], int))
 
 
 UncertaintyFunction = Callable[[Block], Array]
@@ -150,8 +150,8 @@ def _expected_matches(block: Block) -> Array:
 
 def _misses(block: Block) -> np.ndarray:
     """(b, k) probabilities that the nearest items do not match."""
-    logit = as_numpy(block.nearest_logit).astype(np.float64)
-    return sigmoid(-logit)  # In float32 all queries without a likely match would tie at 1.
+    # In float32 all queries without a likely match would tie at 1.
+    return sigmoid(-as_numpy(block.nearest_logit).astype(np.float64))
 
 
 def _nearest_mean(block: Block) -> Array:
@@ -161,6 +161,7 @@ def _nearest_mean(block: Block) -> Array:
 
 
 # ---------------------------------------------------------------- the registry
+_MEANT_FOR = f"meant for English captions of {FEWEST_WORDS} words or more"
 ESTIMATORS: dict[str, Estimator] = {
     estimator.name: estimator
     for estimator in (
@@ -197,14 +198,14 @@ ESTIMATORS: dict[str, Estimator] = {
         ),
         Estimator(
             "text_misses",
-            "fraction of misses among the 10 best of COCO by CLIP and BLIP-2, predicted from the text alone",
-            "both", "n sentence vectors", lambda block: 1 - expected_precision(*block.words),
+            f"fraction of misses in COCO's 10 best by CLIP and BLIP-2, predicted from the text alone; {_MEANT_FOR}",
+            "both", "n sentence vectors", lambda block: 1 - block.images_and_precision[1],
             needs_gallery=False, needs_texts=True,
         ),
         Estimator(
             "text_multiplicity",
-            "number of COCO's 123,287 images that people would find for the text, predicted from the text alone",
-            "aleatoric", "n sentence vectors", lambda block: multiplicity(*block.words),
+            f"number of COCO's images that people would find for the text, predicted from it alone; {_MEANT_FOR}",
+            "aleatoric", "n sentence vectors", lambda block: block.images_and_precision[0],
             needs_gallery=False, needs_texts=True,
         ),
     )
@@ -318,7 +319,7 @@ def estimate_uncertainty(
             at = without.query_of_item[low:high] - start, without.indices[low:high]
             distance = namespace(distance).asarray(distance, copy=True)
             distance[tuple(like(index, distance) for index in at)] = np.inf
-        block = Block(own, gallery, distance, matching, seed, texts and texts[start : start + own.n])
+        block = Block(own, gallery, distance, matching, seed, None if texts is None else texts[start : start + own.n])
         for name, estimator in estimators.items():
             parts[name].append(as_numpy(estimator.function(block)).astype(np.float64))
     return {name: np.concatenate(values) for name, values in parts.items()}
@@ -330,5 +331,4 @@ def usable_estimators(
     """Choose the estimators, of all by default, that are defined for these embeddings and texts of queries."""
     points = any(bool((e.log_var == -np.inf).any()) for e in embeddings)
     known = ESTIMATORS if estimators is None else estimators
-    undefined = {n for n, e in known.items() if (points and e.needs_variance) or (texts is None and e.needs_texts)}
-    return {name: estimator for name, estimator in known.items() if name not in undefined}
+    return {n: e for n, e in known.items() if not ((points and e.needs_variance) or (texts is None and e.needs_texts))}

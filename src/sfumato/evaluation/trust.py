@@ -90,7 +90,7 @@ class DirectionTrust:
     above_chance: bool  # whether the model ranks better than a random order; if not, no other figure means anything
     risk_best: Interval  # area under the risk-coverage curve of a perfect order; a random order has 1 - recall
     right_pairs: Interval
-    precision: dict[str, float]  # at 10: "true", of a "perfect" order, and "predicted" by expected_misses
+    precision: dict[str, Interval]  # at 10: "true", by "chance", of a "perfect" order, "predicted" by expected_misses
     n_out_of_gallery: int  # number of queries in the figure out_of_gallery
     estimators: dict[str, dict[str, Interval]]
     deciles: dict[str, list[float]]  # by name, recall@1 in ten bins from the most certain queries to the least
@@ -162,6 +162,8 @@ def measure_trust(
     Raises:
         ValueError: sizes do not fit, or no query has a true item.
     """
+    if texts is not None and len(texts) != queries.n:
+        raise ValueError(f"measure_trust: {len(texts)} texts for {queries.n} queries; give one for each")
     ranks = rank_relevant(queries, gallery, relevance, matching.oriented_distance)
     found_by = per_query_metrics(ranks, relevance)
     hit = found_by["recall@1"]
@@ -182,24 +184,24 @@ def measure_trust(
     found = _of_errors(scene, informative) | (_of_multiplicity(scene, informative) if multiplicity else {})
     for proxy, values in (proxies or {}).items():
         found |= _of_proxy(scene, informative, proxy, values[kept])
-    precision = dict[str, float]()
+    precision = dict[str, Interval]()
     if gallery.n >= NEAREST:
         n_right = np.bincount(relevance.query_of_item, weights=ranks < NEAREST, minlength=queries.n)[kept]
         found |= _of_proxy(scene, informative, "misses", NEAREST - n_right)
-        numbers = {"true": n_right, "perfect": np.minimum(scene.relevance.counts, NEAREST)}
-        precision = {name: float(values.mean()) / NEAREST for name, values in numbers.items()}
+        counts = scene.relevance.counts
+        numbers = {"true": n_right, "perfect": np.minimum(counts, NEAREST), "chance": NEAREST / gallery.n * counts}
         if "expected_misses" in scores:
-            precision["predicted"] = 1 - float(scores["expected_misses"].mean())
+            numbers["predicted"] = NEAREST * (1 - scores["expected_misses"])
+        precision = scene.intervals({n: bootstrap.mean_statistic(each / NEAREST) for n, each in numbers.items()})
     n_removed, removed = _of_removed_items(scene, informative)
     found |= removed
-    figures = {n: {f: found[f"{n}/{f}"] for f in FIGURES if f"{n}/{f}" in found} for n in scores}
+    figures = {n: {f: i for f in FIGURES if (i := found.get(f"{n}/{f}")) and i.value is not None} for n in scores}
     bins = {n: RecallByUncertainty.of(bootstrap.average_ranks(u), scene.hit).bins for n, u in informative.items()}
     return DirectionTrust(
         n_queries=len(kept), n_gallery=gallery.n, recall=found["recall"], chance=by_chance["recall@1"],
         above_chance=beats_chance(recalls, by_chance, min(len(kept), gallery.n)), risk_best=found["best"],
         right_pairs=_right_pairs(scene), n_out_of_gallery=n_removed, precision=precision,
-        estimators={n: {f: i for f, i in values.items() if i.value is not None} for n, values in figures.items()},
-        deciles={n: [b["recall"] for b in of] for n, of in bins.items()},
+        estimators=figures, deciles={n: [b["recall"] for b in of] for n, of in bins.items()},
     )  # fmt: skip
 
 
@@ -241,9 +243,8 @@ def _of_errors(scene: _Scene, scores: Mapping[str, np.ndarray]) -> dict[str, Int
     best = bootstrap.remembered(bootstrap.aurc_statistic(error, error))
     statistics = {"recall": bootstrap.mean_statistic(scene.hit), "best": best}
     for name, u in scores.items():
-        own = error_statistics(u, error, best) | {
-            "risk_at_half": bootstrap.risk_statistic(u, error, 0.5), "deciles": bootstrap.decile_statistic(u, scene.hit)
-        }  # fmt: skip
+        own = error_statistics(u, error, best) | {"risk_at_half": bootstrap.risk_statistic(u, error, 0.5)}
+        own["deciles"] = bootstrap.decile_statistic(u, scene.hit)
         statistics |= {f"{name}/{figure}": statistic for figure, statistic in own.items()}
     return scene.intervals(statistics)
 

@@ -86,14 +86,14 @@ def prolip_hub(config: Mapping[str, Any], tensors: Mapping[str, Any], find: Toke
         raise UserError(f"{where}: unknown cleaning of texts {cleaning!r}; known: {', '.join(CLEANINGS)}")
     form: dict[str, Any] = {"begin": "", "end": "</s>", "pad_to_max": True, "clean": CLEANINGS[cleaning]}
     form |= {"vocabulary": text.vocabulary, "max_tokens": text.context}
-    processor = SpecialTokenProcessor(find(text_section.given.get("hf_tokenizer_name") or PROLIP_TOKENIZER), **form)
+    texts = SpecialTokenProcessor(find=find(text_section.given.get("hf_tokenizer_name") or PROLIP_TOKENIZER), **form)
 
     def build() -> DualEncoder:
         image = UncTokenImageEncoder(vision.image_encoder(CLIP_MEAN, CLIP_STD, 0, final_norm=True), released=True)
         heads = [GaussianHead(width, dim, HeadOptions(pooling="first")) for width in (vision.width, text.width)]
         encoder = UncTokenTextEncoder(text.text_encoder(0), released=True)
         pictures = Tower(ImageFileProcessor(vision.size, fit="crop-nearest"), image, heads[0])
-        return DualEncoder(pictures, Tower(processor, encoder, heads[1]))
+        return DualEncoder(pictures, Tower(texts, encoder, heads[1]))
 
     prefixes = {
         "image.encoder.encoder.": "visual.",
@@ -223,7 +223,7 @@ def _training_sizes(tensors: Mapping[str, Any], heads: tuple[int, int] | None) -
 def _clip_processor(find: TokenizerFinder, text: Sizes) -> SpecialTokenProcessor:
     form: dict[str, Any] = {"begin": "<|startoftext|>", "end": "<|endoftext|>", "pad_to_max": False}
     form |= {"vocabulary": text.vocabulary, "max_tokens": text.context, "clean": CLEANINGS["lower"]}
-    return SpecialTokenProcessor(find(CLIP_TOKENIZER), **form)
+    return SpecialTokenProcessor(find=find(CLIP_TOKENIZER), **form)
 
 
 FOREIGN: list[Callable[[Mapping[str, Any], Tokenizer | None, str], tuple[Layout, str] | None]] = []

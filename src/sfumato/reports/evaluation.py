@@ -48,8 +48,7 @@ def print_evaluation(evaluation: Evaluation, title: str) -> None:
     if not evaluation.above_chance:
         print_wrapped(NOT_ABOVE_CHANCE)
     _print_uncertainty(evaluation.total_variance, evaluation.uncertainty or {}, evaluation.uncertainty_measure, "")
-    if evaluation.multiplicity:
-        both = evaluation.multiplicity
+    if both := evaluation.multiplicity:
         what = f"Spearman of a text's {in_words(evaluation.uncertainty_measure)} with its number of true images"
         over = f"{signed(both['all'])} over all texts, {signed(both['balanced'])} balanced over powers of two"
         print_wrapped(f"{what}: {over}")
@@ -132,10 +131,11 @@ def print_trust_summary(report: TrustReport, title: str) -> None:
         served = next((f for f in reversed(report.hits.get("served", [])) if f.direction == key and f.hits == 1), None)
         advice = _AT_CHANCE if _first_hits_at_chance(direction) else _advice(served, report)
         print_wrapped(f"  probability of the first hit: {advice}", indent=4)
-        if report.calibrated and "predicted" in direction.precision:
-            at = {name: compact_number(value) for name, value in direction.precision.items()}
-            level = f"{at['predicted']} predicted, {at['true']} true, {at['perfect']} with a perfect order"
-            print_wrapped(f"  precision at 10: {level}", indent=4)
+        at = {name: of.value or 0.0 for name, of in direction.precision.items()}
+        if report.calibrated and "predicted" in at and at["perfect"] > 0.1001:  # Else it is a tenth of recall@10.
+            level = f"{compact_interval(direction.precision['true'])} (chance {compact_number(at['chance'])})"
+            others = f"{compact_number(at['predicted'])} predicted, {compact_number(at['perfect'])} in a perfect order"
+            print_wrapped(f"  precision at 10: {level}; {others}", indent=4)
         for figure, (use, unit, by_chance) in _USES.items():
             if best := _best(direction, figure, unit, by_chance):
                 print_wrapped(f"  {use}: {best}", indent=4)

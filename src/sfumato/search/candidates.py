@@ -15,7 +15,7 @@ import numpy as np
 from sfumato.arrays import as_numpy, joined_rows, sigmoid
 from sfumato.calibration import fits as fitted
 from sfumato.calibration.calibrator import Scorer
-from sfumato.calibration.fits import Evidence, FitsCalibration, list_features, multiplicity
+from sfumato.calibration.fits import Evidence, FitsCalibration, images_and_precision, list_features
 from sfumato.data.image_decoding import PIXELS
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.gaussian import GaussianEmbedding
@@ -296,7 +296,7 @@ class TextSearch:
         n_words = np.array([len(words_of(text)) for text in texts])
         long = np.flatnonzero(n_words >= fitted.FEWEST_WORDS)
         like_captions = np.array([i for i in long if i not in across], np.int64)
-        counts = multiplicity(self.vectors[like_captions], n_words[like_captions]).tolist()
+        counts = images_and_precision(self.vectors[like_captions], n_words[like_captions])[0].tolist()
         self.multiplicity = dict(zip(like_captions.tolist(), counts, strict=True))  # by query
         self._has = self.own.has_texts[self._passing]  # of those of the sample that may be found
 

@@ -26,7 +26,7 @@ from sfumato.distances.distance import Distance
 from sfumato.encoders.encoder_protocol import Store
 from sfumato.encoders.package_weights import sentence_vectors
 from sfumato.errors import UserError, progress_bar, say
-from sfumato.evaluation.estimators import ESTIMATORS, Matching, estimate_uncertainty
+from sfumato.evaluation.estimators import Matching, estimate_uncertainty, usable_estimators
 from sfumato.evaluation.protocols import EmbeddedSplit, Evaluation, Query, evaluate_retrieval
 from sfumato.files import CALIBRATION, MODEL, write_atomically
 from sfumato.gaussian import Sides, accumulation_dtype, check_finite
@@ -312,9 +312,8 @@ def teacher_values(
     if config.teacher == "listed_matches":
         values = np.log(np.maximum(matches.counts, 1))
     else:
-        estimator = ESTIMATORS.get(config.teacher)
-        if estimator is None or not estimator.needs_gallery or estimator.needs_variance:
-            usable = (name for name, e in ESTIMATORS.items() if e.needs_gallery and not e.needs_variance)
+        usable = {n: e for n, e in usable_estimators().items() if e.needs_gallery and not e.needs_variance}
+        if (estimator := usable.get(config.teacher)) is None:
             known = ", ".join(("dispersion", "listed_matches", *usable))
             raise UserError(f"unknown variance_stage.teacher {config.teacher!r}; known: {known}")
         # Over a random gallery of partners; logits that are not given are fitted on some items with it.

@@ -285,9 +285,6 @@ def in_order(ids: Sequence[str], found: Mapping[str, Row]) -> list[Row]:
     return [found[i] for i in dict.fromkeys(ids) if i in found]
 
 
-_SCHEME = "[a-z][a-z0-9+]+"
-
-
 @contextlib.contextmanager
 def closed_if_it_fails(opened: Any) -> Iterator[None]:
     """Close a store or a collection unless the block succeeds."""
@@ -296,6 +293,9 @@ def closed_if_it_fails(opened: Any) -> Iterator[None]:
     except BaseException:
         opened.close()
         raise
+
+
+_SCHEME = "[a-z][a-z0-9+]+"
 
 
 @dataclass(frozen=True)
