@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -69,20 +70,12 @@ def test_what_was_made_is_closed_if_the_collection_cannot_be(tmp_path, monkeypat
 
 def test_the_first_store_is_closed_if_the_second_cannot_be_opened(tmp_path, monkeypatch):
     GaussianCollection.create(tmp_path / "c", d=3, texts=True).close()
-    closed, opened, open_store = [], [], stores.open_store
-
-    def fails_second(url):
-        if opened:
-            raise OSError("the disk is gone")
-        opened.append(open_store(url))
-        close = opened[0].close
-        monkeypatch.setattr(opened[0], "close", lambda: closed.append(opened[0]) or close())
-        return opened[0]
-
-    monkeypatch.setattr(stores, "open_store", fails_second)
+    first = stores.open_store(str(tmp_path / "c" / "store"))
+    monkeypatch.setattr(first, "close", Mock(wraps=first.close))
+    monkeypatch.setattr(stores, "open_store", Mock(side_effect=[first, OSError("the disk is gone")]))
     with pytest.raises(OSError, match="gone"):
         GaussianCollection.open(tmp_path / "c")
-    assert closed == opened != []
+    first.close.assert_called_once_with()
 
 
 def test_every_store_has_a_row_records_name_what_is_wrong_and_filters_take_letters_in_two_parts():
