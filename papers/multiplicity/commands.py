@@ -69,39 +69,53 @@ def multiplicity(
     names = list(dict.fromkeys(estimator or [name for name in ESTIMATORS if name not in TAUGHT]))
     if unknown := [name for name in names if name not in ESTIMATORS]:
         raise UserError(f"unknown estimator {unknown[0]!r}; known: {', '.join(ESTIMATORS)}")
-    if predict and estimator:
-        raise UserError("--predict takes the regression; leave --estimator out")
+    options = {
+        "--predict": predict,
+        "--agree": agree,
+        "--estimator": estimator,
+        "--picture": picture,
+        "--images": images,
+    }
+    given = [name for name, value in options.items() if value]
+    if (predict or agree) and len(given) > 1:
+        raise UserError(f"{given[0]} does not go with {given[1]}; leave one of them out")
     train, validation = (pqpp.read_split(data, split) for split in ("train", "validation"))
+    both = pqpp.Captions.joined(train, validation)
     others = [text for path in captions or () for text in pqpp.read_texts(path)]
     if predict:
         asked = pqpp.read_captions(predict if predict.exists() else data / predict)
-        values = Scene(pqpp.Captions.joined(train, validation), asked.texts, others, model).estimates([REGRESSION])[
-            REGRESSION
-        ]
-        rows = ({key: row[key] for key in ("id", "image_id", "caption")} for row in asked.rows)
-        return _show(
-            [row | {n: round(float(v[i]), 6) for n, v in values.items()} for i, row in enumerate(rows)], as_json
-        )
+        values = Scene(both, asked.texts, others, model).estimates([REGRESSION])[REGRESSION]
+        return _show(asked.rows, values, as_json)
     if agree:
-        return print(json.dumps(pqpp.agreement(pqpp.Captions.joined(train, validation), agree)))
-    truth = validation.labels | (ranked(validation, model, images) if images else {})
-    found = Scene(train, validation.texts, others, model, seed).estimates(names)
+        pairs = pqpp.agreement(both, agree, n_resamples=bootstrap, seed=seed)
+        if as_json:
+            return print(json.dumps({pair: {"n": n, **asdict(value)} for pair, (n, value) in pairs.items()}))
+        cells = [[pair, str(n), compact_interval(value)] for pair, (n, value) in pairs.items()]
+        return Table("numbers of images by two sets of people", ["people", "captions", "spearman"], cells).show()
+    truth = {name: validation.labels[name] for name in both.labels}
+    if not truth:
+        raise UserError(f"{data}: train and validation have no label in common; expected {', '.join(pqpp.LABELS)}")
+    predicted = dict(zip(truth, truth, strict=True))
+    if images:
+        truth |= ranked(validation, model, images)
+        predicted |= {name: mean for name, mean in _OWN.items() if mean in both.labels}
+    estimates = Scene(train, validation.texts, others, model, seed).estimates(names)
     first = next(iter(truth))
     figures = {
         name: {
-            label: pqpp.correlations(of[label.replace("own", "mean")], own, n_resamples=bootstrap, seed=seed)
-            for label, own in truth.items()
+            label: pqpp.correlations(of[same], truth[label], n_resamples=bootstrap, seed=seed)
+            for label, same in predicted.items()
         }
-        for name, of in found.items()
+        for name, of in estimates.items()
     }
     if picture:
-        _draw({name: of[first] for name, of in found.items()}, truth[first], first, picture)
+        _draw({name: of[first] for name, of in estimates.items()}, truth[first], first, picture)
     searches = {"CLIP": ("clip_p10", "clip_rr"), "BLIP-2": ("blip2_p10", "blip2_rr"), model: ("p10_own", "rr_own")}
     means = {name: [float(truth[key].mean()) for key in keys] for name, keys in searches.items() if keys[1] in truth}
     if as_json:
         own = {n: {k: {c: asdict(v) for c, v in of.items()} for k, of in f.items()} for n, f in figures.items()}
         about = {"split": "validation", "n": len(validation.rows), "published": pqpp.PUBLISHED, "source": pqpp.SOURCE}
-        single = {"caption": validation.texts} | {name: of[first].tolist() for name, of in found.items()}
+        single = {"caption": validation.texts} | {name: of[first].tolist() for name, of in estimates.items()}
         about |= {"search, mean p10 and rr": means, "estimators": own, f"estimates of {first}": single}
         return print(json.dumps(about))
     Table(
@@ -109,16 +123,27 @@ def multiplicity(
         ["model", "precision at 10", "mean reciprocal rank"],
         [[name, *(number(value, 3) for value in own)] for name, own in means.items()],
     ).show()
-    for label in truth:
+    for label in predicted:
         _table(label, {name: of[label] for name, of in figures.items()}, pqpp.PUBLISHED.get(label, {})).show()
     print(f"published: {pqpp.SOURCE}")
 
 
-def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+_OWN = {"p10_own": "p10_mean", "rr_own": "rr_mean"}
+"""What is said of the search by one's own model."""
+
+
+def _show(rows: list[dict[str, Any]], values: Mapping[str, np.ndarray], as_json: bool) -> None:
     """Print predictions."""
-    shown = [[r["caption"], number(math.exp(r["log_relevant"]), 1), number(r["p10_mean"], 2)] for r in rows]
-    table = Table("", ["caption", "relevant images", "precision at 10"], shown, running=[0])
-    print(json.dumps(rows)) if as_json else table.show()
+    if as_json:
+        rounded = {name: column.round(6).tolist() for name, column in values.items()}
+        return print(json.dumps([row | {n: own[i] for n, own in rounded.items()} for i, row in enumerate(rows)]))
+    shown = {"relevant images": ("log_relevant", math.exp, 1), "precision at 10": ("p10_mean", float, 2)}
+    shown = {title: how for title, how in shown.items() if how[0] in values}
+    cells = [
+        [row["caption"], *(number(read(values[name][i]), digits) for name, read, digits in shown.values())]
+        for i, row in enumerate(rows)
+    ]
+    Table("", ["caption", *shown], cells, running=[0]).show()
 
 
 def _table(label: str, figures: Mapping[str, Mapping[str, Interval]], published: Mapping[str, Any]) -> Table:

@@ -1,14 +1,14 @@
 """PQPP (CVPR 2025): people's relevant COCO images of captions, and how well CLIP and BLIP-2 search by them."""
 
 import csv
-import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import pydantic
 
 from sfumato.errors import UserError
 from sfumato.evaluation.benchmark_ground_truths import eccv_caption
@@ -36,8 +36,9 @@ SOURCE = "Poesina et al., PQPP, CVPR 2025, arXiv 2406.04746: the best of its pre
 class Captions:
     """Captions with labels."""
 
-    rows: list[dict[str, Any]]  # id, image_id and caption of each, and relevant, where the file has it
+    rows: list[dict[str, Any]]  # id, image_id and caption of each
     labels: dict[str, np.ndarray]  # (n,) of those of LABELS that the file has
+    relevant: list[list[int]] | None = None  # ids of the relevant images of each
 
     @property
     def texts(self) -> list[str]:
@@ -74,33 +75,40 @@ def read_split(folder: Path, split: str) -> Captions:
     return captions
 
 
+_Fraction = Annotated[float, pydantic.Field(ge=0, le=1)]
+
+
+class _Row(pydantic.BaseModel):
+    """A line of a file; the published csv has other names, and no relevant images."""
+
+    id: int | str | None = None
+    image_id: int | str | None = None
+    caption: str = pydantic.Field(pattern=r"\S", validation_alias=pydantic.AliasChoices("caption", "best_caption"))
+    relevant: list[int] | None = None
+    clip_p10: _Fraction | None = pydantic.Field(None, validation_alias=pydantic.AliasChoices("clip_p10", "clip_pk"))
+    blip2_p10: _Fraction | None = pydantic.Field(None, validation_alias=pydantic.AliasChoices("blip2_p10", "blip2_pk"))
+    clip_rr: _Fraction | None = None
+    blip2_rr: _Fraction | None = None
+
+
 def read_captions(path: Path) -> Captions:
-    """Read a file of captions, with or without labels; the published csv has no numbers of relevant images."""
-    rows: list[dict[str, Any]] = []
-    values: dict[str, list[float]] = {}
-    for where, row in _entries(path):
-        caption = row.get("caption", row.get("best_caption"))
-        if not isinstance(caption, str) or not caption.strip():
-            raise UserError(f"{where}: there is no caption; the keys are {', '.join(row)}")
-        rows.append({"id": row.get("id"), "image_id": row.get("image_id"), "caption": caption})
-        rows[-1] |= {"relevant": row["relevant"]} if "relevant" in row else {}
-        try:
-            for name in MEASURED:
-                if (value := row.get(name, row.get(name.replace("p10", "pk")))) is not None:
-                    values.setdefault(name, []).append(float(value))
-            if "relevant" in row:
-                values.setdefault("log_relevant", []).append(np.log(max(1, len(row["relevant"]))))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{where}: a label is no number: {error}") from error
-    if not rows:
+    """Read a file of captions, with or without labels."""
+    found = [*_rows(path)]
+    if not found:
         raise UserError(f"{path} holds no captions")
-    if lacking := [name for name, own in values.items() if len(own) < len(rows)]:
-        raise UserError(f"{path}: only {len(values[lacking[0]])} of {len(rows)} captions have {lacking[0]}")
-    labels = {name: np.array(own) for name, own in values.items()}
+    columns = {name: [getattr(row, name) for row in found] for name in (*MEASURED, "relevant")}
+    columns = {name: column for name, column in columns.items() if any(value is not None for value in column)}
+    if lacking := [name for name, column in columns.items() if None in column]:
+        n = len(found) - columns[lacking[0]].count(None)
+        raise UserError(f"{path}: only {n} of {len(found)} captions have {lacking[0]}")
+    labels = {name: np.array(columns[name]) for name in MEASURED if name in columns}
+    if "relevant" in columns:
+        labels["log_relevant"] = np.log([max(1, len(own)) for own in columns["relevant"]])
     for kind in ("p10", "rr"):
         if {f"clip_{kind}", f"blip2_{kind}"} <= labels.keys():
             labels[f"{kind}_mean"] = (labels[f"clip_{kind}"] + labels[f"blip2_{kind}"]) / 2
-    return Captions(rows, {name: labels[name] for name in LABELS if name in labels})
+    rows = [{"id": row.id, "image_id": row.image_id, "caption": row.caption} for row in found]
+    return Captions(rows, {name: labels[name] for name in LABELS if name in labels}, columns.get("relevant"))
 
 
 def read_texts(path: Path) -> list[str]:
@@ -108,18 +116,28 @@ def read_texts(path: Path) -> list[str]:
     return read_captions(path).texts if path.suffix in (".jsonl", ".csv") else read_lines(path)[0]
 
 
-def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file, each with its place."""
+def _rows(path: Path) -> Iterator[_Row]:
+    """The lines of a file."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
             if path.suffix == ".csv":
-                yield from ((f"{path}:{number}", row) for number, row in enumerate(csv.DictReader(file), 2))
-                return
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}:{number}", dict(json.loads(line))
-    except (OSError, ValueError, TypeError, csv.Error) as error:
+                yield from (_row(row, f"{path}:{reader.line_num}") for row in reader)
+            else:
+                yield from (_row(line, f"{path}:{k}") for k, line in enumerate(file, 1) if line.strip())
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _row(line: str | dict[str, Any], where: str) -> _Row:
+    if isinstance(line, dict) and None in line:
+        raise UserError(f"{where}: more values than columns; quote a caption that has a comma")
+    try:
+        return _Row.model_validate_json(line) if isinstance(line, str) else _Row.model_validate(line)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        what = ".".join(map(str, first["loc"])) or "the line"
+        raise UserError(f"{where}: {what}: {first['msg']}") from error
 
 
 # ---------------------------------------------------------------- correlations
@@ -163,8 +181,10 @@ def correlations(
     return bootstrap(statistics, len(label), n_resamples=n_resamples, seed=seed)
 
 
-def agreement(captions: Captions, folder: Path) -> dict[str, dict[str, Any]]:
-    """Spearman of the numbers of images by other people, CxC and ECCV Caption, for the captions that two have."""
+def agreement(
+    captions: Captions, folder: Path, *, n_resamples: int = 1000, seed: int = 0
+) -> dict[str, tuple[int, Interval]]:
+    """Number of captions that two of PQPP, CxC and ECCV Caption have, and Spearman of their numbers of images."""
     truths = eccv_caption(folder)
     numbers = {name: dict(zip(truths[name].text_ids, truths[name].t2i.totals, strict=True)) for name in ("cxc", "eccv")}
     ids = [str(row["id"]) for row in captions.rows]
@@ -172,7 +192,6 @@ def agreement(captions: Captions, folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for a, b in combinations(numbers, 2):
         both = [i for i in numbers[a] if numbers[a][i] > 0 and numbers[b].get(i, 0) > 0]
-        x, y = (np.array([numbers[name][i] for i in both]) for name in (a, b))
-        statistic = {"spearman": spearman_statistic(x, y)}
-        found[f"{a}, {b}"] = {"n": len(both), **asdict(bootstrap(statistic, len(both))["spearman"])}
+        statistic = {"": spearman_statistic(*(np.array([numbers[name][i] for i in both]) for name in (a, b)))}
+        found[f"{a}, {b}"] = len(both), bootstrap(statistic, len(both), n_resamples=n_resamples, seed=seed)[""]
     return found

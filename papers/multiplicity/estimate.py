@@ -16,7 +16,7 @@ from sfumato.data.image_inputs import vector_file
 from sfumato.distances.distance import squared_l2_product
 from sfumato.encoders.heads import AveragePool, hidden_network
 from sfumato.encoders.package_weights import sentence_vectors
-from sfumato.errors import progress_bar
+from sfumato.errors import UserError, progress_bar
 from sfumato.evaluation.estimators import Matching
 from sfumato.models.run import load_model
 from sfumato.models.sections import VarianceStageConfig
@@ -119,14 +119,13 @@ class Scene:
     def _states(self) -> np.ndarray:
         """(t, c) average token features that the text tower's head reads, standardised as those of the known."""
         tower, parts = self._tower(), []
+        if not hasattr(tower, "encoder"):  # A model as it is, without a head.
+            return _standardised(tower.embed(self._store).numpy().mean, self._n_known)
         with torch.no_grad():
             for start in range(0, len(self._texts), _BLOCK):
                 rows = np.arange(start, min(start + _BLOCK, len(self._texts)))
-                parts.append(
-                    AveragePool()(
-                        *tower.encoder(self._store.batch(rows).to(tower.device)).float().for_log_var()
-                    ).numpy()
-                )
+                tokens = tower.encoder(self._store.batch(rows).to(tower.device)).float()
+                parts.append(AveragePool()(*tokens.for_log_var()).numpy())
         return _standardised(np.concatenate(parts), self._n_known)
 
     def _kernel(self, rows: slice) -> np.ndarray:
@@ -142,7 +141,7 @@ class Scene:
 
     @cached_property
     def _fitted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A Gaussian process, whose noise has the variance 1 of the kernel's scale, of the normal scores of labels.
+        """A Gaussian process with noise of variance 1, fitted to the normal scores of the labels.
 
         (k, l) scores, (k, l) weights of the known, and (k, l) errors if each is left out.
         """
@@ -169,6 +168,9 @@ class Scene:
 
         The log variance gets a hidden layer. The mean total variance stays about what it was.
         """
+        tower = self._tower()
+        if (head := getattr(tower, "head", None)) is None or head.log_var is None:
+            raise UserError(f"{name}: the text tower of {self.model} has no variances that can be trained")
         if name != TAUGHT[0]:
             self.known.check_relevant()
         index = np.r_[: self._n_known, self._rows.stop : len(self._texts)]
@@ -180,13 +182,15 @@ class Scene:
             label = [*self.known.labels].index("log_relevant")
             column = self._kernel(slice(None)) @ self._fitted[1][:, label]
         low, high = np.quantile(column[index], (0.01, 0.99))
+        if not low < high:
+            raise UserError(f"{name}: all captions have {low:g}, so there is nothing to teach")
         wanted = torch.from_numpy(np.clip((column - low) / (high - low), 0, 1)).float()
-        tower = self._tower()
-        head, usual = tower.head, tower.embed(self._store, index).total_variance.mean()
+        usual = tower.embed(self._store, index).total_variance.mean()
         level = float(usual / (wanted[index].mean() + _FLOOR))
         sizes = self._states.shape[1], head.log_var.linear.out_features
-        torch.manual_seed(self.seed)
-        head.log_var_hidden = hidden_network(*sizes, _WIDTH, _DROPOUT)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            head.log_var_hidden = hidden_network(*sizes, _WIDTH, _DROPOUT)
         stage = VarianceStageConfig(epochs=20, lr=1e-3, floor=_FLOOR * level)
         fit_variance_stage(tower, self._store, level * wanted, index, stage, seed=self.seed)
         return tower
