@@ -9,16 +9,17 @@ from itertools import pairwise
 import numpy as np
 import snowballstemmer
 
+from sfumato.calibration.fits import SHARPNESS, place
 from sfumato.search.texts import FUNCTION_WORDS
 
-COVERAGE, DENSITY = (0.3, 0.6, 1.0, 2.0), (8, 15, 20, 30, 40)
+COVERAGE = 0.3, 0.6, 1.0, 2.0
 
 FEATURES = (
     "words", "content words", "rarest word", "mean idf", "content idf", "log probability", "mean log probability",
-    *(f"coverage {k:g}" for k in COVERAGE), "nearest", "mean of 10", "mean of 100", *(f"density {k}" for k in DENSITY),
+    *(f"coverage {k:g}" for k in COVERAGE), "nearest", "mean of 10", "mean of 100", *(f"density {k}" for k in SHARPNESS),
 )  # fmt: skip
-"""The numbers of a caption. Probabilities are those of pairs of words. Coverage k is the log of the sum, over other
-captions, of exp(-k * idf of the content words that it lacks); density k that of exp(k * (cosine - 1))."""
+"""The numbers of a caption among others. Probabilities are those of pairs of words. Coverage k is the log of .01 and the
+sum of exp(-k * idf of its content words that another lacks); density k that of the sum of exp(k * (cosine - 1))."""
 
 _BLOCK = 500
 _stem = functools.cache(snowballstemmer.stemmer("english").stemWord)
@@ -66,7 +67,5 @@ class References:
     def _near(self, start: int) -> np.ndarray:
         rows = np.arange(start, min(start + _BLOCK, self._n))
         cosine = self._vectors[rows] @ self._vectors.T
-        cosine[rows - start, rows] = -1
-        first = np.sort(np.partition(cosine, -100, axis=1)[:, -100:], axis=1) if self._n > 100 else np.sort(cosine)
-        density = [np.log(np.exp(k * (cosine - 1)).sum(1)) for k in DENSITY]
-        return np.column_stack([first[:, -1], first[:, -10:].mean(1), first.mean(1), *density])
+        cosine[rows - start, rows] = -1  # Of a caption with itself: as far as one can be.
+        return place(cosine, np.zeros(len(rows)))[:, 1:]

@@ -16,7 +16,7 @@ from papers.multiplicity import data, ranking
 from papers.multiplicity import features as module
 from papers.multiplicity.data import CORRELATIONS, Captions, correlations, read_captions, read_split
 from papers.multiplicity.estimate import ESTIMATORS, TAUGHT, Scene
-from papers.multiplicity.features import COVERAGE, DENSITY, FEATURES, References
+from papers.multiplicity.features import COVERAGE, FEATURES, SHARPNESS, References
 from papers.multiplicity.ranking import ranked
 from sfumato.distances import get_distance
 from sfumato.errors import UserError
@@ -74,7 +74,7 @@ def test_features_are_those_of_loops():
         for k in COVERAGE:
             lacks = [sum(v for w, v in content.items() if w not in s) for s in known]
             wanted[f"coverage {k:g}"] = math.log(sum(math.exp(-k * one) for one in lacks) + 0.01)
-        for k in DENSITY:  # The caption itself counts as an opposite one.
+        for k in SHARPNESS:  # The caption itself counts as an opposite one.
             wanted[f"density {k}"] = math.log(sum(math.exp(k * (c - 1)) for c in [*cosines, -1]))
         pairs = [p for s in known for p in zip(["", *s], [*s, ""], strict=True)]
         logs = [
@@ -83,7 +83,7 @@ def test_features_are_those_of_loops():
         ]
         wanted |= {"log probability": sum(logs), "mean log probability": sum(logs) / len(logs)}
         found = dict(zip(FEATURES, every[i], strict=True))
-        assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=1e-6), TEXTS[i]
+        assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-5), TEXTS[i]
 
 
 def test_the_readers_know_both_forms(folder):

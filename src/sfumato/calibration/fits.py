@@ -378,7 +378,7 @@ def in_bytes(vectors: np.ndarray) -> np.ndarray:
 FEWEST_WORDS = 3
 """Words of the shortest text that is asked for like a caption."""
 
-_SHARPNESS, _BLOCK = (8, 15, 20, 30, 40), 64
+SHARPNESS, _BLOCK = (8, 15, 20, 30, 40), 64
 
 
 @functools.cache
@@ -397,8 +397,9 @@ def unit(vectors: np.ndarray) -> np.ndarray:
 
 def place(cosine: np.ndarray, n_words: np.ndarray) -> np.ndarray:
     """(q, 9) numbers of words, nearness to the closest captions, and densities of captions. cosine (q, n)."""
-    near = -np.sort(-np.partition(cosine, -100, axis=1)[:, -100:], axis=1)
-    density = [np.log(np.exp(k * (cosine - 1)).sum(1)) for k in _SHARPNESS]
+    n = min(100, cosine.shape[1])
+    near = -np.sort(-np.partition(cosine, -n, axis=1)[:, -n:], axis=1)
+    density = [np.log(np.exp(k * (cosine - 1)).sum(1)) for k in SHARPNESS]
     return np.stack([n_words, near[:, 0], near[:, :10].mean(1), near.mean(1), *density], axis=1, dtype=np.float32)
 
 
