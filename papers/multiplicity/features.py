@@ -16,7 +16,8 @@ COVERAGE = 0.3, 0.6, 1.0, 2.0
 
 FEATURES = (
     "words", "content words", "rarest word", "mean idf", "content idf", "log probability", "mean log probability",
-    *(f"coverage {k:g}" for k in COVERAGE), "nearest", "mean of 10", "mean of 100", *(f"density {k}" for k in SHARPNESS),
+    *(f"coverage {k:g}" for k in COVERAGE), "nearest", "mean of 10", "mean of 100",
+    *(f"density {k}" for k in SHARPNESS),
 )  # fmt: skip
 """The numbers of a caption among others. Probabilities are those of pairs of words. Coverage k is the log of .01 and
 the sum of exp(-k * idf of its content words that another lacks); density k that of the sum of exp(k * (cosine - 1))."""
