@@ -44,28 +44,15 @@ def table():
     }
 
 
-@pytest.mark.parametrize("fails", ["create_store", "write_settings"])
-def test_what_was_made_is_closed_if_the_collection_cannot_be(tmp_path, monkeypatch, fails):
-    closed, made = [], []
-
-    class Made:
-        def close(self):
-            closed.append(self)
-
-    def make(*_):
-        if fails == "create_store" and made:
-            raise OSError("the disk is full")
-        made.append(Made())
-        return made[-1]
-
-    def full(*_):
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(stores, "create_store", make)
-    monkeypatch.setattr(folders, "write_settings", full)
+@pytest.mark.parametrize("n_made", [1, 2])
+def test_what_was_made_is_closed_if_the_collection_cannot_be(tmp_path, monkeypatch, n_made):
+    made, full = [Mock() for _ in range(n_made)], OSError("the disk is full")
+    monkeypatch.setattr(stores, "create_store", Mock(side_effect=[*made, full]))
+    monkeypatch.setattr(folders, "write_settings", Mock(side_effect=full))
     with pytest.raises(OSError, match="full"):
         GaussianCollection.create(tmp_path / "c", d=3, texts=True)
-    assert len(made) == (1 if fails == "create_store" else 2) and sorted(closed, key=id) == sorted(made, key=id)
+    for one in made:
+        one.close.assert_called_once_with()
 
 
 def test_the_first_store_is_closed_if_the_second_cannot_be_opened(tmp_path, monkeypatch):
