@@ -15,6 +15,9 @@ from sfumato.errors import UserError
 from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import Table, compact_interval, compact_number, number
 
+_OWN = {"p10_own": "p10_mean", "rr_own": "rr_mean"}
+"""What is said of the search by one's own model."""
+
 
 @command(app)
 def multiplicity(
@@ -81,6 +84,8 @@ def multiplicity(
         raise UserError(f"{given[0]} does not go with {given[1]}; leave one of them out")
     train, validation = (pqpp.read_split(data, split) for split in ("train", "validation"))
     both = pqpp.Captions.joined(train, validation)
+    if not both.labels:
+        raise UserError(f"{data}: train and validation have no label in common; expected {', '.join(pqpp.LABELS)}")
     others = [text for path in captions or () for text in pqpp.read_texts(path)]
     if predict:
         asked = pqpp.read_captions(predict if predict.exists() else data / predict)
@@ -93,8 +98,6 @@ def multiplicity(
         cells = [[pair, str(n), compact_interval(value)] for pair, (n, value) in pairs.items()]
         return Table("numbers of images by two sets of people", ["people", "captions", "spearman"], cells).show()
     truth = {name: validation.labels[name] for name in both.labels}
-    if not truth:
-        raise UserError(f"{data}: train and validation have no label in common; expected {', '.join(pqpp.LABELS)}")
     predicted = dict(zip(truth, truth, strict=True))
     if images:
         truth |= ranked(validation, model, images)
@@ -111,25 +114,21 @@ def multiplicity(
     if picture:
         _draw({name: of[first] for name, of in estimates.items()}, truth[first], first, picture)
     searches = {"CLIP": ("clip_p10", "clip_rr"), "BLIP-2": ("blip2_p10", "blip2_rr"), model: ("p10_own", "rr_own")}
-    means = {name: [float(truth[key].mean()) for key in keys] for name, keys in searches.items() if keys[1] in truth}
+    searches = {name: keys for name, keys in searches.items() if truth.keys() >= {*keys}}
+    means = {name: [float(truth[key].mean()) for key in keys] for name, keys in searches.items()}
     if as_json:
         own = {n: {k: {c: asdict(v) for c, v in of.items()} for k, of in f.items()} for n, f in figures.items()}
         about = {"split": "validation", "n": len(validation.rows), "published": pqpp.PUBLISHED, "source": pqpp.SOURCE}
         single = {"caption": validation.texts} | {name: of[first].tolist() for name, of in estimates.items()}
         about |= {"search, mean p10 and rr": means, "estimators": own, f"estimates of {first}": single}
         return print(json.dumps(about))
-    Table(
-        "search by the captions, relevant by people",
-        ["model", "precision at 10", "mean reciprocal rank"],
-        [[name, *(number(value, 3) for value in own)] for name, own in means.items()],
-    ).show()
+    cells = [[name, *(number(value, 3) for value in own)] for name, own in means.items()]
+    if cells:
+        head = ["model", "precision at 10", "mean reciprocal rank"]
+        Table("search by the captions, relevant by people", head, cells).show()
     for label in predicted:
         _table(label, {name: of[label] for name, of in figures.items()}, pqpp.PUBLISHED.get(label, {})).show()
     print(f"published: {pqpp.SOURCE}")
-
-
-_OWN = {"p10_own": "p10_mean", "rr_own": "rr_mean"}
-"""What is said of the search by one's own model."""
 
 
 def _show(rows: list[dict[str, Any]], values: Mapping[str, np.ndarray], as_json: bool) -> None:

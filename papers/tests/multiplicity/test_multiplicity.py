@@ -231,7 +231,8 @@ def test_the_command_measures_and_predicts(folder, papers):
     assert "relevant" not in papers.printed(*asked[:3], "--predict", folder / "validation.csv")
     assert set(papers.json(*asked)[0]) >= {"caption", "p10_mean"}
     (folder / "train.jsonl").write_text("".join(json.dumps({"caption": t, "relevant": [1]}) + "\n" for t in TEXTS))
-    assert "no label in common" in papers.refused(*asked[:3])
+    for more in ((), asked[3:]):
+        assert "no label in common" in papers.refused(*asked[:3], *more)
     (folder / "train.jsonl").unlink()
     for more in (("--images", folder), *(("--estimator", name) for name in TAUGHT[1:])):
         assert "have no relevant images" in papers.refused(*asked[:3], *more)
