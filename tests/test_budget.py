@@ -25,9 +25,9 @@ BUDGET = {
     "papers": 8_975,
     "papers/tests, lines": 6_420,
     "benchmarks": 5_870,
-    "tests, lines": 26_876,
+    "tests, lines": 26_877,
     "docs, words": 49_794,
-    "papers, words": 31_731,
+    "papers, words": 31_727,
     "CHANGELOG.md, words": 1_178,
 }
 SLACK = 0.03  # A row that is this much above its number, and more than 60, has to be lowered.

@@ -387,7 +387,8 @@ def test_every_command_takes_files(tmp_path, monkeypatch, sfumato):
     (found,) = sfumato.json("search", index, tmp_path / "query.npy", "-k", 2)
     assert found["calibrated"] and found["hits"][0]["id"] == "10"
     said = folded(command("trust", run))
-    assert "probability of the first hit" in said and re.search(r"precision at 10: \S+ predicted, \S+ true", said)
+    level = r"precision at 10: \S+ \[\S+ \S+\] \(chance \S+\); \S+ predicted, \S+ in a perfect order"
+    assert "probability of the first hit" in said and re.search(level, said), said
 
 
 @pytest.mark.parametrize(("change", "message"), [
