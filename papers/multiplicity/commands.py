@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,10 @@ from sfumato.cli.common import AsJson, command, flag
 from sfumato.errors import UserError
 from sfumato.metrics.bootstrap import Interval
 from sfumato.reports.tables import Table, compact_interval, compact_number, number
+
+if TYPE_CHECKING:
+    from papers.multiplicity.data import Captions
+    from papers.multiplicity.estimate import Scene
 
 _OWN = {"p10_own": "p10_mean", "rr_own": "rr_mean"}
 """What is said of the search by one's own model."""
@@ -67,7 +71,6 @@ def multiplicity(
     """
     from papers.multiplicity import data as pqpp
     from papers.multiplicity.estimate import ESTIMATORS, REGRESSION, TAUGHT, Scene
-    from papers.multiplicity.ranking import ranked
 
     names = list(dict.fromkeys(estimator or [name for name in ESTIMATORS if name not in TAUGHT]))
     if unknown := [name for name in names if name not in ESTIMATORS]:
@@ -97,23 +100,39 @@ def multiplicity(
             return print(json.dumps({pair: {"n": n, **asdict(value)} for pair, (n, value) in pairs.items()}))
         cells = [[pair, str(n), compact_interval(value)] for pair, (n, value) in pairs.items()]
         return Table("numbers of images by two sets of people", ["people", "captions", "spearman"], cells).show()
-    truth = {name: validation.labels[name] for name in both.labels}
+    scene = Scene(train, validation.texts, others, model, seed)
+    _measure(scene, validation, names, images=images, picture=picture, bootstrap=bootstrap, as_json=as_json)
+
+
+def _measure(
+    scene: "Scene", validation: "Captions", names: list[str], *,
+    images: Path | None, picture: Path | None, bootstrap: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Print the figures of estimators on validation."""
+    from papers.multiplicity import data as pqpp
+    from papers.multiplicity.ranking import ranked
+
+    truth = {name: own for name, own in validation.labels.items() if name in scene.known.labels}
     predicted = dict(zip(truth, truth, strict=True))
     if images:
-        truth |= ranked(validation, model, images)
-        predicted |= {name: mean for name, mean in _OWN.items() if mean in both.labels}
-    estimates = Scene(train, validation.texts, others, model, seed).estimates(names)
+        truth |= ranked(validation, scene.model, images)
+        predicted |= {name: mean for name, mean in _OWN.items() if mean in truth}
+    estimates = scene.estimates(names)
     first = next(iter(truth))
     figures = {
         name: {
-            label: pqpp.correlations(of[same], truth[label], n_resamples=bootstrap, seed=seed)
+            label: pqpp.correlations(of[same], truth[label], n_resamples=bootstrap, seed=scene.seed)
             for label, same in predicted.items()
         }
         for name, of in estimates.items()
     }
     if picture:
         _draw({name: of[first] for name, of in estimates.items()}, truth[first], first, picture)
-    searches = {"CLIP": ("clip_p10", "clip_rr"), "BLIP-2": ("blip2_p10", "blip2_rr"), model: ("p10_own", "rr_own")}
+    searches = {
+        "CLIP": ("clip_p10", "clip_rr"),
+        "BLIP-2": ("blip2_p10", "blip2_rr"),
+        scene.model: ("p10_own", "rr_own"),
+    }
     searches = {name: keys for name, keys in searches.items() if truth.keys() >= {*keys}}
     means = {name: [float(truth[key].mean()) for key in keys] for name, keys in searches.items()}
     if as_json:
